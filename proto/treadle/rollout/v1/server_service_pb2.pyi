@@ -1,0 +1,133 @@
+from treadle.rollout.v1 import weight_sync_service_pb2 as _weight_sync_service_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVER_STATE_UNSPECIFIED: _ClassVar[ServerState]
+    SERVER_STATE_LOADING: _ClassVar[ServerState]
+    SERVER_STATE_SERVING: _ClassVar[ServerState]
+    SERVER_STATE_PAUSED: _ClassVar[ServerState]
+    SERVER_STATE_UPDATING: _ClassVar[ServerState]
+
+class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_KIND_UNSPECIFIED: _ClassVar[MemoryKind]
+    MEMORY_KIND_WEIGHTS: _ClassVar[MemoryKind]
+    MEMORY_KIND_KV_CACHE: _ClassVar[MemoryKind]
+SERVER_STATE_UNSPECIFIED: ServerState
+SERVER_STATE_LOADING: ServerState
+SERVER_STATE_SERVING: ServerState
+SERVER_STATE_PAUSED: ServerState
+SERVER_STATE_UPDATING: ServerState
+MEMORY_KIND_UNSPECIFIED: MemoryKind
+MEMORY_KIND_WEIGHTS: MemoryKind
+MEMORY_KIND_KV_CACHE: MemoryKind
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ("client",)
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    client: str
+    def __init__(self, client: _Optional[str] = ...) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("server_version", "engine", "engine_version", "capabilities", "model", "state", "weight_version", "limits")
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    server_version: str
+    engine: str
+    engine_version: str
+    capabilities: Capabilities
+    model: ModelInfo
+    state: ServerState
+    weight_version: int
+    limits: AdmissionLimits
+    def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ...) -> None: ...
+
+class Capabilities(_message.Message):
+    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory")
+    SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_CONTINUE_FIELD_NUMBER: _ClassVar[int]
+    INLINE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    FILE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    sampled_logprobs: bool
+    priority: bool
+    in_flight_continue: bool
+    inline_transport: bool
+    file_transport: bool
+    collective_transport: bool
+    release_memory: bool
+    def __init__(self, sampled_logprobs: _Optional[bool] = ..., priority: _Optional[bool] = ..., in_flight_continue: _Optional[bool] = ..., inline_transport: _Optional[bool] = ..., file_transport: _Optional[bool] = ..., collective_transport: _Optional[bool] = ..., release_memory: _Optional[bool] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256")
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    architecture: str
+    vocab_size: int
+    context_length: int
+    tokenizer_sha256: bytes
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., tokenizer_sha256: _Optional[bytes] = ...) -> None: ...
+
+class AdmissionLimits(_message.Message):
+    __slots__ = ("max_in_flight", "max_queued")
+    MAX_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    max_in_flight: int
+    max_queued: int
+    def __init__(self, max_in_flight: _Optional[int] = ..., max_queued: _Optional[int] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("in_flight",)
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    in_flight: _weight_sync_service_pb2.InFlightPolicy
+    def __init__(self, in_flight: _Optional[_Union[_weight_sync_service_pb2.InFlightPolicy, str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseMemoryRequest(_message.Message):
+    __slots__ = ("kinds",)
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedScalarFieldContainer[MemoryKind]
+    def __init__(self, kinds: _Optional[_Iterable[_Union[MemoryKind, str]]] = ...) -> None: ...
+
+class ReleaseMemoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RestoreMemoryRequest(_message.Message):
+    __slots__ = ("kinds",)
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedScalarFieldContainer[MemoryKind]
+    def __init__(self, kinds: _Optional[_Iterable[_Union[MemoryKind, str]]] = ...) -> None: ...
+
+class RestoreMemoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
