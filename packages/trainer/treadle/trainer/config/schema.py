@@ -1,0 +1,294 @@
+"""The run's configuration: one tree, whose leaves each have one default, one doc and bounds.
+
+The attribute docstrings are the documentation: `--help` and docs/config.md are made of them.
+Cross-field checks live in the smallest section that sees both fields and quote both values.
+`policy` and `algorithm` are declared beside their users, in their own modules.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.base import Section
+from treadle.trainer.config.policy import PolicyConfig
+
+__all__ = [
+    "AgentConfig",
+    "AlgorithmConfig",
+    "DataConfig",
+    "FileTransportConfig",
+    "InlineTransportConfig",
+    "LocalLaunchConfig",
+    "ModelConfig",
+    "PolicyConfig",
+    "RayLaunchConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "RunDirConfig",
+    "ScheduleConfig",
+    "TracingConfig",
+    "ValidationSamplingConfig",
+    "WeightSyncConfig",
+]
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _kind_alone(value: object) -> object:
+    """Reads `ray` as `{kind: ray}`, so that a variant without settings needs one word."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class DataConfig(Section):
+    """Where the questions come from, and how many make a step."""
+
+    train_files: Annotated[tuple[Path, ...], Field(min_length=1)]
+    """Files of training rows (.jsonl or .parquet), read in this order."""
+    val_files: tuple[Path, ...] = ()
+    """Files of validation rows. Empty: the run never validates."""
+    prompts_per_step: Count = 16
+    """Rows per training step; each gives rollout.samples_per_prompt trajectories."""
+    shuffle: bool = True
+    """Draw a new order of the rows for each epoch, from run.seed; false: file order."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a row whose rendered prompt exceeds rollout.prompt_length: stop before
+    training, or leave the row out and say how many were left out."""
+    max_val_rows: Count | None = None
+    """Validate on the first so many rows only. Null: on all."""
+
+
+class ModelConfig(Section):
+    """The weights that training starts from."""
+
+    path: Path
+    """Directory of a Hugging Face model: config.json, safetensors and tokenizer. It must be
+    readable under the same path on every node."""
+
+
+class RewardConfig(Section):
+    """How a finished trajectory is scored."""
+
+    name: str | None = None
+    """A reward of treadle.tools.rewards, for all rows. Null: by each row's data_source."""
+    mode: Literal["strict", "flexible"] = "strict"
+    """How the final answer is read, by rewards that know both: strict wants `#### answer`;
+    flexible takes the last number."""
+
+
+class AgentConfig(Section):
+    """How one trajectory runs, and when it ends."""
+
+    default_loop: Literal["single_turn", "tool_agent"] = "single_turn"
+    """The loop of rows without an `agent_name`."""
+    tool_catalogue: Path | None = None
+    """YAML list of tools (verl's tool_config format). Null: no tools."""
+    parser: Literal["hermes"] = "hermes"
+    """How tool calls are written in the model's text."""
+    malformed_calls: Literal["report", "drop"] = "report"
+    """A tool call that does not parse: tell the model why, or ignore the call as verl does."""
+    max_assistant_turns: Count | None = None
+    """End the trajectory after so many completions. Null: no limit."""
+    max_tool_turns: Count | None = None
+    """End the trajectory after so many rounds of tool results. Null: no limit."""
+    max_parallel_calls: Count = 1
+    """Calls of one turn that are run; a turn that makes more has the others refused."""
+    max_tool_response_chars: Count = 256
+    """Longest tool result that the model is shown, in characters."""
+    tool_response_truncation: Literal["left", "middle", "right"] = "middle"
+    """Which part of a longer tool result is cut out."""
+    deadline_s: Seconds = 600.0
+    """Longest duration of one trajectory, tools and queues included."""
+    max_attempts: Count = 2
+    """Attempts at a trajectory that fails through no fault of the model; 1: no retry."""
+
+
+class ValidationSamplingConfig(Section):
+    """Sampling settings of validation; training's are in `rollout`."""
+
+    samples_per_prompt: Count = 1
+    """Trajectories per validation row; accuracy is the mean over all of them."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus to sample from."""
+    top_k: Count | None = None
+    """Most likely tokens to sample from. Null: the whole vocabulary."""
+
+
+class RolloutConfig(Section):
+    """The rollout servers and how training samples from them."""
+
+    name: Literal["fake", "torch"] = "torch"
+    """The engine. fake: deterministic, without a model, for trying out a configuration."""
+    num_replicas: Count = 1
+    """Rollout servers; trajectories spread over them."""
+    samples_per_prompt: Count = 8
+    """Trajectories per row: the size of a GRPO group."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature in training."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus to sample from in training."""
+    top_k: Count | None = None
+    """Most likely tokens to sample from in training. Null: the whole vocabulary."""
+    prompt_length: Count = 512
+    """Longest rendered prompt, in tokens, tool schemas included."""
+    response_length: Count = 512
+    """Longest rest of a trajectory after the prompt, in tokens, tool results included."""
+    max_in_flight: Count = 64
+    """Completions that one server computes at a time."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the servers' weights, and of the weights pushed to them."""
+    threads: Count = 1
+    """CPU threads of one server."""
+    start_deadline_s: Seconds = 120.0
+    """Longest wait for a server to load its model and serve."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often in a run a server that died is started again; then the run goes on with the
+    replicas that are left, and fails when none is."""
+    val: ValidationSamplingConfig = ValidationSamplingConfig()
+    """Sampling settings of validation."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest trajectory."""
+        return self.prompt_length + self.response_length
+
+
+class InlineTransportConfig(Section):
+    """Weights travel in the gRPC stream. For small models and servers on other hosts."""
+
+    kind: Literal["inline"] = "inline"
+    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
+    """Bytes per message; a server may ask for less."""
+
+
+class FileTransportConfig(Section):
+    """Weights travel as safetensors files that the servers can read."""
+
+    kind: Literal["file"] = "file"
+    directory: Path | None = None
+    """Where the files are written; the servers read below it only. Null: in the run directory."""
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the rollout servers."""
+
+    transport: Annotated[
+        Annotated[InlineTransportConfig | FileTransportConfig, Field(discriminator="kind")],
+        BeforeValidator(_kind_alone),
+    ] = InlineTransportConfig()
+    """What carries the bytes."""
+    lease_s: Annotated[float, Field(ge=1)] = 60.0
+    """A server drops an update after so long without a sign of life from the trainer."""
+    control_deadline_s: Seconds = 10.0
+    """Deadline of Begin, Get and Abort."""
+    push_deadline_s: Seconds = 30.0
+    """Deadline of one Push, to which a second per 50 MB is added."""
+    commit_deadline_s: Seconds = 120.0
+    """Deadline of Commit, in which the server finishes its running completions."""
+    max_push_attempts: Count = 3
+    """Pushes of one update to one server; a broken one resumes where it broke."""
+
+
+class ScheduleConfig(Section):
+    """What happens when."""
+
+    kind: Literal["sync"] = "sync"
+    """sync: rollout, reward, update and weight sync take turns; every token is on-policy."""
+    total_steps: Count | None = None
+    """Steps to train. Null: as many as total_epochs make."""
+    total_epochs: Count = 1
+    """Passes over the training rows, where total_steps is null."""
+    val_every: Count | None = None
+    """Validate after every so many steps, and after the last. Null: never during training."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    save_every: Count | None = None
+    """Save a checkpoint after every so many steps, and after the last. Null: never."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints to keep."""
+
+
+class LocalLaunchConfig(Section):
+    """All processes on this machine."""
+
+    kind: Literal["local"] = "local"
+
+
+class RayLaunchConfig(Section):
+    """Processes placed by Ray; Ray carries neither tokens nor weights."""
+
+    kind: Literal["ray"] = "ray"
+    address: str | None = None
+    """Address of a running cluster, or `auto`. Null: start Ray on this machine."""
+    cpus_per_process: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs reserved for each process."""
+    gpus_per_policy_rank: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs reserved for each policy rank."""
+    gpus_per_replica: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs reserved for each rollout server."""
+
+
+LaunchConfig = Annotated[
+    Annotated[LocalLaunchConfig | RayLaunchConfig, Field(discriminator="kind")],
+    BeforeValidator(_kind_alone),
+]
+
+
+class TracingConfig(Section):
+    """Records of what each trajectory did."""
+
+    backend: Literal["none", "jsonl"] = "none"
+    """jsonl: spans go to traces.jsonl in the run directory."""
+    token_text: bool = False
+    """Add the decoded text to spans that carry token ids."""
+
+
+class RunDirConfig(Section):
+    """The run as a whole."""
+
+    dir: Path | None = None
+    """Where everything that the run writes goes. Null: a new directory below ./runs."""
+    project: str = "treadle"
+    """Heading of the report."""
+    name: str = "run"
+    """Name of the run in the report and of its directory below ./runs."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the data order, of sampling and of training."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest checkpoint in `dir`, where there is one; never: refuse a
+    directory that already holds a run."""
+    trajectories_per_step: Annotated[int, Field(ge=0)] = 4
+    """Training trajectories written to trajectories.jsonl after each step."""
+    val_trajectories: Annotated[int, Field(ge=0)] = 20
+    """Validation trajectories written to trajectories.jsonl after each validation."""
+
+
+class RunConfig(Section):
+    """Everything a run is told; defaults, files and arguments are already merged."""
+
+    data: DataConfig
+    model: ModelConfig
+    reward: RewardConfig = RewardConfig()
+    agent: AgentConfig = AgentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    policy: PolicyConfig = PolicyConfig()
+    sync: WeightSyncConfig = WeightSyncConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    launch: LaunchConfig = LocalLaunchConfig()
+    tracing: TracingConfig = TracingConfig()
+    run: RunDirConfig = RunDirConfig()
+
+    @model_validator(mode="after")
+    def _validation_has_rows(self) -> Self:
+        if self.schedule.val_every is not None and not self.data.val_files:
+            raise ValueError(
+                f"schedule.val_every={self.schedule.val_every} asks for validation, but "
+                "data.val_files is empty: name a file or set schedule.val_every=null"
+            )
+        return self
