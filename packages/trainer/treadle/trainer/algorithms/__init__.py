@@ -1,0 +1,1 @@
+"""Losses, advantages and updates: pure functions and the order in which they are applied."""

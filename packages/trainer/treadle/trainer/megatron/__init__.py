@@ -1,0 +1,1 @@
+"""The policy backend on Megatron-core. The only package that imports `megatron`."""
