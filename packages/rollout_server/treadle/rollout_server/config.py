@@ -1,0 +1,181 @@
+"""The server's configuration: one tree, defaults here and nowhere else.
+
+Invariant: a `ServerConfig` that exists is valid. Unknown keys, values out of range and
+combinations that would open the server to the network by accident do not build one.
+
+Layers, later wins: the defaults, ``--config file.yaml``, the command line. The environment
+is not read.
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(_Model):
+    """The model that the engine loads."""
+
+    path: Path | None = Field(
+        default=None,
+        description="Hugging Face directory: config.json, *.safetensors, tokenizer.json.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Element type of the weights in the engine."
+    )
+    context_length: Positive | None = Field(
+        default=None,
+        description="Most tokens of prompt plus completion. Unset: what the model allows.",
+    )
+    num_threads: Positive | None = Field(
+        default=None, description="CPU threads of the engine. Unset: the library's own choice."
+    )
+    max_num_seqs: Positive = Field(
+        default=64, description="Most sequences that the engine batches in one step."
+    )
+
+
+class FakeConfig(_Model):
+    """The fake engine: its vocabulary and its latency. Only for engine=fake."""
+
+    vocab_size: Positive = Field(
+        default=256, description="Token ids are below it. Ignored with a model."
+    )
+    eos_token_id: int = Field(
+        default=0, ge=0, description="Ends a completion. Ignored with a model."
+    )
+    weights_seed: int = Field(default=0, ge=0, description="Picks the weights of version 0.")
+    prefill_s_per_token: float = Field(
+        default=0.0, ge=0, description="Seconds per prompt token that is not cached."
+    )
+    decode_s_per_token: float = Field(default=0.0, ge=0, description="Seconds per sampled token.")
+
+
+class AdmissionConfig(_Model):
+    """How much work the server takes on."""
+
+    max_in_flight: Positive = Field(
+        default=256, description="Most completions handed to the engine."
+    )
+    max_queued: int = Field(
+        default=1024, ge=0, description="Most completions that wait; more are RESOURCE_EXHAUSTED."
+    )
+
+
+class CoalesceConfig(_Model):
+    """How sampled tokens are grouped into messages."""
+
+    max_tokens: Positive = Field(default=32, description="Send when so many tokens wait.")
+    max_wait_s: float = Field(default=0.05, ge=0, description="Send when the oldest waits so long.")
+
+
+class WeightsConfig(_Model):
+    """How new weights come in."""
+
+    directory: Path | None = Field(
+        default=None, description="File transport reads only below it. Unset: no file transport."
+    )
+    max_chunk_bytes: int = Field(
+        default=2 << 20, ge=1 << 10, le=4_000_000, description="Largest chunk taken by PushWeights."
+    )
+    max_lease_s: float = Field(
+        default=3600.0, gt=0, description="Longest lease that an update may ask."
+    )
+
+
+class SecurityConfig(_Model):
+    """Transport security; required beyond loopback."""
+
+    tls_certificate: Path | None = Field(default=None, description="PEM chain of the server.")
+    tls_key: Path | None = Field(default=None, description="PEM private key of the server.")
+    token_file: Path | None = Field(
+        default=None, description="File with the bearer token that every call must carry."
+    )
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together: give both or neither")
+        return self
+
+
+class ServerConfig(_Model):
+    """Everything that `python -m treadle.rollout_server` can be told."""
+
+    engine: str = Field(default="fake", description="fake, torch, or module:factory of your own.")
+    address: str = Field(
+        default="127.0.0.1:0", description="host:port to listen on; port 0 picks one."
+    )
+    insecure_allow_plaintext_beyond_loopback: bool = Field(
+        default=False,
+        description="Listen beyond loopback without TLS and token. Anyone can then use it.",
+    )
+    ready_file: Path | None = Field(
+        default=None, description='Written when serving: {"address": "host:port", "pid": n}.'
+    )
+    parent_pid: Positive | None = Field(
+        default=None, description="Shut down when this process is gone."
+    )
+    shutdown_grace_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="How long completions in flight may take to end at shutdown.",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Least severe level that is logged."
+    )
+    model: ModelConfig = ModelConfig()
+    fake: FakeConfig = FakeConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    coalesce: CoalesceConfig = CoalesceConfig()
+    weights: WeightsConfig = WeightsConfig()
+    security: SecurityConfig = SecurityConfig()
+
+    @property
+    def host(self) -> str:
+        """The address without its port, brackets removed."""
+        return self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+    @property
+    def port(self) -> int:
+        """The port; 0 picks a free one."""
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @model_validator(mode="after")
+    def _address_is_host_and_port(self) -> Self:
+        host, colon, port = self.address.rpartition(":")
+        if not host or not colon or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"address is {self.address!r}, expected host:port, as 127.0.0.1:0")
+        return self
+
+    @model_validator(mode="after")
+    def _secure_beyond_loopback(self) -> Self:
+        if self.on_loopback or self.insecure_allow_plaintext_beyond_loopback:
+            return self
+        missing = [
+            name
+            for name in ("tls_certificate", "tls_key", "token_file")
+            if getattr(self.security, name) is None
+        ]
+        if missing:
+            raise ValueError(
+                f"address {self.address!r} is reachable from other machines and "
+                f"{', '.join('security.' + name for name in missing)} is not set: set it, listen "
+                "on 127.0.0.1, or pass --insecure_allow_plaintext_beyond_loopback true"
+            )
+        return self

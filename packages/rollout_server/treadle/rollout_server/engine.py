@@ -1,0 +1,301 @@
+"""The engine: what turns token prompts into sampled tokens, and holds the weights.
+
+Invariant: an engine knows nothing of gRPC, queues, leases or versions to come. It samples
+what it is given, ends every sequence exactly once, and changes weights only between
+`pause` and `resume`, all of them or none.
+
+Lifecycle: a factory from `registry.py` builds it, `generate` runs many sequences at once,
+`aclose` ends those that still run. Each call happens on the server's event loop and must
+not block it: an engine with heavy work owns a thread.
+
+Who waits: the consumer of `generate` waits for events and nothing waits for the consumer,
+so an engine may run ahead of a slow reader by at most one completion. `pause` waits for
+the sequences that its policy names. Closing the generator (or cancelling the task that
+reads it) wakes the engine, which frees the sequence's place and cache.
+
+This module imports neither torch nor protobuf: it is the seam between both.
+"""
+
+import enum
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class ElementType(enum.Enum):
+    """Type of a tensor's elements; the value is the name as it appears in messages."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one element."""
+        return _SIZE_BYTES[self]
+
+
+_SIZE_BYTES = {
+    ElementType.FLOAT32: 4,
+    ElementType.BFLOAT16: 2,
+    ElementType.FLOAT16: 2,
+    ElementType.FLOAT8_E4M3FN: 1,
+}
+
+
+class InFlightPolicy(enum.Enum):
+    """What becomes of sequences in flight when the engine pauses."""
+
+    DRAIN = "drain"  # They run to their end; nothing new starts.
+    INTERRUPT = "interrupt"  # They end now, as `FinishReason.INTERRUPTED`.
+    CONTINUE = "continue"  # They stand still and go on at `resume`.
+
+
+class MemoryKind(enum.Enum):
+    """Device memory that an engine can give away while it is paused."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class FinishReason(enum.Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # End of sequence or a stop id, which is the last token.
+    LENGTH = "length"  # `max_tokens` reached.
+    INTERRUPTED = "interrupted"  # Cut by a pause; the tokens so far are good.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, type and shape of one tensor."""
+
+    name: str
+    element_type: ElementType
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.element_type.size_bytes
+
+    @property
+    def label(self) -> str:
+        """For messages, as ``bfloat16[4, 8]``."""
+        return f"{self.element_type.value}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """One tensor with its bytes, little-endian and row-major.
+
+    `data` is writable, one-dimensional, of format "B", and `spec.size_bytes` long. It
+    belongs to the sender and is good until the next tensor is asked for.
+    """
+
+    spec: TensorSpec
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do beyond plain sampling; one bool per feature."""
+
+    sampled_logprobs: bool = False
+    priority: bool = False
+    in_flight_continue: bool = False
+    release_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The model that an engine holds.
+
+    Attributes:
+        architecture: As in ``config.json``, "Qwen2ForCausalLM".
+        vocab_size: Rows of the embedding; every token id is below it.
+        context_length: Prompt plus completion, in tokens.
+        eos_token_ids: Sampling one ends a completion unless `Sampling.ignore_eos`.
+        tokenizer_sha256: 32 bytes, of ``tokenizer.json``; empty when there is none.
+    """
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int] = frozenset()
+    tokenizer_sha256: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine is; fixed for its life.
+
+    Attributes:
+        name: Its name in the registry.
+        version: Of the library that does the work.
+        parameters: What `Engine.load_weights` must be given: every name once, in these
+            shapes. The element type is the one held; another one is converted. None: the
+            engine takes whatever it is given, which only the fake does.
+    """
+
+    name: str
+    version: str
+    capabilities: EngineCapabilities
+    model: ModelInfo
+    parameters: tuple[TensorSpec, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample. The defaults are the server's: plain sampling from the model.
+
+    Checked before an engine sees it, see `services/codec.py`.
+
+    Attributes:
+        max_tokens: At least 1; prompt plus `max_tokens` fits the context.
+        temperature: 0 is greedy: the most likely id, the smallest among equals.
+        top_p: In (0, 1].
+        top_k: At least 1; None keeps the whole vocabulary.
+        min_p: In [0, 1]: ids less likely than `min_p` times the likeliest are dropped.
+        repetition_penalty: Above 0; divides positive logits of ids that occurred in the
+            prompt or the completion and multiplies negative ones (CTRL, arXiv 1909.05858).
+        seed: The same seed, prompt and weights give the same tokens whatever else runs.
+            None draws from the engine's own randomness.
+        stop_token_ids: End the completion like end of sequence; the id is its last token.
+        ignore_eos: Go on past the model's own end-of-sequence ids.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence to run.
+
+    Attributes:
+        request_id: Names it in logs; unique per attempt.
+        session_id: The same for all turns of a trajectory; "" for none.
+        prompt: ``[P]`` ids, at least one.
+        logprobs: Whether `Tokens.logprobs` is wanted.
+        priority: Larger runs earlier.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    session_id: str = ""
+    logprobs: bool = False
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """First event: the sequence has a place and its prompt is being read."""
+
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """At least one sampled token, all from one weight version.
+
+    `logprobs` are nats under the distribution drawn from, after penalty, temperature and
+    truncation, as long as `token_ids`; empty unless asked for. At temperature 0 that
+    distribution is one point and they are 0.0.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Last event."""
+
+    reason: FinishReason
+
+
+EngineEvent = Started | Tokens | Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """What became of the sequences, since the engine was built.
+
+    ``started == finished + aborted + running`` at every instant.
+    """
+
+    started: int = 0
+    finished: int = 0
+    aborted: int = 0
+    running: int = 0
+
+
+class Engine(Protocol):
+    """See the module docstring. `testing/engine_contract.py` holds every engine to it."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled from; 0 before any update."""
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What became of the sequences so far; a waiting sequence is not yet started."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """One `Started`, then `Tokens`, then one `Finished`.
+
+        A sequence that comes while the engine is paused waits for `resume`. Closing the
+        generator before `Finished` aborts the sequence. Raises only when the engine is
+        broken; the server then stops serving.
+        """
+
+    async def pause(self, policy: InFlightPolicy) -> None:
+        """Returns when no sequence runs (or, for CONTINUE, when all stand still).
+
+        From then on nothing is sampled until `resume`. Pausing again is allowed and may
+        name another policy: INTERRUPT ends and DRAIN finishes what CONTINUE had kept. A
+        cancelled pause is undone with `resume`.
+        """
+
+    async def resume(self) -> None:
+        """Goes on. Does nothing when not paused."""
+
+    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int) -> None:
+        """Replaces all weights, or raises and keeps the old ones.
+
+        Called only while paused. Afterwards nothing computed from the old weights serves
+        a new sequence (prefix caches are dropped); sequences kept by CONTINUE may go on
+        with what they hold.
+
+        Raises:
+            TensorMismatch: A tensor is missing, unknown, doubled, or has the wrong shape.
+        """
+
+    async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Gives device memory of these kinds away; weights stay in host memory.
+
+        Called only while paused with nothing in flight. Does nothing for kinds already
+        released.
+        """
+
+    async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Takes device memory back; the weights are those from before."""
+
+    async def aclose(self) -> None:
+        """Ends all sequences and frees everything. Idempotent."""

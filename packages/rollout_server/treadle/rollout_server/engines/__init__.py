@@ -1,0 +1,1 @@
+"""Engines, one module each, imported by `registry.py` when chosen."""

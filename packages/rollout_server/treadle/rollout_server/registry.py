@@ -1,0 +1,49 @@
+"""The registry: engine name -> where its factory lives.
+
+Invariant: an engine's module is imported only when that engine is chosen, so `--help`
+and the fake need none of torch, vllm or sglang.
+"""
+
+import importlib
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+
+from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.engine import Engine
+
+EngineFactory = Callable[[ServerConfig], Awaitable[Engine]]
+"""Builds an engine that is ready to generate. May take long; must not block the loop.
+
+Raises ValueError or OSError when the configuration asks for what cannot be had.
+"""
+
+ENGINES: Mapping[str, str] = MappingProxyType(
+    {
+        "fake": "treadle.rollout_server.engines.fake:create",
+        "torch": "treadle.rollout_server.engines.torch:create",
+    }
+)
+"""Name -> "module:factory"."""
+
+
+def engine_factory(name: str) -> EngineFactory:
+    """Imports the factory of an engine.
+
+    Args:
+        name: A key of `ENGINES`, or "module:factory" for an engine of your own.
+
+    Raises:
+        ValueError: No engine of that name, or the place named has no such factory.
+    """
+    place = ENGINES.get(name, name)
+    module_name, _, attribute = place.partition(":")
+    if not attribute:
+        raise ValueError(
+            f"unknown engine {name!r}: use one of {', '.join(sorted(ENGINES))}, "
+            "or 'module:factory' for your own"
+        )
+    try:
+        factory: EngineFactory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"engine {name!r} cannot be loaded from {place}: {error}") from error
+    return factory
