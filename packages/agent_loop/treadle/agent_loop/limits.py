@@ -1,0 +1,125 @@
+"""Limits of a trajectory, and the written order in which they are checked.
+
+Invariant: the response budget is shared by what the model samples and what the tools say, and a
+trajectory's last tokens are always sampled ones. After every completion, in this order, the
+first that holds ends the trajectory:
+
+| # | Check | Stop |
+|---|---|---|
+| 1 | sampled + observed >= max_response_tokens | RESPONSE_LENGTH |
+| 2 | prompt + sampled + observed >= max_context_tokens | CONTEXT_LENGTH |
+| 3 | the completion was cut by its max_tokens (its turn is open, nothing may follow) | TURN_LENGTH |
+| 4 | completions >= max_assistant_turns | ASSISTANT_TURNS |
+| 5 | answers >= max_user_turns | USER_TURNS |
+| 6 | the completion asks for no tool | FINISHED |
+| - | the first max_parallel_calls calls run; each text is cut to max_tool_response_chars | |
+| 7 | a tool said stop | TOOL_STOP |
+| 8 | sampled + observed + answer >= max_response_tokens: the answer is *not* appended | RESPONSE_LENGTH |
+| 9 | prompt + sampled + observed + answer >= max_context_tokens: likewise | CONTEXT_LENGTH |
+
+The order is verl's (`tool_agent_loop.py`), with 2, 3, 7 and 9 added. Pure; nothing waits.
+"""  # noqa: E501 - a table row cannot be broken
+
+import enum
+from dataclasses import dataclass
+
+from treadle.agent_loop.types import StopReason
+
+_MARKER = "...(truncated)..."
+_MARKER_AFTER = "...(truncated)"
+_MARKER_BEFORE = "(truncated)..."
+
+
+class TruncateSide(enum.StrEnum):
+    """Which side of a long tool text is cut away, in the meaning of verl since PR #6313."""
+
+    LEFT = "left"
+    """Cut the left: keep the tail."""
+    RIGHT = "right"
+    """Cut the right: keep the head."""
+    MIDDLE = "middle"
+    """Cut the middle: keep half of the head and half of the tail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLimits:
+    """Bounds of one trajectory. None: no bound.
+
+    Attributes:
+        max_response_tokens: Sampled and observed tokens together.
+        max_context_tokens: Prompt and response together; the server's context length.
+        max_assistant_turns: Completions.
+        max_user_turns: Answers given to the model (one per round of tool calls).
+        max_parallel_calls: Calls of one turn that are run; the rest is ignored and counted.
+        max_tool_response_chars: Characters kept of one tool text, without the marker.
+        tool_response_truncate_side: Which side of a longer text is cut.
+        tool_timeout_s: Seconds for one tool call, after which it is cancelled and the model is
+            told so.
+
+    Raises:
+        ValueError: A bound is below 1, or the timeout is not positive.
+    """
+
+    max_response_tokens: int
+    max_context_tokens: int | None = None
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_parallel_calls: int = 1
+    max_tool_response_chars: int = 256
+    tool_response_truncate_side: TruncateSide = TruncateSide.MIDDLE
+    tool_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_response_tokens",
+            "max_context_tokens",
+            "max_assistant_turns",
+            "max_user_turns",
+            "max_parallel_calls",
+            "max_tool_response_chars",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not self.tool_timeout_s > 0:
+            raise ValueError(f"tool_timeout_s is {self.tool_timeout_s}; it must be above 0")
+        object.__setattr__(
+            self, "tool_response_truncate_side", TruncateSide(self.tool_response_truncate_side)
+        )
+
+    def tokens_left(self, *, prompt: int, response: int) -> int:
+        """Tokens that may still be sampled; 0 or less when the budget is used up."""
+        left = self.max_response_tokens - response
+        if self.max_context_tokens is not None:
+            left = min(left, self.max_context_tokens - prompt - response)
+        return left
+
+    def length_stop(self, *, prompt: int, response: int) -> StopReason | None:
+        """Checks 1 and 2 (and 8 and 9, with the answer counted in `response`)."""
+        if response >= self.max_response_tokens:
+            return StopReason.RESPONSE_LENGTH
+        if self.max_context_tokens is not None and prompt + response >= self.max_context_tokens:
+            return StopReason.CONTEXT_LENGTH
+        return None
+
+    def turn_stop(self, *, assistant_turns: int, user_turns: int) -> StopReason | None:
+        """Checks 4 and 5."""
+        if self.max_assistant_turns is not None and assistant_turns >= self.max_assistant_turns:
+            return StopReason.ASSISTANT_TURNS
+        if self.max_user_turns is not None and user_turns >= self.max_user_turns:
+            return StopReason.USER_TURNS
+        return None
+
+    def truncate_tool_text(self, text: str) -> str:
+        """Cuts a tool's text to `max_tool_response_chars`; the marker comes on top."""
+        keep = self.max_tool_response_chars
+        if len(text) <= keep:
+            return text
+        match self.tool_response_truncate_side:
+            case TruncateSide.LEFT:
+                return _MARKER_BEFORE + text[-keep:]
+            case TruncateSide.RIGHT:
+                return text[:keep] + _MARKER_AFTER
+            case TruncateSide.MIDDLE:
+                half = keep // 2
+                return text[:half] + _MARKER + text[len(text) - half :]

@@ -1,0 +1,67 @@
+"""The agent loop: any object with `run`, and the services it is given.
+
+Invariant: a loop owns nothing that outlives `run`, and asks the outside only through `Services`;
+so that the same loop runs against the fakes of `testing`, one local server or a cluster.
+The runner waits in `run` and cancels it at the trajectory's deadline.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from treadle.agent_loop.generator import TokenGenerator
+from treadle.agent_loop.limits import LoopLimits
+from treadle.agent_loop.renderer import ChatRenderer
+from treadle.agent_loop.tool import Tool
+from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.types import AgentTask, SamplingParams
+
+RewardFn: TypeAlias = Callable[[Trajectory], float | Awaitable[float]]
+"""Scores a trajectory that ended without error; plain or async."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What a loop works with; shared by the trajectories of a run.
+
+    Attributes:
+        generator: Samples tokens.
+        renderer: The model's chat format.
+        limits: Bounds of each trajectory.
+        sampling: How completions are sampled. `max_tokens` bounds one completion; loops lower
+            it to what the limits leave.
+        tools: By the name that the model calls.
+        reward: Called by the runner on every trajectory that has no reward yet.
+        deadline: `loop.time()` seconds at which the trajectory ends; the runner sets it.
+        min_weight_version: Refuse to sample from older weights than these.
+
+    Raises:
+        ValueError: A tool is filed under another name than its own.
+    """
+
+    generator: TokenGenerator
+    renderer: ChatRenderer
+    limits: LoopLimits
+    sampling: SamplingParams
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    reward: RewardFn | None = None
+    deadline: float = math.inf
+    min_weight_version: int = 0
+
+    def __post_init__(self) -> None:
+        for name, tool in self.tools.items():
+            if tool.spec.name != name:
+                raise ValueError(f"tool {tool.spec.name!r} is filed under the name {name!r}")
+
+
+class AgentLoop(Protocol):
+    """Runs one task to its end. Stateless: one object may run many tasks at once."""
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        """Attempts the task once.
+
+        Raises:
+            RolloutError: The attempt failed; the runner makes a failed trajectory of it.
+        """
+        ...

@@ -1,0 +1,74 @@
+"""Tools: what the model may call, and whose fault it is when a call fails.
+
+Invariant: a tool is opened at most once per trajectory (at its first call), keeps its state in
+that session, and the session is closed exactly once when the trajectory ends, however it ends.
+
+Two ways to fail, never mixed:
+
+- raise `ToolFailure`: the model asked for something wrong. Its text is shown to the model.
+- raise anything else: we failed (sandbox down, bug). The trajectory ends as ERROR and the text
+  never reaches the training data.
+
+The loop waits in `call`, at most `LoopLimits.tool_timeout_s`, then cancels it. Calls of one turn
+may run at the same time on one session; a session that cannot bear it holds its own lock.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from treadle.agent_loop.types import AgentTask, ToolSpec
+from treadle.tracing import Metric
+
+
+class ToolFailure(Exception):
+    """The call was wrong; the text tells the model why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What a call gives back.
+
+    Attributes:
+        content: Shown to the model, cut to `LoopLimits.max_tool_response_chars`.
+        reward: Carried into `Trajectory.tool_rewards`; not shown to the model.
+        stop: End the trajectory; the content is then not shown to the model.
+        metrics: Carried into `Trajectory.metrics`.
+    """
+
+    content: str
+    reward: float = 0.0
+    stop: bool = False
+    metrics: tuple[Metric, ...] = ()
+
+
+class ToolSession(Protocol):
+    """A tool's state in one trajectory."""
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        """Runs one call.
+
+        Args:
+            arguments: As the model wrote them; not checked against the schema.
+
+        Raises:
+            ToolFailure: The model's fault; it sees the text.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Frees what `open` took. Called once, also after a cancellation."""
+        ...
+
+
+class Tool(Protocol):
+    """A tool that trajectories can open; one object serves all of them."""
+
+    @property
+    def spec(self) -> ToolSpec:
+        """What the model is told."""
+        ...
+
+    async def open(self, task: AgentTask) -> ToolSession:
+        """Begins the tool's state for one trajectory."""
+        ...

@@ -1,0 +1,70 @@
+"""The trajectory: what one attempt of one task yields.
+
+Invariant: exactly one per task. `error` is set if and only if `stop` is ERROR; then `tokens` is
+empty and there is nothing to train on. `messages` says what `tokens` say: an answer that did not
+fit into the budget is in neither.
+"""
+
+from dataclasses import dataclass
+
+from treadle.agent_loop.errors import RolloutError
+from treadle.agent_loop.transcript import Tokens
+from treadle.agent_loop.types import AgentTask, Message, StopReason
+from treadle.tracing import Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt, ended.
+
+    Attributes:
+        task: The task that was attempted.
+        tokens: Ids, mask, log-probabilities and versions, [L] each.
+        messages: The whole conversation, the task's messages first.
+        stop: Why it ended.
+        assistant_turns: Completions.
+        user_turns: Answers given to the model: rounds of tool results, or user messages.
+        reward: None when nothing scored it, which is not a reward of 0.
+        tool_rewards: Of the tool calls, in the order of the calls.
+        metrics: Counts and times, named as `tool/calls`, `agent_loop/generate_s`.
+        error: Why the attempt failed.
+    """
+
+    task: AgentTask
+    tokens: Tokens
+    messages: tuple[Message, ...]
+    stop: StopReason
+    assistant_turns: int = 0
+    user_turns: int = 0
+    reward: float | None = None
+    tool_rewards: tuple[float, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    error: RolloutError | None = None
+
+    def __post_init__(self) -> None:
+        if (self.error is not None) is not (self.stop is StopReason.ERROR):
+            raise ValueError(f"stop is {self.stop} and error is {self.error!r}; they contradict")
+
+    @classmethod
+    def failed(cls, task: AgentTask, error: RolloutError) -> "Trajectory":
+        """The trajectory of an attempt that failed."""
+        return cls(
+            task=task,
+            tokens=Tokens.empty(),
+            messages=task.messages,
+            stop=StopReason.ERROR,
+            error=error,
+        )
+
+    @property
+    def num_turns(self) -> int:
+        """As verl counts: the prompt, every completion and every answer. One completion is 2."""
+        return 1 + self.assistant_turns + self.user_turns
+
+    @property
+    def final_text(self) -> str:
+        """Text of the last assistant message; "" when there is none."""
+        for message in reversed(self.messages):
+            if message.role == "assistant":
+                return message.content
+        return ""

@@ -1,0 +1,252 @@
+"""The values that cross the package's borders: messages, sampling, completions.
+
+Invariant: everything here is frozen, checked when made, and holds no tensor, no socket and no
+text that was not sampled or given. Token ids are plain ints; log-probabilities are in nats.
+Nothing here waits.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class StopReason(enum.StrEnum):
+    """Why a trajectory ended. Listed in the order in which `tool_agent` checks them."""
+
+    RESPONSE_LENGTH = "response_length"
+    """Sampled and observed tokens together reached `LoopLimits.max_response_tokens`."""
+    CONTEXT_LENGTH = "context_length"
+    """Prompt and response together reached `LoopLimits.max_context_tokens`."""
+    TURN_LENGTH = "turn_length"
+    """The last completion was cut by its own `SamplingParams.max_tokens`, so its turn is open."""
+    ASSISTANT_TURNS = "assistant_turns"
+    """`LoopLimits.max_assistant_turns` completions were sampled."""
+    USER_TURNS = "user_turns"
+    """`LoopLimits.max_user_turns` answers were given to the model."""
+    FINISHED = "finished"
+    """The model ended its turn and asked for nothing."""
+    TOOL_STOP = "tool_stop"
+    """A tool returned `ToolResult.stop`."""
+    ERROR = "error"
+    """The attempt failed; `Trajectory.error` says why. Never train on it."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why one completion ended."""
+
+    STOP = "stop"
+    """The end-of-sequence id or a stop id was sampled; it is the completion's last id."""
+    LENGTH = "length"
+    """`SamplingParams.max_tokens` or the model's context was used up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the model asked for.
+
+    Attributes:
+        id: Unique within the turn; names the call in the answer (`Message.tool_call_id`).
+        name: The tool's name as the model wrote it; it may not exist.
+        arguments: A JSON object, decoded.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        content: The text. Empty for an assistant that only calls tools.
+        tool_calls: Only on assistant messages.
+        tool_call_id: Only on tool messages: the call that this answers.
+        name: Only on tool messages: the tool that answered.
+        reasoning: Only on assistant messages: text that the parser set apart as thinking.
+            None means that the parser knows no reasoning, "" that there was none.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in _ROLES:
+            raise ValueError(f"role is {self.role!r}; it must be one of {', '.join(_ROLES)}")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a {self.role} message cannot carry tool calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"a {self.role} message cannot answer a tool call")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """What the model is told about a tool.
+
+    Attributes:
+        name: Unique in a trajectory.
+        description: Shown to the model.
+        parameters: JSON Schema of the arguments object.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, object] = field(
+        default_factory=lambda: {"type": "object", "properties": {}, "required": []}
+    )
+
+    def as_schema(self) -> dict[str, object]:
+        """Returns the OpenAI function schema, which chat templates and `tool_schema` use."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": dict(self.parameters),
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is sampled. None leaves a choice to the server.
+
+    Attributes:
+        max_tokens: Most tokens to sample; at least 1.
+        temperature: 0 is greedy.
+        top_p: In (0, 1].
+        top_k: At least 1. None: the whole vocabulary.
+        min_p: In [0, 1].
+        repetition_penalty: Above 0; 1 changes nothing.
+        seed: Of this completion. Loops derive one per turn, see `Conversation`.
+        stop_token_ids: Sampling one ends the completion; the id stays in the output.
+        ignore_eos: Go on past the model's own end-of-sequence id.
+
+    Raises:
+        ValueError: A value is outside its range.
+    """
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        if self.temperature is not None:
+            _require("temperature", self.temperature, self.temperature >= 0, "at least 0")
+        if self.top_p is not None:
+            _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        if self.top_k is not None:
+            _require("top_k", self.top_k, self.top_k >= 1, "at least 1, or None for all")
+        if self.min_p is not None:
+            _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        if self.repetition_penalty is not None:
+            positive = self.repetition_penalty > 0
+            _require("repetition_penalty", self.repetition_penalty, positive, "above 0")
+        if self.seed is not None:
+            _require("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2**64)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Consecutive sampled tokens of one weight version.
+
+    Attributes:
+        token_ids: [C], at least one.
+        logprobs: [C], nats, under the distribution that each id was drawn from.
+        weight_version: Of the weights that sampled them.
+
+    Raises:
+        ValueError: The lengths differ, or there is no token.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_version: int
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError("a chunk holds at least one token")
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"a chunk of {len(self.token_ids)} tokens has {len(self.logprobs)} logprobs"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one `TokenGenerator.generate` yields.
+
+    Attributes:
+        chunks: In order; new weights start a new chunk. Empty when nothing was sampled.
+        finish: Why it ended.
+        cached_prompt_tokens: Prompt tokens that the server did not have to compute.
+        queue_s: Seconds from arrival at the server to the first step.
+        engine_s: Seconds in the engine.
+    """
+
+    chunks: tuple[TokenChunk, ...]
+    finish: FinishReason
+    cached_prompt_tokens: int = 0
+    queue_s: float = 0.0
+    engine_s: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """[N] sampled ids over all chunks."""
+        return tuple(token for chunk in self.chunks for token in chunk.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens over all chunks."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """One row to attempt, once.
+
+    Attributes:
+        task_id: Names the row; the n attempts of one row share it.
+        sample_index: The row's place in the data set.
+        rollout_index: Which of the row's attempts this is, from 0.
+        loop: Name of the agent loop in the `LoopRegistry`.
+        messages: The conversation so far; at least one.
+        fields: The row's other columns (`reward_model`, `extra_info`, `data_source`, ...).
+        seed: Makes the attempt repeatable: every completion's seed is derived from it.
+            None: the seed of `Services.sampling`, which is mixed with the task's name.
+    """
+
+    task_id: str
+    sample_index: int
+    rollout_index: int
+    loop: str
+    messages: tuple[Message, ...]
+    fields: Mapping[str, object] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError(f"task {self.task_id!r} has no message")
+
+
+def _require(name: str, value: object, ok: bool, accepted: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {value!r}; it must be {accepted}")
