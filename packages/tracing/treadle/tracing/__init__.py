@@ -1,0 +1,48 @@
+"""Spans, sinks and metrics on the standard library alone.
+
+`span` marks a piece of work wherever it happens; `use_sink` says where the spans of a context go;
+`Metric` and `aggregate` carry numbers from trajectories to a step.
+"""
+
+from treadle.tracing.jsonl import JsonlSink, SinkReport
+from treadle.tracing.metrics import Metric, Reduce, aggregate
+from treadle.tracing.propagate import extract, inject
+from treadle.tracing.sampling import TraceSampler
+from treadle.tracing.sink import Fanout, MemorySink
+from treadle.tracing.span import (
+    FinishedSpan,
+    NullSink,
+    SpanContext,
+    SpanError,
+    SpanHandle,
+    TraceSink,
+    current_sink,
+    current_span,
+    span,
+    use_parent,
+    use_sink,
+)
+
+__all__ = [
+    "Fanout",
+    "FinishedSpan",
+    "JsonlSink",
+    "MemorySink",
+    "Metric",
+    "NullSink",
+    "Reduce",
+    "SinkReport",
+    "SpanContext",
+    "SpanError",
+    "SpanHandle",
+    "TraceSampler",
+    "TraceSink",
+    "aggregate",
+    "current_sink",
+    "current_span",
+    "extract",
+    "inject",
+    "span",
+    "use_parent",
+    "use_sink",
+]

@@ -1,0 +1,53 @@
+"""The parent of a span, carried to another process and back in a W3C `traceparent` header.
+
+Invariant: what cannot be understood is treated as absent, never as an error: the other side may be
+newer, older or something else entirely (W3C Trace Context, section 3.2). Pure; nobody waits.
+
+    metadata = (("x-token", token), *inject())            # caller: gRPC metadata, HTTP headers
+    with use_parent(extract(context.invocation_metadata())):   # callee: spans nest below the caller
+        ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from treadle.tracing.span import SpanContext, current_span
+
+HEADER = "traceparent"
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def inject() -> tuple[tuple[str, str], ...]:
+    """The metadata that names the current span as parent; empty outside of a recorded span."""
+    span = current_span()
+    if span is None:
+        return ()
+    return ((HEADER, f"00-{span.trace_id}-{span.span_id}-01"),)
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
+    """The caller's span named in `metadata`.
+
+    Args:
+        metadata: Key and value pairs as gRPC gives them; keys in any case.
+
+    Returns:
+        None if there is no header, more than one, a malformed one, or one whose caller does not
+        record its trace (sampled flag not set).
+    """
+    values = [value for key, value in metadata if key.lower() == HEADER]
+    if len(values) != 1 or not isinstance(values[0], str):
+        return None
+    match = _TRACEPARENT.fullmatch(values[0].strip())
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    # Version ff is forbidden; version 00 has exactly four fields, later ones may have more.
+    if version == "ff" or (version == "00" and rest is not None):
+        return None
+    if set(trace_id) == {"0"} or set(span_id) == {"0"} or not int(flags, 16) & 1:
+        return None
+    return SpanContext(trace_id=trace_id, span_id=span_id)

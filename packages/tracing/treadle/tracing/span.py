@@ -1,0 +1,325 @@
+"""A span: one named, timed piece of work, nested in the span that was open when it began.
+
+Invariant: a span is recorded exactly once, when it closes, as an immutable `FinishedSpan`; what
+its attributes held at that moment is what a sink sees, however late it writes. Lists given as
+attributes are copied on the way in, so a caller may go on appending to them.
+
+Where spans go is a property of the context, not of the call site: `use_sink` installs a sink for
+the tasks and calls below it. Nobody waits here and nobody is woken: closing a span calls
+`sink.record`, which must return at once. With the default `NullSink` a span costs one context
+variable look-up and allocates nothing, so code is instrumented unconditionally.
+
+    with use_sink(JsonlSink(path)):
+        async with span("turn", index=3) as turn:
+            completion = await generate()
+            turn.set(tokens=len(completion.token_ids))
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Final, Protocol, Self
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanContext:
+    """The identity by which another span, here or in another process, names its parent.
+
+    `trace_id` is 32 and `span_id` 16 lower-case hexadecimal digits, neither all zero (W3C Trace
+    Context, section 3.2.2).
+    """
+
+    trace_id: str
+    span_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanError:
+    """The exception that left a span: the name of its type and its text."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSpan:
+    """A closed span. `parent_id` is None for the root of a trace; `error` is None if none left it.
+
+    `start_unix_ns` is wall-clock time, for placing spans of several hosts on one line;
+    `duration_ns` is measured on the monotonic clock.
+    """
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    start_unix_ns: int
+    duration_ns: int
+    attributes: Mapping[str, object]
+    error: SpanError | None
+
+
+class TraceSink(Protocol):
+    """Takes finished spans. Called on the thread that closed the span, often an event loop's."""
+
+    @property
+    def recording(self) -> bool:
+        """False if `record` would throw the span away: then no span is built at all."""
+        ...
+
+    def record(self, span: FinishedSpan) -> None:
+        """Keep or queue `span`. Must neither block nor raise."""
+        ...
+
+
+class NullSink:
+    """Records nothing, and says so beforehand."""
+
+    @property
+    def recording(self) -> bool:
+        """Always False."""
+        return False
+
+    def record(self, span: FinishedSpan) -> None:
+        """Throw `span` away."""
+
+
+class SpanHandle(Protocol):
+    """An open span. Entered with `with` or `async with`, once."""
+
+    def set(self, **attributes: object) -> None:
+        """Add or replace attributes: plain data is copied, other objects become their text."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+_NULL_SINK: Final = NullSink()
+_sink: ContextVar[TraceSink] = ContextVar("treadle_trace_sink", default=_NULL_SINK)
+_parent: ContextVar[SpanContext | None] = ContextVar("treadle_trace_parent", default=None)
+
+# Not the module-level generator of `random`: a traced run must draw the same numbers as an
+# untraced one. A forked child must not repeat its parent's ids.
+_ids: Final = random.Random()
+os.register_at_fork(after_in_child=_ids.seed)
+
+_blamed_sinks: set[type] = set()
+
+
+def span(name: str, /, **attributes: object) -> SpanHandle:
+    """Open a span below the current one, for use with `with` or `async with`.
+
+    Args:
+        name: What is being done, from a small fixed set ("turn", "tool"); what varies belongs in
+            the attributes.
+        **attributes: Known at the start; more can be added with `SpanHandle.set`.
+
+    Returns:
+        The handle to enter. An exception that leaves the block is recorded and goes on.
+    """
+    sink = _sink.get()
+    if not sink.recording:
+        return _NULL_SPAN
+    return _LiveSpan(sink, name, attributes)
+
+
+@contextmanager
+def use_sink(sink: TraceSink) -> Iterator[None]:
+    """Send the spans of this block, and of the tasks started in it, to `sink`."""
+    token = _sink.set(sink)
+    try:
+        yield
+    finally:
+        _sink.reset(token)
+
+
+@contextmanager
+def use_parent(parent: SpanContext | None) -> Iterator[None]:
+    """Nest the spans of this block below `parent`, which may live in another process."""
+    token = _parent.set(parent)
+    try:
+        yield
+    finally:
+        _parent.reset(token)
+
+
+def current_sink() -> TraceSink:
+    """The sink installed by the innermost `use_sink`, else a `NullSink`."""
+    return _sink.get()
+
+
+def current_span() -> SpanContext | None:
+    """The identity of the innermost recorded span, or None outside of any."""
+    return _parent.get()
+
+
+class _NullSpan:
+    """The one span handed out while nothing records. Stateless, so it may be entered many times."""
+
+    __slots__ = ()
+
+    def set(self, **attributes: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None:
+        pass
+
+
+_NULL_SPAN: Final = _NullSpan()
+
+
+class _LiveSpan:
+    """A span that will be recorded in the sink that was current when it was made."""
+
+    __slots__ = (
+        "_attributes",
+        "_context",
+        "_name",
+        "_parent_id",
+        "_sink",
+        "_start",
+        "_start_unix",
+        "_token",
+    )
+
+    def __init__(self, sink: TraceSink, name: str, attributes: Mapping[str, object]) -> None:
+        self._sink = sink
+        self._name = name
+        self._attributes = {key: freeze(value) for key, value in attributes.items()}
+        self._token: Token[SpanContext | None] | None = None
+
+    def set(self, **attributes: object) -> None:
+        for key, value in attributes.items():
+            self._attributes[key] = freeze(value)
+
+    def __enter__(self) -> Self:
+        assert self._token is None, f"span {self._name!r} entered twice"
+        parent = _parent.get()
+        self._parent_id = parent.span_id if parent is not None else None
+        self._context = SpanContext(
+            trace_id=parent.trace_id if parent is not None else new_id(128), span_id=new_id(64)
+        )
+        self._token = _parent.set(self._context)
+        self._start_unix = time.time_ns()
+        self._start = time.perf_counter_ns()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None:
+        duration = time.perf_counter_ns() - self._start
+        assert self._token is not None, f"span {self._name!r} closed before it was entered"
+        # ValueError: closed in another context than it was opened in, as happens to an async
+        # generator that the event loop finalizes; this context never had the span as its parent.
+        with suppress(ValueError):
+            _parent.reset(self._token)
+        finished = FinishedSpan(
+            name=self._name,
+            trace_id=self._context.trace_id,
+            span_id=self._context.span_id,
+            parent_id=self._parent_id,
+            start_unix_ns=self._start_unix,
+            duration_ns=duration,
+            attributes=MappingProxyType(dict(self._attributes)),
+            error=None
+            if error is None
+            else SpanError(type=type(error).__qualname__, message=str(error)),
+        )
+        record_safely(self._sink, finished)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None:
+        self.__exit__(kind, error, tb)
+
+
+def record_safely(sink: TraceSink, finished: FinishedSpan) -> None:
+    """Hand `finished` to `sink`; a sink that raises is blamed in the log, once per class.
+
+    This is a border: sinks are written by others, and a broken one must not end a run or replace
+    the exception that is on its way through the span.
+    """
+    try:
+        sink.record(finished)
+    except Exception:
+        if type(sink) not in _blamed_sinks:
+            _blamed_sinks.add(type(sink))
+            log.exception(
+                "%s.record raised; its spans are being lost (said once)", type(sink).__qualname__
+            )
+
+
+def new_id(bits: int) -> str:
+    """A random non-zero identifier of `bits` bits as lower-case hexadecimal digits."""
+    return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"
+
+
+def freeze(value: object) -> object:
+    """Copy `value` so that later changes of it do not reach a span: plain data only."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    if isinstance(value, Mapping):
+        return MappingProxyType({str(key): freeze(item) for key, item in value.items()})
+    return str(value)
