@@ -1,0 +1,119 @@
+"""The package index Pants uses: the one pip is configured for on this machine.
+
+Prints `export PANTS_...` lines for .pants.bootstrap.  Pants and pex run pip isolated from its configuration, so
+without them a mirror, a folder of wheels or a private CA would be invisible.  A variable that is set already is
+left alone.  Standard library only, any Python from 3.8.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Dict, List  # noqa: UP035 - this file must run on Python 3.8
+from urllib.parse import unquote, urlparse
+
+TORCH_ENV = "TREADLE_TORCH"  # "cpu" or "cuda" overrides what find-links suggests
+
+
+def config_files() -> List[Path]:
+    """Return the configuration files pip would read, weakest first."""
+    explicit = os.environ.get("PIP_CONFIG_FILE")
+    if explicit == os.devnull:
+        return []
+    home = Path.home()
+    xdg_dirs = os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg"
+    files = [Path(d) / "pip" / "pip.conf" for d in reversed(xdg_dirs.split(":"))]
+    files.append(Path("/etc/pip.conf"))
+    if not (explicit and Path(explicit).exists()):
+        user = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+        files += [home / ".pip" / "pip.conf", user / "pip" / "pip.conf"]
+    files.append(Path(os.environ.get("VIRTUAL_ENV") or sys.prefix) / "pip.conf")
+    return [*files, Path(explicit)] if explicit else files
+
+
+def pip_settings() -> Dict[str, str]:
+    """Return pip's settings; names in its dashed spelling, the environment over the files."""
+    settings: Dict[str, str] = {}
+    for path in config_files():
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, OSError, UnicodeDecodeError) as error:
+            print(f"pants_env.py: ignoring {path}: {error}", file=sys.stderr)
+            continue
+        for section in ("global", "install"):
+            if parser.has_section(section):
+                settings.update({k.replace("_", "-"): v for k, v in parser.items(section)})
+    for key, value in os.environ.items():
+        if key.startswith("PIP_") and value:
+            settings[key[len("PIP_") :].lower().replace("_", "-")] = value
+    return settings
+
+
+def values(settings: Dict[str, str], name: str) -> List[str]:
+    """Return a setting that may hold several values, on one line or on many; folders made absolute."""
+    found = []
+    for value in settings.get(name, "").split():
+        local = os.path.expanduser(value)
+        entry = os.path.abspath(local) if os.path.exists(local) else value
+        if entry not in found:
+            found.append(entry)
+    return found
+
+
+def local_folder(link: str) -> "Path | None":
+    """Return the folder a find-links entry or a file: URL names, or None when it is remote."""
+    parsed = urlparse(link)
+    if parsed.scheme not in ("", "file"):
+        return None
+    path = Path(unquote(parsed.path) if parsed.scheme else link)
+    return path if path.is_dir() else None
+
+
+def offers_cpu_torch(indexes: List[str], find_links: List[str]) -> bool:
+    """Say whether pip would find a CPU build of torch here, which wants none of the CUDA packages."""
+    if any(index.rstrip("/").endswith("/cpu") for index in indexes):
+        return True
+    folders = [local_folder(link) for link in find_links]
+    return any(f is not None and any(f.glob("torch-*cpu*.whl")) for f in folders)
+
+
+def exports() -> Dict[str, str]:
+    """Return the environment that makes Pants resolve as pip does."""
+    pip = pip_settings()
+    indexes = values(pip, "extra-index-url")
+    add = "+"  # "+[...]" adds to Pants' default, which is the public index
+    if "index-url" in pip:
+        indexes, add = [pip["index-url"], *indexes], ""
+    if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        indexes, add = [], ""
+    find_links = values(pip, "find-links")
+    variables: Dict[str, str] = {}
+    if indexes or not add:
+        variables["PANTS_PYTHON_REPOS_INDEXES"] = f"{add}{indexes!r}"
+    if find_links:
+        variables["PANTS_PYTHON_REPOS_FIND_LINKS"] = repr(find_links)
+    cert = pip.get("cert") or os.environ.get("SSL_CERT_FILE", "")
+    if cert and Path(cert).is_file():
+        variables["PANTS_CA_CERTS_PATH"] = cert
+    torch = os.environ.get(TORCH_ENV) or ("cpu" if offers_cpu_torch(indexes, find_links) else "cuda")
+    if torch not in ("cpu", "cuda"):
+        raise SystemExit(f"{TORCH_ENV}={torch!r}: expected 'cpu' or 'cuda'")
+    if torch == "cpu":
+        lock = "3rdparty/python/default-cpu.lock.txt"
+        variables["PANTS_PYTHON_RESOLVES"] = f"+{{'default': '{lock}'}}"
+    return variables
+
+
+def main() -> None:
+    """Print the variables that are not set yet."""
+    for key, value in exports().items():
+        if key not in os.environ:
+            print(f"export {key}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()
