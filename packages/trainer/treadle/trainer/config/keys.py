@@ -1,0 +1,155 @@
+"""The keys of the tree, read off its models: what exists, of what type, and what it is near to.
+
+A key is the dotted path of a leaf. The fields of a variant (`sync.transport.chunk_bytes`) are
+keys whichever variant is chosen; that they belong to the chosen one is the tree's own check.
+"""
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from treadle.trainer.config.schema import RunConfig
+
+__all__ = ["Leaf", "Section", "all_leaves", "all_sections", "nearest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One setting."""
+
+    key: str
+    type: Any
+    """Without Annotated."""
+    field: FieldInfo
+    variants: tuple[str, ...] = ()
+    """Values of the section's `kind` that have this field; empty where there is no choice."""
+
+    @property
+    def required(self) -> bool:
+        """Whether it has no default."""
+        return self.field.is_required()
+
+    @property
+    def default(self) -> Any:
+        """The value where nobody sets one."""
+        return None if self.field.default is PydanticUndefined else self.field.default
+
+    @property
+    def doc(self) -> str:
+        """Its description as one line."""
+        return " ".join((self.field.description or "").split())
+
+    @property
+    def alternatives(self) -> tuple[Any, ...]:
+        """The types of its union, or its one type."""
+        return _members(self.type)
+
+    def takes(self, *wanted: type) -> bool:
+        """Whether one of its alternatives is one of `wanted`, or a literal of that type."""
+        return any(
+            member in wanted
+            or (
+                get_origin(member) is Literal
+                and isinstance(get_args(member)[0], wanted)
+            )
+            for member in self.alternatives
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A node above leaves; `kinds` maps each variant's name to its model, or is empty."""
+
+    key: str
+    doc: str
+    kinds: Mapping[str, type[BaseModel]]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(member for arg in get_args(annotation) for member in _members(arg))
+    return (annotation,)
+
+
+def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
+    return tuple(
+        member
+        for member in _members(annotation)
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    )
+
+
+def _kind_of(model: type[BaseModel]) -> str:
+    return str(model.model_fields["kind"].default)
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Leaf | Section]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        models = _models(field.annotation)
+        if not models:
+            annotation = _members(field.annotation)
+            type_ = annotation[0] if len(annotation) == 1 else field.annotation
+            yield Leaf(key=key, type=type_, field=field)
+        elif len(models) == 1:
+            doc = (models[0].__doc__ or "").strip()
+            yield Section(key=key, doc=doc, kinds={})
+            yield from _walk(models[0], f"{key}.")
+        else:
+            kinds = {_kind_of(variant): variant for variant in models}
+            yield Section(key=key, doc=field.description or "", kinds=kinds)
+            yield from _variant_leaves(kinds, key, field)
+
+
+def _variant_leaves(
+    kinds: Mapping[str, type[BaseModel]], key: str, field: FieldInfo
+) -> Iterator[Leaf | Section]:
+    kind_field = FieldInfo(
+        annotation=str,
+        default=field.default.kind,
+        description=f"{field.description or 'Which variant'} ({' | '.join(kinds)})",
+    )
+    yield Leaf(key=f"{key}.kind", type=Literal[tuple(kinds)], field=kind_field)
+    for kind, variant in kinds.items():
+        for entry in _walk(variant, f"{key}."):
+            if isinstance(entry, Leaf) and entry.key != f"{key}.kind":
+                yield Leaf(key=entry.key, type=entry.type, field=entry.field, variants=(kind,))
+
+
+@cache
+def all_leaves() -> Mapping[str, Leaf]:
+    """Every key, in the order of the tree."""
+    leaves: dict[str, Leaf] = {}
+    for entry in _walk(RunConfig, ""):
+        if isinstance(entry, Leaf):
+            assert entry.key not in leaves, f"two variants share the field {entry.key}"
+            leaves[entry.key] = entry
+    return leaves
+
+
+@cache
+def all_sections() -> Mapping[str, Section]:
+    """Every node above the leaves, in the order of the tree."""
+    return {entry.key: entry for entry in _walk(RunConfig, "") if isinstance(entry, Section)}
+
+
+def nearest(key: str, among: Iterable[str], *, limit: int = 3) -> list[str]:
+    """The known keys that look most like `key`; their last part counts as much as the whole."""
+    tail = key.rpartition(".")[2]
+
+    def likeness(known: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, known).ratio()
+        last = difflib.SequenceMatcher(None, tail, known.rpartition(".")[2]).ratio()
+        return max(whole, 0.95 * last)
+
+    ranked = sorted(((likeness(known), known) for known in among), reverse=True)
+    return [known for ratio, known in ranked[:limit] if ratio >= 0.6]

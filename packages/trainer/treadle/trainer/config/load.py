@@ -1,0 +1,239 @@
+"""Loading: layers of assignments -> one validated tree, and where each leaf came from.
+
+Every layer is a list of `Assignment(key, value, source)`: defaults have none, a YAML file gives
+one per leaf, an argument gives one. Later ones win; lists are replaced, never merged; choosing
+the `kind` of a section starts that section afresh. verl's keys are translated first
+(`verl_keys`). What is wrong is reported as one `ConfigError` that quotes key, value and source.
+
+Paths in a file are relative to that file, paths in arguments to the working directory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, nearest
+from treadle.trainer.config.scalars import ScalarError, parse_value
+from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
+
+__all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A run's configuration and its provenance."""
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    """Leaf key -> `default`, a file, or the argument as it was written."""
+    notes: tuple[str, ...]
+    """What verl's keys were taken to mean where that is not a plain renaming."""
+
+
+def load_config(
+    files: Sequence[Path], overrides: Sequence[str], *, default_file: Path | None = None
+) -> LoadedConfig:
+    """Merges the layers and checks the result.
+
+    Args:
+        files: YAML files, later ones win.
+        overrides: `key=value` arguments, later ones win.
+        default_file: taken as the first layer when there are no `files` and no argument names
+            a model.
+
+    Raises:
+        ConfigError: a file cannot be read, a key is unknown, or a value is refused.
+    """
+    arguments = [_parse_argument(text) for text in overrides]
+    arguments, notes = translate(arguments)
+    layers: list[list[Assignment]] = []
+    if not files and default_file is not None and not any(a.key == "model.path" for a in arguments):
+        files = (default_file,)
+    for path in files:
+        assignments, file_notes = translate(list(_read_file(path)))
+        layers.append(assignments)
+        notes += file_notes
+    layers.append(arguments)
+    merged = _merge(layers)
+    tree = _nest(merged)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, merged)) from None
+    sources = {key: merged[key].source if key in merged else "default" for key in all_leaves()}
+    return LoadedConfig(config=config, sources=sources, notes=tuple(notes))
+
+
+def _parse_argument(text: str) -> Assignment:
+    key, equals, raw = text.partition("=")
+    key = key.removeprefix("+").removeprefix("+").strip()
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is not key=value; `--help` lists the keys")
+    try:
+        value = parse_value(raw)
+    except ScalarError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    return Assignment(key=key, value=value, source=text, text=raw.strip(), base=Path())
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a mapping with one key twice, instead of taking the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise ConfigError(f"key {key!r} appears twice{key_node.start_mark}")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read_file(path: Path) -> Iterator[Assignment]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+    if content is None:
+        return
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config {path}: expected a mapping of sections, found {content!r}")
+    yield from _flatten(content, "", path)
+
+
+def _flatten(node: Mapping[Any, Any], prefix: str, path: Path) -> Iterator[Assignment]:
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{key}.", path)
+        else:
+            yield Assignment(
+                key=key, value=value, source=str(path), text=None, base=path.resolve().parent
+            )
+
+
+def _merge(layers: Sequence[Sequence[Assignment]]) -> dict[str, Assignment]:
+    merged: dict[str, Assignment] = {}
+    for layer in layers:
+        below = frozenset(merged)
+        for assignment in layer:
+            _assign(merged, assignment, below)
+    return merged
+
+
+def _assign(merged: dict[str, Assignment], assignment: Assignment, below: Set[str]) -> None:
+    """Adds one assignment; `below` are the keys that earlier layers set."""
+    section = all_sections().get(assignment.key)
+    if section is not None and section.kinds:
+        assignment = replace(assignment, key=f"{assignment.key}.kind")
+    elif section is not None:
+        raise ConfigError(
+            f"{assignment.key}={assignment.value!r} ({assignment.source}): {assignment.key} "
+            f"is a section; set one of its keys"
+        )
+    leaf = all_leaves().get(assignment.key)
+    if leaf is None:
+        raise ConfigError(_unknown(assignment))
+    prefix, _, name = assignment.key.rpartition(".")
+    if name == "kind" and prefix in all_sections():
+        for key in below:
+            if key.startswith(f"{prefix}."):
+                merged.pop(key, None)
+    merged[assignment.key] = replace(assignment, value=_fit(assignment, leaf))
+
+
+def _unknown(assignment: Assignment) -> str:
+    root = assignment.key.partition(".")[0]
+    theirs = [key for key in known_keys() if key.partition(".")[0] == root]
+    known = nearest(assignment.key, [*all_leaves(), *theirs])
+    hint = f"; did you mean {' or '.join(known)}?" if known else "; `--help` lists the keys"
+    where = "" if assignment.source.startswith(("+", assignment.key)) else (
+        f" (in {assignment.source})"
+    )
+    return f"unknown key {assignment.key}{where}{hint}"
+
+
+def _fit(assignment: Assignment, leaf: Leaf) -> Any:
+    """The value in the form that the leaf's type wants, where the spelling left it open."""
+    value = assignment.value
+    section = all_sections().get(leaf.key.removesuffix(".kind"))
+    if section is not None and section.kinds and value not in section.kinds:
+        raise ConfigError(f"{section.key}={value}: not one of {', '.join(section.kinds)}")
+    if isinstance(value, bool) and not leaf.takes(bool):
+        raise ConfigError(f"{leaf.key}={value}: not a truth value; {_expected(leaf)}")
+    if isinstance(value, int | float | bool) and assignment.text and leaf.takes(str, Path):
+        if not leaf.takes(int, float, bool):
+            value = assignment.text  # `run.name=007` stays as written
+    item_types = [get_args(t)[0] for t in leaf.alternatives if get_origin(t) is tuple]
+    if item_types and isinstance(value, str):
+        value = [value]  # one file needs no brackets
+    if leaf.takes(Path) and isinstance(value, str):
+        return assignment.base / Path(value).expanduser()
+    if Path in item_types and isinstance(value, list):
+        return [assignment.base / Path(str(item)).expanduser() for item in value]
+    return value
+
+
+def _expected(leaf: Leaf) -> str:
+    return leaf.doc or "see --help"
+
+
+def _nest(merged: Mapping[str, Assignment]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, assignment in merged.items():
+        *parents, name = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = assignment.value
+    for key, section in all_sections().items():
+        if section.kinds:  # the default kind is named, so that fields alone select it
+            *parents, name = key.split(".")
+            node = tree
+            for parent in parents:
+                node = node.get(parent, {})
+            if name in node:
+                node[name].setdefault("kind", all_leaves()[f"{key}.kind"].default)
+    return tree
+
+
+def _explain(error: ValidationError, merged: Mapping[str, Assignment]) -> str:
+    lines = []
+    for detail in error.errors(include_url=False):
+        path = [str(part) for part in detail["loc"]]
+        key = _existing_key(path)
+        message = detail["msg"].removeprefix("Value error, ")
+        leaf = all_leaves().get(key)
+        if detail["type"] == "missing" and leaf is None:
+            required = [k for k, v in all_leaves().items() if v.required and k.startswith(key)]
+            lines += [f"{k} is required: {all_leaves()[k].doc}" for k in required]
+        elif detail["type"] == "missing":
+            lines.append(f"{key} is required: {leaf.doc if leaf else 'set it'}")
+        elif key in merged:
+            assignment = merged[key]
+            if detail["type"] == "extra_forbidden" and leaf is not None:
+                message = f"belongs to kind {' or '.join(leaf.variants)} only"
+            where = "" if "=" in assignment.source else f" (in {assignment.source})"
+            lines.append(f"{key}={assignment.value}{where}: {message}")
+        else:
+            lines.append(f"{key}: {message}" if key else message)
+    return "\n".join(lines)
+
+
+def _existing_key(path: Sequence[str]) -> str:
+    """The key of an error's location, without variant tags and list indices."""
+    key = ""
+    for part in path:
+        longer = f"{key}.{part}" if key else part
+        if longer in all_leaves() or longer in all_sections():
+            key = longer
+    if not key:
+        key = ".".join(path)
+    return key if key in all_leaves() or len(path) < 2 else ".".join([key, *path[key.count(".") + 1 :]])
