@@ -1,0 +1,38 @@
+"""Checks that the tools share: what the model passed, and what the catalogue configured.
+
+The first kind of mistake is the model's and becomes `ToolFailure`, the second is ours and becomes
+`SetupError`. Pure; nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from treadle.agent_loop import SetupError, ToolFailure
+
+
+def text_argument(tool: str, arguments: Mapping[str, object], name: str) -> str:
+    """The one argument `name` that `tool` takes, a string.
+
+    Raises:
+        ToolFailure: It is missing or not a string, or there are others.
+    """
+    unknown = sorted(set(arguments) - {name})
+    if name not in arguments or unknown:
+        given = ", ".join(map(repr, sorted(arguments))) or "none"
+        raise ToolFailure(f"{tool} takes the argument {name!r}; given: {given}.")
+    value = arguments[name]
+    if not isinstance(value, str):
+        raise ToolFailure(f"The argument {name!r} must be a string, not {value!r}.")
+    return value
+
+
+def no_settings(tool: str, config: Mapping[str, object] | None) -> None:
+    """Refuse any setting of a tool that has none.
+
+    Raises:
+        SetupError: `config` is not empty; the message lists its keys.
+    """
+    if config:
+        keys = ", ".join(map(repr, sorted(config)))
+        raise SetupError(f"{tool} has no settings; remove {keys} from its config")

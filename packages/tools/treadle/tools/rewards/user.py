@@ -1,0 +1,133 @@
+"""A reward function of the user's own, found by "file.py:function" or "package.module:function".
+
+Invariant: a reference that cannot be resolved fails here, at start, with what is wrong with it;
+a function that returns something else than a finite number fails its trajectory by name.
+
+Two signatures are known, told apart by the function's parameters:
+
+- `reward(trajectory)`: ours, plain or async.
+- `compute_score(data_source, solution_str, ground_truth, extra_info)`: verl's
+  `custom_reward_function`. `solution_str` is the last assistant message; `extra_info` gets
+  `num_turns` as in verl; a mapping may be returned, whose "score" counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from treadle.agent_loop import RewardError, RewardFn, SetupError, Trajectory
+
+_VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
+
+
+def load(reference: str) -> RewardFn:
+    """The reward function that `reference` names.
+
+    Args:
+        reference: "path/to/file.py:function" or "package.module:function".
+
+    Raises:
+        SetupError: The reference is malformed, the file or module cannot be loaded, it has no
+            such function, or the function takes other parameters than the two known signatures.
+    """
+    where, _, name = reference.rpartition(":")
+    if not where or not name.isidentifier():
+        raise SetupError(
+            f"the reward {reference!r} is neither path.py:function nor module:function"
+        )
+    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        callables = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise SetupError(
+            f"{where} has no function {name!r}; it has: {', '.join(callables) or 'none'}"
+        )
+    return _adapt(reference, function)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise SetupError(f"the reward file {path} does not exist (looked in {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"treadle_user_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _cannot_load(str(path), error) from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _cannot_load(name, error) from error
+
+
+def _cannot_load(where: str, error: Exception) -> SetupError:
+    return SetupError(f"cannot load the reward from {where}: {type(error).__name__}: {error}")
+
+
+def _adapt(reference: str, function: Callable[..., object]) -> RewardFn:
+    parameters = inspect.signature(function).parameters
+    if all(name in parameters for name in _VERL_PARAMETERS):
+        call = _verl_call(function, takes_extra="extra_info" in parameters)
+    else:
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError:
+            raise SetupError(
+                f"the reward {reference} takes ({', '.join(parameters)}); it must take "
+                f"(trajectory) or verl's ({', '.join(_VERL_PARAMETERS)}, extra_info)"
+            ) from None
+        call = function
+    if inspect.iscoroutinefunction(function):
+
+        async def score_later(trajectory: Trajectory) -> float:
+            result = call(trajectory)
+            assert isinstance(result, Awaitable)
+            return _finite(reference, await result)
+
+        return score_later
+
+    def score(trajectory: Trajectory) -> float:
+        return _finite(reference, call(trajectory))
+
+    return score
+
+
+def _verl_call(
+    function: Callable[..., object], *, takes_extra: bool
+) -> Callable[[Trajectory], object]:
+    def call(trajectory: Trajectory) -> object:
+        fields = trajectory.task.fields
+        reward_model = fields.get("reward_model")
+        extra: dict[str, object] = {}
+        if takes_extra:
+            given = fields.get("extra_info")
+            info = dict(given) if isinstance(given, Mapping) else {}
+            extra["extra_info"] = {**info, "num_turns": trajectory.num_turns}
+        return function(
+            data_source=fields.get("data_source"),
+            solution_str=trajectory.final_text,
+            ground_truth=reward_model.get("ground_truth")
+            if isinstance(reward_model, Mapping)
+            else None,
+            **extra,
+        )
+
+    return call
+
+
+def _finite(reference: str, result: object) -> float:
+    value = result.get("score") if isinstance(result, Mapping) else result
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise RewardError(f"the reward {reference} returned {result!r}; it must return a finite number")
