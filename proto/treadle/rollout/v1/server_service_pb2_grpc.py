@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ServerServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Tells what a server can do, and stops and starts it.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -62,7 +63,8 @@ class ServerServiceStub:
 
 
 class ServerServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Tells what a server can do, and stops and starts it.
+    """
 
     def GetServerInfo(self, request, context):
         """Every client's first call. It fails at start, on what it needs and does not
@@ -73,26 +75,29 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Stops generation until Resume; calls meanwhile are UNAVAILABLE, PAUSED.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Starts generation again.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Gives device memory to a colocated trainer, and takes it back, by kind.
+        """Gives device memory to a colocated trainer, by kind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreMemory(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes the memory back, by kind.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -134,7 +139,8 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ServerService:
-    """Missing associated documentation comment in .proto file."""
+    """Tells what a server can do, and stops and starts it.
+    """
 
     @staticmethod
     def GetServerInfo(request,

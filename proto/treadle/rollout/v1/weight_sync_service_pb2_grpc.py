@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Moves one weight version into a server.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -62,7 +63,8 @@ class WeightSyncServiceStub:
 
 
 class WeightSyncServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Moves one weight version into a server.
+    """
 
     def BeginUpdate(self, request, context):
         """Opens an update and leases the server to it. Idempotent per update_id: the
@@ -96,7 +98,8 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Drops what was pushed and frees the server for another update.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -138,7 +141,8 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
-    """Missing associated documentation comment in .proto file."""
+    """Moves one weight version into a server.
+    """
 
     @staticmethod
     def BeginUpdate(request,
