@@ -1,0 +1,143 @@
+"""The dataset: the rows of some files, in file order, checked when they are read.
+
+Invariant: a `Row` has every required column with a value of the right shape, knows the file and
+line it came from, and its `index` is its place in the dataset, counted through all files from 0.
+A file is read once, at start, into memory; nobody waits.
+
+Files are `.jsonl` (one JSON object a line, blank lines skipped) or `.parquet`. The columns are
+verl's: `data_source` (str), `prompt` (a list of {"role", "content"}), `reward_model` (a mapping
+with `ground_truth`), optionally `agent_name`, `extra_info` and whatever else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.trainer.data.errors import DataError, nearest
+
+REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row. `place` is where it stands, such as "train.jsonl, line 12", for messages."""
+
+    index: int
+    place: str
+    columns: Mapping[str, object]
+
+
+def read_rows(
+    paths: Sequence[Path],
+    *,
+    required: Sequence[str] = REQUIRED_COLUMNS,
+    limit: int | None = None,
+) -> tuple[Row, ...]:
+    """Read the rows of all files, in order.
+
+    Args:
+        paths: `.jsonl` and `.parquet` files.
+        required: Columns that every row must have, with a value other than null.
+        limit: Stop after so many rows. None: read all.
+
+    Returns:
+        At least one row.
+
+    Raises:
+        DataError: A file is missing, of another type, damaged or without rows, or a row lacks a
+            column or has a value of the wrong shape. Names file, line and column.
+    """
+    rows: list[Row] = []
+    for path in paths:
+        before = len(rows)
+        for place, columns in _read(path):
+            if limit is not None and len(rows) == limit:
+                return tuple(rows)
+            _check(place, columns, required)
+            rows.append(Row(index=len(rows), place=place, columns=columns))
+        if len(rows) == before:
+            raise DataError(f"{path} has no rows")
+    return tuple(rows)
+
+
+def _read(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    match path.suffix:
+        case ".jsonl":
+            reader = _read_jsonl
+        case ".parquet":
+            reader = _read_parquet
+        case _:
+            raise DataError(f"{path}: datasets are .jsonl or .parquet files, not {path.suffix!r}")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist")
+    return reader(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{place}: not a JSON object: {error}") from error
+            if not isinstance(value, dict):
+                raise DataError(f"{place}: a row is a JSON object, not {type(value).__name__}")
+            yield place, value
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", columns
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a parquet file: {error}") from error
+
+
+def _check(place: str, columns: Mapping[str, object], required: Sequence[str]) -> None:
+    for column in required:
+        if columns.get(column) is None:
+            what = "is null" if column in columns else "is missing"
+            present = ", ".join(columns) or "none"
+            raise DataError(
+                f"{place}: the column {column!r} {what}{nearest(column, columns)}; "
+                f"columns present: {present}"
+            )
+    _check_prompt(place, columns.get("prompt"))
+    for column in ("reward_model", "extra_info"):
+        value = columns.get(column)
+        if value is not None and not isinstance(value, Mapping):
+            raise DataError(f"{place}: {column} must be a mapping, not {value!r:.80}")
+    name = columns.get("agent_name")
+    if name is not None and not isinstance(name, str):
+        raise DataError(f"{place}: agent_name must be a text, not {name!r:.80}")
+
+
+def _check_prompt(place: str, prompt: object) -> None:
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{place}: prompt must be a list of messages, not {prompt!r:.80}")
+    for index, message in enumerate(prompt):
+        where = f"{place}: prompt[{index}]"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{where} must be a mapping with role and content, not {message!r:.80}")
+        unknown = sorted(set(message) - {"role", "content"})
+        if unknown:
+            raise DataError(f"{where} has unknown keys {', '.join(unknown)}; known: role, content")
+        if message.get("role") not in ("system", "user", "assistant"):
+            raise DataError(
+                f"{where}.role must be system, user or assistant, not {message.get('role')!r}"
+            )
+        if not isinstance(message.get("content"), str):
+            raise DataError(f"{where}.content must be a text, not {message.get('content')!r:.80}")

@@ -1,0 +1,214 @@
+"""Prompts: rows made ready to be attempted, with everything about them decided at start.
+
+Invariant: a `Prompt` names a loop that exists, its messages are what the loop is given, and its
+rendered length, tool schemas included, is within the bound. Whatever is wrong with a row is an
+error before the first step, or, where the configuration says so, a row left out and counted.
+Rendering a large dataset takes a while; the caller decides on which thread. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from treadle.agent_loop import AgentTask, ChatRenderer, Message, RenderError, Tool
+from treadle.trainer.data.dataset import Row
+from treadle.trainer.data.errors import DataError, nearest
+
+VERL_LOOPS: Mapping[str, str] = {"single_turn_agent": "single_turn"}
+"""verl's names of loops that are called otherwise here."""
+
+_NO_TOOLS = "single_turn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row, ready to be attempted; `num_tokens` is the length of its rendered prompt."""
+
+    row: Row
+    split: str
+    loop: str
+    messages: tuple[Message, ...]
+    num_tokens: int
+
+    def tasks(self, *, samples: int, seed: int, step: int) -> tuple[AgentTask, ...]:
+        """The `samples` attempts at this row in step `step`: a group.
+
+        Each attempt has a seed of its own that depends on nothing but the arguments, the split
+        and the row, so that a resumed run samples what an uninterrupted one would.
+        """
+        return tuple(
+            AgentTask(
+                task_id=f"{self.split}/{self.row.index}",
+                sample_index=self.row.index,
+                rollout_index=rollout_index,
+                loop=self.loop,
+                messages=self.messages,
+                fields={k: v for k, v in self.row.columns.items() if k != "prompt"},
+                seed=_seed(seed, self.split, step, self.row.index, rollout_index),
+            )
+            for rollout_index in range(samples)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The prompts of a split.
+
+    Attributes:
+        prompts: In the order of the rows; at least one.
+        num_dropped: Rows left out because their prompt is too long.
+        notes: What is worth a line at start: how many rows were left out, settings of rows that
+            nothing reads.
+    """
+
+    prompts: tuple[Prompt, ...]
+    num_dropped: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRules:
+    """How rows become prompts.
+
+    Attributes:
+        loops: Names of the loops that exist.
+        default_loop: The loop of rows without `agent_name`.
+        max_prompt_tokens: Bound of the rendered prompt.
+        overlong: What becomes of a row beyond it.
+    """
+
+    loops: Collection[str]
+    default_loop: str
+    max_prompt_tokens: int
+    overlong: Literal["error", "drop"]
+
+
+def make_prompts(
+    rows: Sequence[Row],
+    *,
+    split: str,
+    rules: PromptRules,
+    renderer: ChatRenderer,
+    tools: Mapping[str, Tool],
+) -> PromptSet:
+    """Decide loop and messages of every row, and check its length.
+
+    Args:
+        rows: As `read_rows` gives them.
+        split: Names the rows in task ids and messages: "train" or "val".
+        rules: The configuration.
+        renderer: Of the model that will be asked.
+        tools: By name; empty if no tools are configured.
+
+    Raises:
+        DataError: A row names no loop although tools are configured and the default loop calls
+            none; a row names an unknown loop; tools are configured and no row reaches them; the
+            template refuses a prompt; a prompt is too long and `rules.overlong` is "error"; or
+            every prompt was left out.
+    """
+    _check_loops(rows, split=split, rules=rules, has_tools=bool(tools))
+    specs = tuple(tool.spec for tool in tools.values())
+    prompts: list[Prompt] = []
+    overlong: list[str] = []
+    for row in rows:
+        messages = _messages(row)
+        try:
+            num_tokens = len(renderer.render(messages, tools=specs))
+        except RenderError as error:
+            raise DataError(f"{row.place}: the prompt cannot be rendered: {error}") from error
+        if num_tokens > rules.max_prompt_tokens:
+            overlong.append(f"{row.place} ({num_tokens} tokens)")
+            continue
+        loop = _loop(row, rules)
+        prompts.append(
+            Prompt(row=row, split=split, loop=loop, messages=messages, num_tokens=num_tokens)
+        )
+    notes = [
+        *_overlong_notes(overlong, split, len(rows), rules),
+        *_unused_kwargs(rows, split, tools),
+    ]
+    if not prompts:
+        raise DataError(f"no {split} row is left: {'; '.join(notes)}")
+    return PromptSet(prompts=tuple(prompts), num_dropped=len(overlong), notes=tuple(notes))
+
+
+def _messages(row: Row) -> tuple[Message, ...]:
+    prompt = row.columns["prompt"]
+    assert isinstance(prompt, list), "read_rows has checked it"
+    return tuple(Message(role=item["role"], content=item["content"]) for item in prompt)
+
+
+def _loop(row: Row, rules: PromptRules) -> str:
+    name = row.columns.get("agent_name")
+    if not isinstance(name, str):
+        return rules.default_loop
+    return VERL_LOOPS.get(name, name)
+
+
+def _check_loops(rows: Sequence[Row], *, split: str, rules: PromptRules, has_tools: bool) -> None:
+    used: Counter[str] = Counter()
+    unnamed: list[Row] = []
+    for row in rows:
+        loop = _loop(row, rules)
+        if loop not in rules.loops:
+            raise DataError(
+                f"{row.place}: there is no agent loop {loop!r}{nearest(loop, rules.loops)}; "
+                f"there are: {', '.join(sorted(rules.loops))}"
+            )
+        used[loop] += 1
+        if row.columns.get("agent_name") is None:
+            unnamed.append(row)
+    if not has_tools:
+        return
+    if unnamed and rules.default_loop == _NO_TOOLS:
+        raise DataError(
+            f"tools are configured, but {len(unnamed)} of {len(rows)} {split} rows have no "
+            f"agent_name and would run as {_NO_TOOLS!r}, which calls no tool; the first is "
+            f'{unnamed[0].place}. Add "agent_name": "tool_agent" to the rows, or set '
+            "agent.default_loop=tool_agent"
+        )
+    if set(used) == {_NO_TOOLS}:
+        raise DataError(
+            f"tools are configured, but every {split} row runs as {_NO_TOOLS!r}, which calls no "
+            'tool: set agent_name to "tool_agent" in the rows, or remove the tools'
+        )
+
+
+def _overlong_notes(
+    overlong: Sequence[str], split: str, num_rows: int, rules: PromptRules
+) -> list[str]:
+    if not overlong:
+        return []
+    found = (
+        f"{len(overlong)} of {num_rows} {split} prompts are longer than "
+        f"{rules.max_prompt_tokens} tokens; the first is {overlong[0]}"
+    )
+    if rules.overlong == "error":
+        raise DataError(
+            f"{found}. Raise rollout.prompt_length, or leave them out with "
+            "data.overlong_prompts=drop"
+        )
+    return [f"left out: {found}"]
+
+
+def _unused_kwargs(rows: Sequence[Row], split: str, tools: Mapping[str, Tool]) -> list[str]:
+    unused: Counter[str] = Counter()
+    for row in rows:
+        extra = row.columns.get("extra_info")
+        kwargs = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
+        if isinstance(kwargs, Mapping):
+            unused.update(name for name in kwargs if name not in tools)
+    return [
+        f"{count} {split} rows have tools_kwargs for {name!r}, but no such tool is configured"
+        for name, count in sorted(unused.items())
+    ]
+
+
+def _seed(*parts: object) -> int:
+    """63 bits from the text of `parts`: the same on every machine and Python."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
