@@ -1,0 +1,11 @@
+"""The embedded engine, chosen as ``torch``: a Hugging Face causal LM in the server's process.
+
+`engine.py` is what the server sees; `compute_thread.py` is where it runs; `core.py` steps
+the batch that `scheduler.py` composes, over `kv_rows.py`, `prefix.py`, `attention.py`,
+`model.py` and `sampling.py`.
+"""
+
+from treadle.rollout_server.engines.torch.engine import TorchEngine, create
+from treadle.rollout_server.engines.torch.model import ModelSource
+
+__all__ = ["ModelSource", "TorchEngine", "create"]

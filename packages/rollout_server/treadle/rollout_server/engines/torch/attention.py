@@ -1,0 +1,205 @@
+"""Attention of one step: tokens of many sequences in one flat row, against their cache rows.
+
+Invariant: a step is one forward pass over `[1, T]` ids. The linear layers see no padding
+at all; only attention pads, and only within a *group* of neighbouring rows whose padded
+area stays below twice the real one. A sequence that reads its prompt and one that decodes
+differ in nothing but their number of query tokens, so prompts are read in chunks next to
+running sequences.
+
+transformers calls `cached_attention` in every layer (its `AttentionInterface`), with the
+`StepLayout` passed through the model's keyword arguments.
+
+Shapes: T tokens, R rows of a group, Q queries per row (padded), N positions, H query heads,
+K key-value heads, G = H / K, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from treadle.rollout_server.engines.torch.kv_rows import KvRows
+
+IMPLEMENTATION = "treadle_cached_rows"
+"""The name under which transformers knows `cached_attention`."""
+
+_GROUP_OVERHEAD = 4096  # Query-key pairs that cost as much as one more kernel call.
+
+
+class RowSpan(NamedTuple):
+    """The tokens of one row in a step: positions ``[start, stop)``."""
+
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the row."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    rows: slice  # Of the cache.
+    tokens: slice  # Of the flat row of tokens.
+    num_queries: int  # Q
+    kv_length: int  # N
+    mask: torch.Tensor  # [R, 1, 1 or G * Q, N], added to the scores.
+    scatter: tuple[torch.Tensor, torch.Tensor] | None  # Row and query of each token; None: dense.
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where every token of a step stands; made once a step, read by every layer.
+
+    Attributes:
+        cache: What keys and values are written to and read from.
+        positions: ``[T]``, of each token in its sequence.
+        cache_rows: ``[T]``, the cache row of each token.
+    """
+
+    cache: KvRows
+    positions: torch.Tensor
+    cache_rows: torch.Tensor
+    groups: tuple[_Group, ...]
+
+    @classmethod
+    def build(cls, cache: KvRows, spans: Sequence[RowSpan], queries_per_head: int) -> "StepLayout":
+        """Lays out a step.
+
+        Args:
+            cache: Has room for every span.
+            spans: Of rows 0, 1, 2 and so on; each has at least one token.
+            queries_per_head: G.
+        """
+        device = cache.shape.device
+        rows = [row for row, span in enumerate(spans) for _ in range(span.num_tokens)]
+        positions = [p for span in spans for p in range(*span)]
+        groups: list[_Group] = []
+        first_token = 0
+        for first, stop in _split(spans):
+            group = _make_group(cache, spans[first:stop], first, first_token, queries_per_head)
+            first_token = group.tokens.stop
+            groups.append(group)
+        return cls(
+            cache=cache,
+            positions=torch.tensor(positions, device=device),
+            cache_rows=torch.tensor(rows, device=device),
+            groups=tuple(groups),
+        )
+
+
+def _split(spans: Sequence[RowSpan]) -> list[tuple[int, int]]:
+    """Cuts rows into runs, each with less padding than content (or too small to matter)."""
+    runs: list[tuple[int, int]] = []
+    first = queries = length = area = 0
+    for row, span in enumerate(spans):
+        new_queries = max(queries, span.num_tokens)
+        new_length = max(length, span.stop)
+        new_area = area + span.num_tokens * span.stop
+        padded = (row - first + 1) * new_queries * new_length
+        if row > first and padded > 2 * new_area + _GROUP_OVERHEAD:
+            runs.append((first, row))
+            first = row
+            new_queries, new_length = span.num_tokens, span.stop
+            new_area = new_queries * new_length
+        queries, length, area = new_queries, new_length, new_area
+    runs.append((first, len(spans)))
+    return runs
+
+
+def _make_group(
+    cache: KvRows, spans: Sequence[RowSpan], first_row: int, first_token: int, queries_per_head: int
+) -> _Group:
+    dtype, device = cache.shape.dtype, cache.shape.device
+    counts = torch.tensor([span.num_tokens for span in spans])
+    num_queries = int(counts.max())
+    kv_length = max(span.stop for span in spans)
+    starts = torch.tensor([span.start for span in spans])
+    query = torch.arange(num_queries)
+    # A padded query repeats the last real one: a row without any allowed key would be NaN.
+    position_RQ = starts[:, None] + torch.minimum(query, counts[:, None] - 1)
+    hidden_RQN = torch.arange(kv_length) > position_RQ[:, :, None]
+    mask_RQN = torch.zeros(hidden_RQN.shape, dtype=dtype).masked_fill_(hidden_RQN, -torch.inf)
+    if num_queries > 1:
+        mask_RQN = mask_RQN.repeat(1, queries_per_head, 1)
+    scatter = None
+    if int(counts.min()) != num_queries:
+        row, column = (query < counts[:, None]).nonzero(as_tuple=True)
+        scatter = (row.to(device), column.to(device))
+    return _Group(
+        rows=slice(first_row, first_row + len(spans)),
+        tokens=slice(first_token, first_token + int(counts.sum())),
+        num_queries=num_queries,
+        kv_length=kv_length,
+        mask=mask_RQN.unsqueeze(1).to(device),
+        scatter=scatter,
+    )
+
+
+def cached_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    step: StepLayout,
+    **_unused: Any,  # transformers passes dropout, sliding_window and more to every backend.
+) -> tuple[torch.Tensor, None]:
+    """Writes the step's keys and values to the cache and attends to it.
+
+    Args:
+        module: The attention layer; its `layer_idx` picks the cache layer.
+        query: ``[1, H, T, D]``, rotated.
+        key: ``[1, K, T, D]``, rotated.
+        value: ``[1, K, T, D]``.
+        attention_mask: None; the step has its own masks.
+        scaling: Of the scores.
+        step: Where each token stands.
+
+    Returns:
+        ``[1, T, H, D]``, and None for the weights.
+    """
+    keys_RNKD, values_RNKD = step.cache.layer(int(module.layer_idx))  # type: ignore[arg-type]
+    keys_RNKD[step.cache_rows, step.positions] = key[0].transpose(0, 1)
+    values_RNKD[step.cache_rows, step.positions] = value[0].transpose(0, 1)
+    query_THD = query[0].transpose(0, 1)
+    parts = [_attend(group, query_THD, keys_RNKD, values_RNKD, scaling) for group in step.groups]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+
+
+def _attend(
+    group: _Group,
+    query_THD: torch.Tensor,
+    keys_RNKD: torch.Tensor,
+    values_RNKD: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of one group, ``[its tokens, H, D]``.
+
+    The G query heads of a key-value head are folded into the query axis, so that grouped
+    heads need no repeated keys (Ainslie et al. 2023, arXiv 2305.13245).
+    """
+    keys = keys_RNKD[group.rows, : group.kv_length].transpose(1, 2)
+    values = values_RNKD[group.rows, : group.kv_length].transpose(1, 2)
+    num_rows, num_kv_heads = keys.shape[:2]
+    tokens_THD = query_THD[group.tokens]
+    num_heads, head_dim = tokens_THD.shape[1:]
+    if group.scatter is None:
+        padded_RQHD = tokens_THD.reshape(num_rows, group.num_queries, num_heads, head_dim)
+    else:
+        padded_RQHD = tokens_THD.new_zeros(num_rows, group.num_queries, num_heads, head_dim)
+        padded_RQHD[group.scatter] = tokens_THD
+    fold = (num_rows, num_kv_heads, -1, head_dim)
+    folded = padded_RQHD.transpose(1, 2).reshape(fold)
+    out = functional.scaled_dot_product_attention(
+        folded, keys, values, attn_mask=group.mask, scale=scaling
+    )
+    out_RQHD = out.reshape(num_rows, num_heads, group.num_queries, head_dim).transpose(1, 2)
+    if group.scatter is None:
+        return out_RQHD.reshape(-1, num_heads, head_dim)
+    return out_RQHD[group.scatter]

@@ -1,0 +1,92 @@
+"""The key-value cache: one row per running sequence, in one growing buffer.
+
+Invariant: the rows in use are the first ones, so that a step reads them as a view and
+copies nothing; the scheduler keeps them so by moving a row into the hole that another
+leaves. Memory outside a row's length may be stale but is always finite: a masked position
+has weight zero, and zero times infinity would be NaN.
+
+Shapes: L layers, R rows, N positions, H key-value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_FIRST_ROWS, _FIRST_LENGTH = 8, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What one position costs, and the bounds of the buffer."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    max_rows: int
+    max_length: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one position in all layers, keys and values."""
+        return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+class KvRows:
+    """Rows of keys and values; memory is taken as it is needed, up to the bounds."""
+
+    def __init__(self, shape: KvShape) -> None:
+        self.shape = shape
+        self._buffer_L2RNHD = self._allocate(0, 0)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, ``[R, N, H, D]`` each, views of the buffer."""
+        keys, values = self._buffer_L2RNHD[index].unbind(0)
+        return keys, values
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Rows and positions that there is memory for."""
+        return self._buffer_L2RNHD.shape[2], self._buffer_L2RNHD.shape[3]
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Makes room for that many rows and positions, keeping what is there."""
+        has_rows, has_length = self.capacity
+        if rows <= has_rows and length <= has_length:
+            return
+        shape = self.shape
+        want_rows = _grown(has_rows, rows, _FIRST_ROWS, shape.max_rows)
+        want_length = _grown(has_length, length, _FIRST_LENGTH, shape.max_length)
+        old, self._buffer_L2RNHD = self._buffer_L2RNHD, self._allocate(want_rows, want_length)
+        self._buffer_L2RNHD[:, :, :has_rows, :has_length] = old
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of one row over another."""
+        rows = self._buffer_L2RNHD
+        rows[:, :, target, :length] = rows[:, :, source, :length]
+
+    def snapshot(self, row: int, length: int) -> torch.Tensor:
+        """Returns a copy of the first `length` positions, ``[L, 2, length, H, D]``."""
+        return self._buffer_L2RNHD[:, :, row, :length].clone()
+
+    def restore(self, row: int, snapshot: torch.Tensor, length: int) -> None:
+        """Writes the first `length` positions of a snapshot into a row."""
+        self._buffer_L2RNHD[:, :, row, :length] = snapshot[:, :, :length]
+
+    def release(self) -> None:
+        """Gives the memory away; `reserve` takes it again."""
+        self._buffer_L2RNHD = self._allocate(0, 0)
+
+    def _allocate(self, rows: int, length: int) -> torch.Tensor:
+        s = self.shape
+        size = (s.num_layers, 2, rows, length, s.num_heads, s.head_dim)
+        return torch.zeros(size, dtype=s.dtype, device=s.device)
+
+
+def _grown(has: int, wants: int, first: int, bound: int) -> int:
+    """Doubles from `first` until `wants` fits, at most `bound`; never shrinks."""
+    size = max(has, min(first, bound))
+    while size < wants:
+        size = min(size * 2, bound)
+    return size

@@ -1,0 +1,146 @@
+"""The sampler: logits of all rows to one token and its log-prob each, in one vectorised pass.
+
+Invariant: what a row draws depends on its logits, its settings, its seed and the position
+of the token, and on nothing else in the batch. There is no generator with a state to share
+or to lose: the uniform number of a token is a hash of (seed, position), SplitMix64 (Steele
+et al. 2014, doi 10.1145/2660193.2660195), and the token is where the cumulative
+distribution passes it.
+
+Order of the transforms, as in transformers: repetition penalty, temperature, top-k, top-p,
+min-p. The log-prob is that of the resulting distribution; at temperature 0 it is one point
+and the log-prob 0.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treadle.rollout_server.engine import Sampling
+
+_UNIFORM_BITS = 48  # u * total < total then holds in float64, so no id of weight 0 is drawn.
+
+
+class Sampled(NamedTuple):
+    """One token per row; ``[B]`` each, log-probs in nats."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class SamplingBatch:
+    """Settings of the rows of a step as tensors; made anew when the rows change.
+
+    Args:
+        settings: ``[B]``.
+        seeds: ``[B]``, 64 bits each.
+        device: Of the logits.
+    """
+
+    def __init__(
+        self, settings: Sequence[Sampling], seeds: Sequence[int], device: torch.device
+    ) -> None:
+        self._seeds = np.array(seeds, dtype=np.uint64)
+        greedy = [s.temperature == 0 for s in settings]
+        self._all_greedy = all(greedy)
+        self._greedy_B = torch.tensor(greedy, device=device) if any(greedy) else None
+        temperatures = [s.temperature or 1.0 for s in settings]
+        self._temperature_B1 = (
+            torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
+            if any(t != 1.0 for t in temperatures)
+            else None
+        )
+        self._penalised = [
+            (row, s.repetition_penalty)
+            for row, s in enumerate(settings)
+            if s.repetition_penalty != 1.0
+        ]
+        self._truncated = [
+            (row, s)
+            for row, s in enumerate(settings)
+            if s.temperature and (s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0)
+        ]
+
+    def sample(self, logits_BV: torch.Tensor, histories: Sequence[Sequence[int]]) -> Sampled:
+        """Draws one token per row.
+
+        Args:
+            logits_BV: float32; overwritten.
+            histories: ``[B]``, the ids before the new token, prompt first; its length is
+                the position that is hashed.
+
+        Raises:
+            FloatingPointError: A row's logits are not finite.
+        """
+        for row, penalty in self._penalised:
+            _penalise(logits_BV[row], histories[row], penalty)
+        greedy_ids_B = logits_BV.argmax(-1)
+        if self._all_greedy:
+            _check_finite(logits_BV.gather(1, greedy_ids_B.unsqueeze(1)))
+            return Sampled(greedy_ids_B.tolist(), [0.0] * len(histories))
+        if self._temperature_B1 is not None:
+            logits_BV /= self._temperature_B1
+        for row, setting in self._truncated:
+            _truncate(logits_BV[row], setting)
+        logprobs_BV = logits_BV.log_softmax(-1)
+        ids_B = self._draw(logprobs_BV, histories)
+        if self._greedy_B is not None:
+            ids_B = torch.where(self._greedy_B, greedy_ids_B, ids_B)
+        logprobs_B = logprobs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1)
+        _check_finite(logprobs_B)
+        if self._greedy_B is not None:
+            logprobs_B = logprobs_B.masked_fill(self._greedy_B, 0.0)
+        return Sampled(ids_B.tolist(), logprobs_B.tolist())
+
+    def _draw(self, logprobs_BV: torch.Tensor, histories: Sequence[Sequence[int]]) -> torch.Tensor:
+        positions = np.array([len(history) for history in histories], dtype=np.uint64)
+        uniform_B = torch.from_numpy(uniform(self._seeds, positions)).to(logprobs_BV.device)
+        cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+        target_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
+        ids_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+        # Beyond the end only where the row is NaN, which the caller then reports.
+        return ids_B1.squeeze(1).clamp_(max=logprobs_BV.shape[1] - 1)
+
+
+def uniform(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), one per (seed, position): output `position` of SplitMix64(seed)."""
+    with np.errstate(over="ignore"):
+        z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    high = (z >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64)
+    fractions: npt.NDArray[np.float64] = np.ldexp(high, -_UNIFORM_BITS)
+    return fractions
+
+
+def _penalise(logits_V: torch.Tensor, history: Sequence[int], penalty: float) -> None:
+    seen = torch.tensor(sorted(set(history)), device=logits_V.device)
+    values = logits_V[seen]
+    logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _truncate(logits_V: torch.Tensor, setting: Sampling) -> None:
+    """Sets what top-k, top-p and min-p drop to minus infinity; the likeliest id stays."""
+    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
+    kept = len(sorted_V) if setting.top_k is None else min(setting.top_k, len(sorted_V))
+    probabilities = sorted_V[:kept].softmax(-1)
+    if setting.top_p < 1.0:
+        before = probabilities.cumsum(-1) - probabilities
+        kept = int((before < setting.top_p).sum())
+    if setting.min_p > 0.0:
+        kept = min(kept, int((probabilities >= setting.min_p * probabilities[0]).sum()))
+    logits_V[order_V[max(kept, 1) :]] = -torch.inf
+
+
+def _check_finite(values: torch.Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise FloatingPointError(
+            "the model's logits are not finite: the weights are broken, publish others"
+        )
