@@ -99,7 +99,9 @@ def exports() -> Dict[str, str]:
     cert = pip.get("cert") or os.environ.get("SSL_CERT_FILE", "")
     if cert and Path(cert).is_file():
         variables["PANTS_CA_CERTS_PATH"] = cert
-    torch = os.environ.get(TORCH_ENV) or ("cpu" if offers_cpu_torch(indexes, find_links) else "cuda")
+    torch = os.environ.get(TORCH_ENV) or (
+        "cpu" if offers_cpu_torch(indexes, find_links) else "cuda"
+    )
     if torch not in ("cpu", "cuda"):
         raise SystemExit(f"{TORCH_ENV}={torch!r}: expected 'cpu' or 'cuda'")
     if torch == "cpu":
