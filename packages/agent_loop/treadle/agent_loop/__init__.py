@@ -4,6 +4,7 @@ Needs the standard library only. The gRPC client is `treadle.agent_loop.rpc`, th
 Hugging Face tokenizers `treadle.agent_loop.hf`, the fakes `treadle.agent_loop.testing`.
 """
 
+from treadle.agent_loop.conversation import Conversation, Turn
 from treadle.agent_loop.errors import (
     AgentLoopError,
     ContractError,
@@ -25,11 +26,27 @@ from treadle.agent_loop.errors import (
     WeightVersionBehindError,
     boundary,
 )
+from treadle.agent_loop.function_tool import FunctionTool, function_tool
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
 from treadle.agent_loop.limits import LoopLimits, TruncateSide
 from treadle.agent_loop.loop import AgentLoop, RewardFn, Services
+from treadle.agent_loop.parsers import HermesParser, ParsedText, ToolCallParser
+from treadle.agent_loop.registry import (
+    SINGLE_TURN_AGENT,
+    TOOL_AGENT,
+    LoopRegistry,
+    choose_loop,
+    default_loops,
+)
 from treadle.agent_loop.renderer import ChatRenderer, MalformedCall, ParsedCompletion
+from treadle.agent_loop.routing import LeastLoaded, ReplicaLoad, Router, StickySession
+from treadle.agent_loop.runner import RolloutRunner, RunReport
+from treadle.agent_loop.seeds import derive_seed
+from treadle.agent_loop.single_turn import SingleTurnLoop
+from treadle.agent_loop.strategy import Drop, FailFast, Retry, Strategy, Verdict
 from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
+from treadle.agent_loop.tool_loop import OnMalformedCall, ToolAgentLoop
+from treadle.agent_loop.toolbox import Toolbox
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.transcript import Origin, Span, Tokens, Transcript
 from treadle.agent_loop.types import (
@@ -46,52 +63,80 @@ from treadle.agent_loop.types import (
 )
 
 __all__ = [
+    "SINGLE_TURN_AGENT",
+    "TOOL_AGENT",
     "AgentLoop",
     "AgentLoopError",
     "AgentTask",
     "ChatRenderer",
     "Completion",
     "ContractError",
+    "Conversation",
+    "Drop",
     "EngineFailedError",
+    "FailFast",
     "FinishReason",
+    "FunctionTool",
     "GenerationError",
     "GenerationTimeoutError",
+    "HermesParser",
+    "LeastLoaded",
     "LoopError",
     "LoopLimits",
+    "LoopRegistry",
     "MalformedCall",
     "Message",
+    "OnMalformedCall",
     "Origin",
     "OverloadedError",
     "ParsedCompletion",
+    "ParsedText",
     "PromptTooLongError",
     "RenderError",
+    "ReplicaLoad",
     "ReplicaUnavailableError",
     "RequestContext",
     "RequestRejectedError",
+    "Retry",
     "RewardError",
     "RewardFn",
     "Role",
     "RolloutError",
+    "RolloutRunner",
+    "Router",
+    "RunReport",
     "SamplingParams",
     "Services",
     "SetupError",
+    "SingleTurnLoop",
     "Span",
+    "StickySession",
     "StopReason",
+    "Strategy",
     "TokenChunk",
     "TokenGenerator",
     "Tokens",
     "Tool",
+    "ToolAgentLoop",
     "ToolCall",
+    "ToolCallParser",
     "ToolError",
     "ToolFailure",
     "ToolResult",
     "ToolSession",
     "ToolSpec",
+    "Toolbox",
     "Trajectory",
     "TrajectoryTimeoutError",
     "Transcript",
     "TruncateSide",
+    "Turn",
     "UnknownLoopError",
+    "Verdict",
     "WeightVersionBehindError",
     "boundary",
+    "choose_loop",
+    "default_loops",
+    "derive_seed",
+    "function_tool",
 ]

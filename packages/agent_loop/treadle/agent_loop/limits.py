@@ -2,23 +2,24 @@
 
 Invariant: the response budget is shared by what the model samples and what the tools say, and a
 trajectory's last tokens are always sampled ones. After every completion, in this order, the
-first that holds ends the trajectory:
+first check that holds ends the trajectory:
 
 | # | Check | Stop |
 |---|---|---|
-| 1 | sampled + observed >= max_response_tokens | RESPONSE_LENGTH |
-| 2 | prompt + sampled + observed >= max_context_tokens | CONTEXT_LENGTH |
-| 3 | the completion was cut by its max_tokens (its turn is open, nothing may follow) | TURN_LENGTH |
-| 4 | completions >= max_assistant_turns | ASSISTANT_TURNS |
-| 5 | answers >= max_user_turns | USER_TURNS |
-| 6 | the completion asks for no tool | FINISHED |
-| - | the first max_parallel_calls calls run; each text is cut to max_tool_response_chars | |
+| 1 | the model ended its turn and asks for no tool | FINISHED |
+| 2 | response (sampled + observed) >= max_response_tokens | RESPONSE_LENGTH |
+| 3 | prompt + response >= max_context_tokens | CONTEXT_LENGTH |
+| 4 | the completion was cut by its own max_tokens: its turn is open | TURN_LENGTH |
+| 5 | completions >= max_assistant_turns | ASSISTANT_TURNS |
+| 6 | answers >= max_user_turns | USER_TURNS |
+|   | the first max_parallel_calls calls run, their texts are cut | |
 | 7 | a tool said stop | TOOL_STOP |
-| 8 | sampled + observed + answer >= max_response_tokens: the answer is *not* appended | RESPONSE_LENGTH |
-| 9 | prompt + sampled + observed + answer >= max_context_tokens: likewise | CONTEXT_LENGTH |
+| 8 | response + answer >= max_response_tokens; the answer is *not* appended | RESPONSE_LENGTH |
+| 9 | prompt + response + answer >= max_context_tokens; likewise | CONTEXT_LENGTH |
 
-The order is verl's (`tool_agent_loop.py`), with 2, 3, 7 and 9 added. Pure; nothing waits.
-"""  # noqa: E501 - a table row cannot be broken
+The tokens are those of verl's order (`tool_agent_loop.py`); the reason is more exact: verl looks
+for calls last, so that an answer which just fits would count as cut. Pure; nothing waits.
+"""
 
 import enum
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ class LoopLimits:
         return left
 
     def length_stop(self, *, prompt: int, response: int) -> StopReason | None:
-        """Checks 1 and 2 (and 8 and 9, with the answer counted in `response`)."""
+        """Checks 2 and 3; and 8 and 9, with the answer counted in `response`."""
         if response >= self.max_response_tokens:
             return StopReason.RESPONSE_LENGTH
         if self.max_context_tokens is not None and prompt + response >= self.max_context_tokens:
@@ -103,7 +104,7 @@ class LoopLimits:
         return None
 
     def turn_stop(self, *, assistant_turns: int, user_turns: int) -> StopReason | None:
-        """Checks 4 and 5."""
+        """Checks 5 and 6."""
         if self.max_assistant_turns is not None and assistant_turns >= self.max_assistant_turns:
             return StopReason.ASSISTANT_TURNS
         if self.max_user_turns is not None and user_turns >= self.max_user_turns:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.agent_loop.types import Message, ToolSpec
+from treadle.agent_loop.types import Message, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,14 @@ class ParsedCompletion:
     message: Message
     call_starts: tuple[int, ...] = ()
     malformed: tuple[MalformedCall, ...] = ()
+
+    @property
+    def requests(self) -> tuple[ToolCall | MalformedCall, ...]:
+        """Calls and malformed calls, in the order in which the model wrote them."""
+        calls = zip(self.call_starts, self.message.tool_calls, strict=True)
+        found: list[tuple[int, ToolCall | MalformedCall]] = list(calls)
+        found.extend((bad.start, bad) for bad in self.malformed)
+        return tuple(request for _, request in sorted(found, key=lambda pair: pair[0]))
 
 
 class ChatRenderer(Protocol):

@@ -18,6 +18,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 class StopReason(enum.StrEnum):
     """Why a trajectory ended. Listed in the order in which `tool_agent` checks them."""
 
+    FINISHED = "finished"
+    """The model ended its turn and asked for nothing."""
     RESPONSE_LENGTH = "response_length"
     """Sampled and observed tokens together reached `LoopLimits.max_response_tokens`."""
     CONTEXT_LENGTH = "context_length"
@@ -28,8 +30,6 @@ class StopReason(enum.StrEnum):
     """`LoopLimits.max_assistant_turns` completions were sampled."""
     USER_TURNS = "user_turns"
     """`LoopLimits.max_user_turns` answers were given to the model."""
-    FINISHED = "finished"
-    """The model ended its turn and asked for nothing."""
     TOOL_STOP = "tool_stop"
     """A tool returned `ToolResult.stop`."""
     ERROR = "error"

@@ -1,0 +1,96 @@
+"""Small tools for tasks: deadlines, shielded clean-up, several coroutines as one.
+
+Invariant: every task made here ends before the function that made it returns, and a cancellation
+is delayed at most, never swallowed. Besides `runner` the only module that makes tasks.
+"""
+
+import asyncio
+import math
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on the event loop's clock.
+
+    Attributes:
+        at: `loop.time()` seconds; `math.inf` never comes.
+    """
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> "Deadline":
+        """The moment `seconds` from now."""
+        return cls(asyncio.get_running_loop().time() + seconds)
+
+    def left(self) -> float:
+        """Seconds until it comes; negative once it has."""
+        if self.at == math.inf:
+            return math.inf
+        return self.at - asyncio.get_running_loop().time()
+
+    def sooner(self, other: "Deadline") -> "Deadline":
+        """The one of the two that comes first."""
+        return self if self.at <= other.at else other
+
+
+async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+    """Runs clean-up to its end even when the caller is cancelled meanwhile.
+
+    The caller waits for the work either way; a cancellation that came in between is raised
+    afterwards.
+
+    Args:
+        work: What must not be cut in the middle.
+        timeout_s: After which the work itself is cancelled.
+
+    Raises:
+        TimeoutError: The work took longer than `timeout_s`.
+    """
+    task = asyncio.create_task(_bounded(work, timeout_s))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled() and task.exception() is not None:
+            cancelled.add_note(f"while shielded work failed: {task.exception()!r}")
+        raise cancelled
+    return task.result()
+
+
+async def concurrently(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines at the same time and returns their results in the order given.
+
+    Raises:
+        BaseException: The first failure, itself and not in a group; the others are cancelled
+            and awaited before.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failures:
+        raise sole_cause(failures) from None
+    return [task.result() for task in tasks]
+
+
+def sole_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Returns the first exception of a task group; further ones are added to it as notes."""
+    first = failures.exceptions[0]
+    if isinstance(first, BaseExceptionGroup):
+        first = sole_cause(first)
+    for other in failures.exceptions[1:]:
+        first.add_note(f"at the same time: {other!r}")
+    return first
+
+
+async def _bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    async with asyncio.timeout(timeout_s):
+        return await work

@@ -1,0 +1,210 @@
+"""Tests of the Hugging Face renderer, with a Qwen2.5-style tokenizer made here."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from treadle.agent_loop import Message, RenderError, SetupError, ToolCall, ToolSpec
+from treadle.agent_loop.hf import HfRenderer
+
+# Written for this test in the format of Qwen2.5's ChatML template.
+TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content }}
+{%- else %}{{- 'You are helpful.' }}
+{%- endif %}
+{{- '\n\n# Tools\n<tools>' }}
+{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\n</tools><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- else %}
+{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant' }}
+{%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+{%- for call in message.tool_calls %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CALCULATOR = ToolSpec(name="calculator", description="Evaluates.")
+TASK = (
+    Message(role="system", content="Be brief."),
+    Message(role="user", content="What is 2*3?"),
+)
+CALL = ToolCall(id="call_0", name="calculator", arguments={"expression": "2*3"})
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with Qwen's special tokens, trained on a few lines."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIALS,
+        show_progress=False,
+    )
+    lines = ["assistant\n", "user\n<tool_response>\n6\n</tool_response>", "\n\n", "system\nBe"]
+    backend.train_from_iterator(lines * 4, trainer)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def renderer() -> HfRenderer:
+    return HfRenderer(make_tokenizer())
+
+
+def sampled(renderer: HfRenderer, text: str) -> tuple[int, ...]:
+    """Ids of a turn as the model would sample it when it writes as the template does."""
+    return renderer._encode(text + "<|im_end|>")
+
+
+TURN_TEXT = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*3"}}\n</tool_call>'
+
+
+def full_text(renderer: HfRenderer, messages: tuple[Message, ...]) -> str:
+    return renderer.decode(renderer.render(messages, tools=[CALCULATOR]))
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        (Message(role="tool", content="6", tool_call_id="call_0"),),
+        (
+            Message(role="tool", content="6", tool_call_id="call_0"),
+            Message(role="tool", content="", tool_call_id="call_1"),
+            Message(role="tool", content="\n seven \n", tool_call_id="call_2"),
+        ),
+        (Message(role="user", content="Are you sure?"),),
+        (Message(role="user", content="\n<|im_start|> in the text é🙂"),),
+    ],
+)
+def test_render_plus_sampled_plus_extend_is_the_full_render(
+    renderer: HfRenderer, answers: tuple[Message, ...]
+) -> None:
+    prompt = renderer.render(TASK, tools=[CALCULATOR])
+    turn = sampled(renderer, TURN_TEXT)
+    extension = renderer.extend((*prompt, *turn), answers, tools=[CALCULATOR])
+    # The template writes "<|im_start|>assistant\n" and the turn's text, as content.
+    whole = (*TASK, Message(role="assistant", content=TURN_TEXT), *answers)
+    assert (*prompt, *turn, *extension) == renderer.render(whole, tools=[CALCULATOR])
+
+
+def test_the_newline_after_the_turn_is_there(renderer: HfRenderer) -> None:
+    """Spec A3.9 #1, verl issue #6501: the boundary was one token short."""
+    turn = sampled(renderer, TURN_TEXT)
+    extension = renderer.extend(turn, [Message(role="tool", content="6")], tools=[CALCULATOR])
+    assert renderer.decode(extension).startswith("\n<|im_start|>user\n<tool_response>\n6\n")
+    assert renderer.decode(extension).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_many_rounds_stay_exact(renderer: HfRenderer) -> None:
+    ids = renderer.render(TASK, tools=[CALCULATOR])
+    messages: tuple[Message, ...] = TASK
+    for turn in range(4):
+        text = f"Step {turn}.\n{TURN_TEXT}"
+        ids = (*ids, *sampled(renderer, text))
+        answer = Message(role="tool", content=str(turn) * turn)
+        ids = (*ids, *renderer.extend(ids, [answer], tools=[CALCULATOR]))
+        messages = (*messages, Message(role="assistant", content=text), answer)
+        assert ids == renderer.render(messages, tools=[CALCULATOR])
+
+
+def test_a_turn_that_was_cut_is_closed_by_the_template(renderer: HfRenderer) -> None:
+    prompt = renderer.render(TASK, tools=())
+    cut = renderer._encode("The answer is")
+    extension = renderer.extend((*prompt, *cut), [Message(role="user", content="Go on")], tools=())
+    whole = (
+        *TASK,
+        Message(role="assistant", content="The answer is"),
+        Message(role="user", content="Go on"),
+    )
+    assert (*prompt, *cut, *extension) == renderer.render(whole, tools=())
+
+
+def test_odd_sampled_ids_are_kept(renderer: HfRenderer) -> None:
+    """Ids that no tokenizer would write (here byte by byte) survive; only the boundary is added."""
+    turn = tuple(i for c in "assistant" for i in renderer._encode(c))
+    assert turn != renderer._encode("assistant")
+    extension = renderer.extend(turn, [Message(role="user", content="x")], tools=())
+    closed = renderer.extend(
+        sampled(renderer, "assistant"), [Message(role="user", content="x")], tools=()
+    )
+    assert extension[1:] == closed
+
+
+def test_parse_gives_text_without_the_end_of_turn(renderer: HfRenderer) -> None:
+    parsed = renderer.parse(sampled(renderer, "I compute.\n" + TURN_TEXT))
+    assert parsed.message.content == "I compute."
+    assert parsed.message.tool_calls == (CALL,)
+
+
+def test_tool_calls_of_given_messages_are_rendered(renderer: HfRenderer) -> None:
+    messages = (*TASK, Message(role="assistant", content="", tool_calls=(CALL,)))
+    assert TURN_TEXT in full_text(renderer, messages)
+
+
+def test_from_directory_hashes_tokenizer_json(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    renderer = HfRenderer.from_directory(tmp_path)
+    expected = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).digest()
+    assert renderer.tokenizer_sha256 == expected
+    assert renderer.vocab_size == len(make_tokenizer())
+    assert renderer.decode(renderer.stop_token_ids) == "<|im_end|>"
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"holds no tokenizer\.json"):
+        HfRenderer.from_directory(tmp_path)
+
+
+def test_a_missing_template_is_refused() -> None:
+    with pytest.raises(SetupError, match="no chat template"):
+        HfRenderer(make_tokenizer(template=None))
+
+
+def test_a_template_whose_turns_end_in_plain_text_is_refused() -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(SetupError, match="does not begin with a special token"):
+        HfRenderer(make_tokenizer(plain))
+
+
+def test_a_template_that_rewrites_the_turn_before_is_refused() -> None:
+    rewriting = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>"
+        "{% if loop.last %}!{% endif %}{% endfor %}"
+    )
+    renderer = HfRenderer(make_tokenizer(rewriting))
+    with pytest.raises(RenderError, match="cannot be extended exactly"):
+        renderer.extend((0,), [Message(role="user", content="x")], tools=())
+
+
+def test_a_template_that_raises_is_a_render_error() -> None:
+    strict = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE
+    renderer = HfRenderer(make_tokenizer(strict))
+    with pytest.raises(RenderError, match="too many"):
+        renderer.extend((0,), [Message(role="user", content="x")], tools=())

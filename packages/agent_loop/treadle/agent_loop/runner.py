@@ -1,0 +1,242 @@
+"""The runner: many tasks, a bounded number at a time, exactly one trajectory for each.
+
+Invariants:
+
+1. The sink gets exactly one trajectory per task taken, in the order in which they end.
+2. At most `max_in_flight` tasks are under way; one counts until the sink has taken its
+   trajectory. So a slow sink stops the intake, which is the backpressure.
+3. The sink is called by one task at a time.
+4. A failed attempt touches no other (strategies decide whether it ends the run). An attempt that
+   passes its deadline is cancelled, and fails.
+5. When `run` returns or raises, no task of it is left, also after a cancellation.
+
+Who waits: the intake for a free place (woken by a sink that returned), attempts for their
+generator and tools (bounded by the deadline), ended attempts for the sink.
+"""
+
+import asyncio
+import inspect
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+from treadle.agent_loop.aio import sole_cause
+from treadle.agent_loop.errors import (
+    LoopError,
+    RewardError,
+    RolloutError,
+    TrajectoryTimeoutError,
+    boundary,
+)
+from treadle.agent_loop.loop import Services
+from treadle.agent_loop.registry import LoopRegistry
+from treadle.agent_loop.strategy import Strategy, Verdict
+from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.types import AgentTask, StopReason
+from treadle.tracing import span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a run did.
+
+    Attributes:
+        num_tasks: Tasks taken, each of which gave one trajectory.
+        num_failed: Trajectories with stop ERROR.
+        num_retries: Attempts that were thrown away and made again.
+        num_sampled_tokens: Over all trajectories that did not fail.
+        wall_s: Seconds from the first to the last.
+        stops: Trajectories per stop reason.
+        errors: Failed attempts per type of error, with the text of the first.
+    """
+
+    num_tasks: int
+    num_failed: int
+    num_retries: int
+    num_sampled_tokens: int
+    wall_s: float
+    stops: Mapping[StopReason, int]
+    errors: Mapping[str, tuple[int, str]]
+
+
+class RolloutRunner:
+    """Runs tasks with the loops that they name.
+
+    Args:
+        loops: By name.
+        services: Handed to every loop, with the attempt's own deadline.
+        max_in_flight: Tasks under way at a time; at least 1.
+        deadline_s: Seconds that one attempt may take, its reward included.
+        strategy: What a failed attempt means.
+
+    Raises:
+        ValueError: `max_in_flight` or `deadline_s` is out of range.
+    """
+
+    def __init__(
+        self,
+        loops: LoopRegistry,
+        services: Services,
+        *,
+        max_in_flight: int,
+        deadline_s: float,
+        strategy: Strategy,
+    ) -> None:
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 1")
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s is {deadline_s}; it must be above 0")
+        self._loops = loops
+        self._services = services
+        self._max_in_flight = max_in_flight
+        self._deadline_s = deadline_s
+        self._strategy = strategy
+
+    async def run(
+        self,
+        tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
+        sink: Callable[[Trajectory], Awaitable[None]],
+    ) -> RunReport:
+        """Runs every task and gives its trajectory to the sink.
+
+        Args:
+            tasks: Taken one by one, each when a place is free.
+            sink: Awaited; see the invariants.
+
+        Raises:
+            RolloutError: An attempt failed and the strategy said RAISE.
+            SetupError: A task names a loop that does not exist.
+            Exception: The sink or the source of tasks raised; as it was raised.
+        """
+        tally = _Tally()
+        places = asyncio.Semaphore(self._max_in_flight)
+        sink_lock = asyncio.Lock()
+
+        async def attempt_and_deliver(task: AgentTask) -> None:
+            try:
+                trajectory = await self._settle(task, tally)
+                async with sink_lock:
+                    await sink(trajectory)
+                tally.deliver(trajectory)
+            finally:
+                places.release()
+
+        try:
+            async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+                source = await _open_source(tasks, stack)
+                while True:
+                    await places.acquire()
+                    try:
+                        task = await anext(source)
+                    except StopAsyncIteration:
+                        break
+                    group.create_task(attempt_and_deliver(task), name=f"task {task.task_id}")
+        except BaseExceptionGroup as failures:
+            raise sole_cause(failures) from None
+        return tally.report()
+
+    async def _settle(self, task: AgentTask, tally: "_Tally") -> Trajectory:
+        """Attempts a task until the strategy is satisfied."""
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(task, attempt)
+            except RolloutError as error:
+                tally.fail(error)
+                match self._strategy.judge(error, attempt=attempt):
+                    case Verdict.RAISE:
+                        raise
+                    case Verdict.RETRY:
+                        attempt += 1
+                        tally.num_retries += 1
+                    case Verdict.DELIVER:
+                        return Trajectory.failed(task, error)
+
+    async def _attempt(self, task: AgentTask, attempt: int) -> Trajectory:
+        loop = self._loops.resolve(task.loop)
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        services = replace(self._services, deadline=deadline)
+        timeout = asyncio.timeout_at(deadline)
+        try:
+            async with span(
+                "trajectory",
+                task_id=task.task_id,
+                rollout_index=task.rollout_index,
+                loop=task.loop,
+                attempt=attempt,
+            ) as trace:
+                async with timeout:
+                    with boundary(LoopError, f"agent loop {task.loop!r}, task {task.task_id!r}"):
+                        trajectory = await loop.run(task, services)
+                    trajectory = await self._score(trajectory)
+                trace.set(stop=trajectory.stop.value, reward=trajectory.reward)
+                return trajectory
+        except TimeoutError as late:
+            # Only our own timer: a TimeoutError of the loop has become a LoopError above.
+            where = "; ".join(getattr(late.__cause__, "__notes__", ()))
+            raise TrajectoryTimeoutError(
+                f"task {task.task_id!r}, rollout {task.rollout_index}, did not end within "
+                f"{self._deadline_s:g} s" + (f": {where}" if where else "")
+            ) from late
+
+    async def _score(self, trajectory: Trajectory) -> Trajectory:
+        reward = self._services.reward
+        if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
+            return trajectory
+        with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
+            value = reward(trajectory)
+            score = float(await value if inspect.isawaitable(value) else value)
+            if not math.isfinite(score):
+                raise ValueError(f"the reward is {score}; it must be a finite number")
+        return replace(trajectory, reward=score)
+
+
+async def _open_source(
+    tasks: AsyncIterable[AgentTask] | Iterable[AgentTask], stack: AsyncExitStack
+) -> AsyncIterator[AgentTask]:
+    """Returns an iterator over the tasks; an async generator is closed with the stack."""
+    if not isinstance(tasks, AsyncIterable):
+        tasks = _each(tasks)
+    source = aiter(tasks)
+    if (aclose := getattr(source, "aclose", None)) is not None:
+        stack.push_async_callback(aclose)
+    return source
+
+
+async def _each(tasks: Iterable[AgentTask]) -> AsyncIterator[AgentTask]:
+    for task in tasks:
+        yield task
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tally:
+    """Counts of a run under way."""
+
+    started: float = field(default_factory=time.perf_counter)
+    num_retries: int = 0
+    num_sampled_tokens: int = 0
+    stops: Counter[StopReason] = field(default_factory=Counter)
+    errors: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def fail(self, error: RolloutError) -> None:
+        name = type(error).__name__
+        count, first = self.errors.get(name, (0, str(error)))
+        self.errors[name] = (count + 1, first)
+
+    def deliver(self, trajectory: Trajectory) -> None:
+        self.stops[trajectory.stop] += 1
+        self.num_sampled_tokens += trajectory.tokens.num_sampled_tokens
+
+    def report(self) -> RunReport:
+        return RunReport(
+            num_tasks=self.stops.total(),
+            num_failed=self.stops[StopReason.ERROR],
+            num_retries=self.num_retries,
+            num_sampled_tokens=self.num_sampled_tokens,
+            wall_s=time.perf_counter() - self.started,
+            stops=dict(self.stops),
+            errors=dict(self.errors),
+        )

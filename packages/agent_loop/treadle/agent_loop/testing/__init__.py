@@ -1,0 +1,20 @@
+"""Fakes that are products: strict, deterministic, held to the suite of the real thing.
+
+Standard library only. `generator_contract` holds the suite for generators.
+"""
+
+from treadle.agent_loop.testing.byte_renderer import ByteRenderer
+from treadle.agent_loop.testing.echo import EchoGenerator
+from treadle.agent_loop.testing.fake_clock import FakeClock
+from treadle.agent_loop.testing.scripted import Request, ScriptedGenerator, reply
+from treadle.agent_loop.testing.scripted_tool import ScriptedTool
+
+__all__ = [
+    "ByteRenderer",
+    "EchoGenerator",
+    "FakeClock",
+    "Request",
+    "ScriptedGenerator",
+    "ScriptedTool",
+    "reply",
+]

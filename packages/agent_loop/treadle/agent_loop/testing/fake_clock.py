@@ -1,0 +1,49 @@
+"""A clock that moves only when the test says so.
+
+Invariant: `sleep` ends when `advance` has moved the clock past its end, in the order of the ends;
+never by real time.
+"""
+
+import asyncio
+import heapq
+import itertools
+
+
+class FakeClock:
+    """A clock and its sleepers; stands in for `rpc.retry.Clock`."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+        self._order = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._changed = asyncio.Condition()
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits until the clock has been moved by `seconds`."""
+        self.slept.append(seconds)
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
+        async with self._changed:
+            self._changed.notify_all()
+        await woken
+
+    async def until_sleeping(self, count: int) -> None:
+        """Waits until `count` tasks sleep."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: sum(not s[2].done() for s in self._sleepers) >= count
+            )
+
+    async def advance(self, seconds: float) -> None:
+        """Moves the clock and wakes who is due."""
+        self._now += seconds
+        while self._sleepers and self._sleepers[0][0] <= self._now:
+            _, _, woken = heapq.heappop(self._sleepers)
+            if not woken.done():
+                woken.set_result(None)
+        await asyncio.sleep(0)

@@ -1,0 +1,74 @@
+"""A tool that gives prepared results, and keeps account of its sessions.
+
+Invariant: a session that is not open cannot be called and one is closed at most once; breaking
+that fails the test.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from treadle.agent_loop.tool import ToolResult
+from treadle.agent_loop.types import AgentTask, ToolSpec
+
+
+class ScriptedTool:
+    """Gives prepared results in the order of the calls, over all sessions.
+
+    Args:
+        name: The tool's name.
+        results: Each a text, a `ToolResult`, an exception to raise, or an event to wait for
+            (then the text "done").
+
+    Attributes:
+        calls: Arguments of every call so far.
+        num_opened: Sessions opened.
+        num_closed: Sessions closed.
+    """
+
+    def __init__(
+        self,
+        name: str = "lookup",
+        results: Iterable[str | ToolResult | Exception | asyncio.Event] = (),
+    ) -> None:
+        self.spec = ToolSpec(name=name, description=f"Scripted {name}.")
+        self.calls: list[Mapping[str, object]] = []
+        self.num_opened = 0
+        self.num_closed = 0
+        self._results = iter(tuple(results))
+
+    async def open(self, task: AgentTask) -> "_ScriptedSession":
+        """Opens a session."""
+        self.num_opened += 1
+        return _ScriptedSession(self)
+
+    async def take(self, arguments: Mapping[str, object]) -> ToolResult:
+        """Gives the next result of the script."""
+        self.calls.append(arguments)
+        result = next(self._results, None)
+        match result:
+            case None:
+                raise AssertionError(f"no result left for call {len(self.calls)}")
+            case Exception():
+                raise result
+            case ToolResult():
+                return result
+            case asyncio.Event():
+                await result.wait()
+                return ToolResult(content="done")
+            case _:
+                return ToolResult(content=result)
+
+
+class _ScriptedSession:
+    def __init__(self, tool: ScriptedTool) -> None:
+        self._tool = tool
+        self._closed = False
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        assert not self._closed, "called after aclose"
+        return await self._tool.take(arguments)
+
+    async def aclose(self) -> None:
+        assert not self._closed, "closed twice"
+        self._closed = True
+        self._tool.num_closed += 1
