@@ -8,7 +8,7 @@ each rank calls it with the same arguments, in the same order, and shards the wo
 that does not make the call leaves the others waiting in a collective operation, so the caller
 sends each request to all ranks before it waits for any answer.
 
-Shape suffixes: L tokens of one sequence, T tokens of one packed micro-batch.
+Shape suffixes: L tokens of one sequence, T loss tokens of one micro-batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ElementType = Literal["float32", "bfloat16"]
+
+
+LOGPROB_FIELDS: Final = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+"""The optional fields of `TrainSequence`; a batch has each for all of its sequences or for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +43,9 @@ class TrainSequence:
     ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     """True for tokens the policy sampled and is to be trained on."""
-    rollout_logprobs: tuple[float, ...]
-    """As the rollout engine reported them when it sampled."""
     advantages: tuple[float, ...]
+    rollout_logprobs: tuple[float, ...] | None = None
+    """As the rollout engine reported them when it sampled; None if no engine did."""
     old_logprobs: tuple[float, ...] | None = None
     """The policy that starts this batch of updates, or None: the policy as it is in the step
     itself, which is exact when the batch is used for one update only."""
@@ -53,18 +57,17 @@ class TrainSequence:
         length = len(self.ids)
         if length < 2:
             raise ValueError(f"a sequence needs at least 2 ids, got {length}")
-        for name in (
-            "loss_mask",
-            "rollout_logprobs",
-            "advantages",
-            "old_logprobs",
-            "ref_logprobs",
-        ):
+        for name in ("loss_mask", "advantages", *LOGPROB_FIELDS):
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise ValueError(f"{name} has {len(values)} entries for {length} ids")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but the first token has no log-probability")
+
+    @classmethod
+    def supervised(cls, ids: Sequence[int], loss_mask: Sequence[bool]) -> Self:
+        """A demonstration, for supervised fine-tuning."""
+        return cls(ids=tuple(ids), loss_mask=tuple(loss_mask), advantages=(1.0,) * len(ids))
 
     @property
     def num_loss_tokens(self) -> int:
@@ -100,16 +103,20 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One micro-batch as a loss sees it: only the loss tokens of it, [T] each, float32."""
+    """The loss tokens of one micro-batch, [T] each, float32.
+
+    What the sequences do not carry is None, but for `old_logprobs_T`: without them it is
+    `logprobs_T` detached.
+    """
 
     logprobs_T: Tensor
     """Of the policy being trained; carries the gradient."""
     entropy_T: Tensor
     """Of the next-token distribution, nats; carries the gradient."""
-    old_logprobs_T: Tensor
-    rollout_logprobs_T: Tensor
-    ref_logprobs_T: Tensor | None
     advantages_T: Tensor
+    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

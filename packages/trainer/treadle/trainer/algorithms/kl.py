@@ -1,0 +1,39 @@
+"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
+
+Schulman, "Approximating KL Divergence" (2020), joschu.net/blog/kl-approx.html. All are per token,
+in nats, with d = log p_ref - log p. Bounds are verl's (`kl_penalty` in core_algos.py): they keep one
+very unlikely token from deciding the step.
+
+Shape suffix: T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, assert_never
+
+from torch import Tensor
+
+MAX_LOG_RATIO: Final = 20.0
+MAX_K3: Final = 10.0
+
+
+def kl_penalty(
+    logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """The penalty of each token.
+
+    k1 = -d: unbiased, may be negative, and as a loss its expected gradient is zero.
+    k2 = d^2 / 2: biased, low variance; its gradient is the unbiased one of the KL.
+    k3 = exp(d) - 1 - d: unbiased, low variance, never negative; d is clamped to +-20 and the
+    result to +-10.
+    """
+    d_T = ref_logprobs_T - logprobs_T
+    match kind:
+        case "k1":
+            return -d_T
+        case "k2":
+            return 0.5 * d_T.square()
+        case "k3":
+            d_T = d_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return (d_T.exp() - 1.0 - d_T).clamp(-MAX_K3, MAX_K3)
+    assert_never(kind)

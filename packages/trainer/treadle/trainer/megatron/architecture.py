@@ -1,0 +1,115 @@
+"""A model's architecture: what of a Hugging Face config decides its shapes and its arithmetic.
+
+Invariant: an `Architecture` can be built exactly. Whatever a config asks for that our Megatron model
+does not compute is refused when it is read, with the setting and its value, never dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SUPPORTED: Final = ("llama", "qwen2", "qwen3")
+
+
+class UnsupportedModelError(ValueError):
+    """The model needs something that the Megatron backend does not compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes and variants of a dense decoder with rotary positions and gated SiLU."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    tied: bool
+    """The output layer is the embedding."""
+    qkv_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Architecture:
+        """Read `config.json` of a Hugging Face model folder.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            UnsupportedModelError: see the class.
+        """
+        from transformers import AutoConfig
+
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{folder} has no config.json; expected a Hugging Face model folder"
+            )
+        return cls.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> Architecture:
+        """Translate a transformers config; raises `UnsupportedModelError`."""
+        if config.model_type not in SUPPORTED:
+            raise UnsupportedModelError(
+                f"model type {config.model_type!r} is not supported by the Megatron backend; "
+                f"supported: {', '.join(SUPPORTED)}"
+            )
+        _refuse_unsupported(config)
+        head_dim = getattr(config, "head_dim", None)
+        return cls(
+            model_type=config.model_type,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            ffn_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            norm_eps=config.rms_norm_eps,
+            rope_theta=float(config.rope_parameters["rope_theta"]),
+            tied=bool(config.tie_word_embeddings),
+            qkv_bias=config.model_type == "qwen2",
+            qk_norm=config.model_type == "qwen3",
+        )
+
+    def check_parallel(self, *, tensor: int, pipeline: int) -> None:
+        """Raise `UnsupportedModelError` if the model cannot be cut into so many parts."""
+        for what, size, parts, setting in (
+            ("attention heads", self.num_heads, tensor, "tensor"),
+            ("key-value heads", self.num_kv_heads, tensor, "tensor"),
+            ("feed-forward columns", self.ffn_size, tensor, "tensor"),
+            ("layers", self.num_layers, pipeline, "pipeline"),
+        ):
+            if size % parts:
+                raise UnsupportedModelError(
+                    f"policy.parallel.{setting}={parts} does not divide the model's {size} {what}"
+                )
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    wanted: tuple[tuple[str, object, object], ...] = (
+        ("hidden_act", config.hidden_act, "silu"),
+        ("rope_parameters.rope_type", rope_type, "default"),
+        ("attention_dropout", getattr(config, "attention_dropout", 0.0), 0.0),
+        ("attention_bias", getattr(config, "attention_bias", False), False),
+        ("mlp_bias", getattr(config, "mlp_bias", False), False),
+        ("use_sliding_window", getattr(config, "use_sliding_window", False), False),
+    )
+    for name, value, only in wanted:
+        if value != only:
+            raise UnsupportedModelError(
+                f"{config.model_type} with {name}={value!r} is not supported by the Megatron "
+                f"backend, which computes {name}={only!r} only"
+            )

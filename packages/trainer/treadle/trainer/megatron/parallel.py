@@ -1,0 +1,143 @@
+"""The parallel world: this process's place among the policy's ranks.
+
+`start` is collective over all ranks: it joins the process group and returns when every rank has.
+One world lives in a process at a time; `World.close` ends it. NCCL with one GPU per rank where CUDA
+is, gloo elsewhere. The environment is the caller's business: launch code reads RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT into a `Rendezvous`, which has no other source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from treadle.trainer.megatron import device
+
+device.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
+if TYPE_CHECKING:
+    from treadle.trainer.config.policy import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """0 is for a world of one, which needs no meeting place."""
+    local_rank: int = 0
+    """Which GPU of its machine this rank uses."""
+    timeout_s: float = 600.0
+    """A collective operation that waits longer for another rank fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The groups that this rank belongs to, as sizes and positions."""
+
+    rank: int
+    size: int
+    tensor: int
+    tensor_rank: int
+    pipeline: int
+    pipeline_rank: int
+    data: int
+    data_rank: int
+    sequence_parallel: bool
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one of its tensor group that reports what all of them know."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The group that shares each layer, None if this rank has whole layers."""
+        if self.tensor == 1:
+            return None
+        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        return group
+
+    def close(self) -> None:
+        """Leave the process group. Ranks that still compute together will fail."""
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) -> World:
+    """Join the other ranks.
+
+    Raises:
+        ValueError: the rendezvous is for another number of ranks than `parallel` makes.
+        RuntimeError: a world is already up in this process.
+    """
+    if rendezvous.world_size != parallel.num_ranks:
+        raise ValueError(
+            f"parallel sizes tensor={parallel.tensor} x pipeline={parallel.pipeline} x "
+            f"data={parallel.data} need {parallel.num_ranks} ranks, but {rendezvous.world_size} "
+            "were started"
+        )
+    if dist.is_initialized():
+        raise RuntimeError("this process already belongs to a policy; close its world first")
+    _join(rendezvous)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        tensor=parallel.tensor,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel.pipeline,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data=parallel.data,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        sequence_parallel=parallel.sequence,
+    )
+
+
+def _join(rendezvous: Rendezvous) -> None:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rendezvous.local_rank)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    alone = rendezvous.world_size == 1
+    store: dist.Store = (
+        dist.HashStore()
+        if alone
+        else dist.TCPStore(
+            rendezvous.master_addr,
+            rendezvous.master_port,
+            rendezvous.world_size,
+            is_master=rendezvous.rank == 0,
+            timeout=timeout,
+        )
+    )
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
+    )

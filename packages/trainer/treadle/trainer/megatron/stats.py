@@ -1,0 +1,108 @@
+"""The statistics of a step: sums over loss tokens, reduced over ranks once at the end.
+
+Invariant: a metric is a mean over the loss tokens that went through the model, exact for any cut of
+the batch. The difference to the rollout engine is kept per token, since a percentile cannot be
+reduced from parts.
+
+Shape suffixes: T loss tokens of a micro-batch, M loss tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.trainer.policy import LossInputs
+
+if TYPE_CHECKING:
+    from treadle.trainer.megatron.packing import MicroBatch, Packer
+    from treadle.trainer.megatron.parallel import World
+    from treadle.trainer.policy import LossFn, LossOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """A step's statistics, the same on every rank."""
+
+    loss: float
+    num_micro_batches: int
+    metrics: Mapping[str, float]
+
+
+class StatsCollector:
+    """Takes each micro-batch's outcome on the ranks that compute the loss."""
+
+    def __init__(self, loss: LossFn, packer: Packer, computed: Sequence[int], world: World) -> None:
+        """Args are those of the step; `computed` are the sequences that go through the model."""
+        self._world = world
+        self._names = ["actor/entropy", *_metric_names(loss)]
+        self._slots_M = packer.slots(computed)
+        at = self._slots_M.device
+        self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=at)
+        self._gaps_M = torch.zeros(packer.num_loss_tokens, device=at)
+        self._has_rollout = packer.has("rollout_logprobs")
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
+        """Count one micro-batch."""
+        if not self._world.speaks:
+            return
+        weighted_T = output.loss_T.detach() * micro.weights_T
+        values = [weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
+        self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
+        if inputs.rollout_logprobs_T is not None:
+            gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
+            self._gaps_M[micro.slots_T] = gaps_T
+
+    @torch.no_grad()
+    def reduce(self, micro_batches: Sequence[object]) -> Collected:
+        """Collective: the sums over all ranks."""
+        count = torch.tensor(len(micro_batches), device=self._sums.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        dist.all_reduce(self._sums)
+        loss, *sums = self._sums.tolist()
+        tokens = max(1, len(self._slots_M))
+        metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
+        if self._has_rollout and len(self._slots_M):
+            dist.all_reduce(self._gaps_M)
+            metrics |= rollout_metrics(self._gaps_M[self._slots_M])
+        return Collected(loss=loss, num_micro_batches=int(count), metrics=metrics)
+
+
+def rollout_metrics(gaps_M: Tensor) -> dict[str, float]:
+    """How far the trainer's probabilities are from those the rollout engine sampled with.
+
+    Args:
+        gaps_M: log p_trainer - log p_rollout of each sampled token, nats, not empty.
+
+    Returns:
+        Mean, 99th percentile and maximum of the absolute gap, and the k3 estimate of
+        KL(rollout || trainer) (see `treadle.trainer.algorithms.kl`).
+    """
+    absolute_M = gaps_M.abs()
+    nearest = min(len(absolute_M), -(-99 * len(absolute_M) // 100))  # nearest-rank percentile
+    return {
+        "rollout/logprob_diff_mean": float(absolute_M.mean()),
+        "rollout/logprob_diff_p99": float(absolute_M.kthvalue(nearest).values),
+        "rollout/logprob_diff_max": float(absolute_M.max()),
+        "rollout/kl": float((gaps_M.exp() - 1.0 - gaps_M).mean()),
+    }
+
+
+def _metric_names(loss: LossFn) -> list[str]:
+    """Asked of the loss itself, as a rank may have no micro-batch to see them in."""
+    empty = torch.zeros(0)
+    nothing = LossInputs(
+        logprobs_T=empty,
+        entropy_T=empty,
+        advantages_T=empty,
+        old_logprobs_T=empty,
+        rollout_logprobs_T=empty,
+        ref_logprobs_T=empty,
+    )
+    return list(loss(nothing).metrics_T)
