@@ -7,7 +7,7 @@ keys whichever variant is chosen; that they belong to the chosen one is the tree
 import difflib
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -119,10 +119,14 @@ def _variant_leaves(
         description=f"{field.description or 'Which variant'} ({' | '.join(kinds)})",
     )
     yield Leaf(key=f"{key}.kind", type=Literal[tuple(kinds)], field=kind_field)
+    leaves: dict[str, Leaf] = {}
     for kind, variant in kinds.items():
         for entry in _walk(variant, f"{key}."):
             if isinstance(entry, Leaf) and entry.key != f"{key}.kind":
-                yield Leaf(key=entry.key, type=entry.type, field=entry.field, variants=(kind,))
+                owners = leaves[entry.key].variants if entry.key in leaves else ()
+                leaves[entry.key] = replace(entry, variants=(*owners, kind))
+    for leaf in leaves.values():  # a field that all variants have is nothing special
+        yield leaf if len(leaf.variants) < len(kinds) else replace(leaf, variants=())
 
 
 @cache
@@ -131,7 +135,6 @@ def all_leaves() -> Mapping[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for entry in _walk(RunConfig, ""):
         if isinstance(entry, Leaf):
-            assert entry.key not in leaves, f"two variants share the field {entry.key}"
             leaves[entry.key] = entry
     return leaves
 

@@ -73,10 +73,11 @@ class RewardConfig(Section):
     """How a finished trajectory is scored."""
 
     name: str | None = None
-    """A reward of treadle.tools.rewards, for all rows. Null: by each row's data_source."""
-    mode: Literal["strict", "flexible"] = "strict"
-    """How the final answer is read, by rewards that know both: strict wants `#### answer`;
-    flexible takes the last number."""
+    """A reward of treadle.tools.rewards for all rows, or one of your own as path.py:function or
+    package.module:function. Null: by each row's data_source."""
+    mode: Literal["strict", "flexible", "fixed"] = "strict"
+    """How gsm8k reads the final answer. strict: the number after `#### `; flexible: the last
+    number; both with verl's quirks. fixed: strict without them."""
 
 
 class AgentConfig(Section):
@@ -88,18 +89,20 @@ class AgentConfig(Section):
     """YAML list of tools (verl's tool_config format). Null: no tools."""
     parser: Literal["hermes"] = "hermes"
     """How tool calls are written in the model's text."""
-    malformed_calls: Literal["report", "drop"] = "report"
-    """A tool call that does not parse: tell the model why, or ignore the call as verl does."""
+    on_malformed_call: Literal["answer", "ignore"] = "answer"
+    """A tool call that does not parse: tell the model why, or ignore it as verl does."""
     max_assistant_turns: Count | None = None
     """End the trajectory after so many completions. Null: no limit."""
-    max_tool_turns: Count | None = None
+    max_user_turns: Count | None = None
     """End the trajectory after so many rounds of tool results. Null: no limit."""
     max_parallel_calls: Count = 1
-    """Calls of one turn that are run; a turn that makes more has the others refused."""
+    """Calls of one turn that are run; the others are left out and counted."""
     max_tool_response_chars: Count = 256
     """Longest tool result that the model is shown, in characters."""
-    tool_response_truncation: Literal["left", "middle", "right"] = "middle"
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Which part of a longer tool result is cut out."""
+    tool_timeout_s: Seconds = 60.0
+    """Longest duration of one tool call; then the model is told that it took too long."""
     deadline_s: Seconds = 600.0
     """Longest duration of one trajectory, tools and queues included."""
     max_attempts: Count = 2
@@ -142,10 +145,8 @@ class RolloutConfig(Section):
     """Completions that one server computes at a time."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the servers' weights, and of the weights pushed to them."""
-    threads: Count = 1
-    """CPU threads of one server."""
-    start_deadline_s: Seconds = 120.0
-    """Longest wait for a server to load its model and serve."""
+    threads: Count | None = None
+    """CPU threads of one server. Null: all CPUs, divided by the replicas."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often in a run a server that died is started again; then the run goes on with the
     replicas that are left, and fails when none is."""
@@ -213,13 +214,21 @@ class ScheduleConfig(Section):
     """Newest checkpoints to keep."""
 
 
-class LocalLaunchConfig(Section):
+class _LaunchConfig(Section):
+    policy_threads: Count | None = None
+    """CPU threads of one policy rank. Null: all CPUs, divided by the ranks; trainer and servers
+    take turns, so they share them."""
+    start_deadline_s: Seconds = 300.0
+    """Longest wait for a process to start and, if it is a server, to load its model."""
+
+
+class LocalLaunchConfig(_LaunchConfig):
     """All processes on this machine."""
 
     kind: Literal["local"] = "local"
 
 
-class RayLaunchConfig(Section):
+class RayLaunchConfig(_LaunchConfig):
     """Processes placed by Ray; Ray carries neither tokens nor weights."""
 
     kind: Literal["ray"] = "ray"
@@ -231,6 +240,9 @@ class RayLaunchConfig(Section):
     """GPUs reserved for each policy rank."""
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0.0
     """GPUs reserved for each rollout server."""
+    allow_plaintext_on_network: bool = False
+    """Let processes on other hosts be reached without TLS. Anyone in that network can then use
+    the servers; required where the cluster has more than one host."""
 
 
 LaunchConfig = Annotated[

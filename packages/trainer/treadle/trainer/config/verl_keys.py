@@ -59,10 +59,10 @@ _RENAMED = {
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": (
         "agent.max_tool_response_chars"
     ),
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "agent.max_tool_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "agent.max_user_turns",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "agent.tool_catalogue",
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
-        "agent.tool_response_truncation"
+        "agent.tool_response_truncate_side"
     ),
     "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
     "actor_rollout_ref.rollout.prompt_length": "rollout.prompt_length",
@@ -200,8 +200,6 @@ _REFUSED = {
     "actor_rollout_ref.rollout.agent.custom_async_server.path": (
         "start a server that speaks proto/treadle/rollout/v1 instead"
     ),
-    "custom_reward_function.name": "choose one of treadle.tools.rewards with reward.name",
-    "custom_reward_function.path": "choose one of treadle.tools.rewards with reward.name",
     "data.custom_cls.name": "write the rows to .jsonl or .parquet first",
     "data.custom_cls.path": "write the rows to .jsonl or .parquet first",
 }
@@ -248,6 +246,12 @@ def _data_parallel(_: Any, verl: Verl) -> Mapping[str, Any]:
     if total % model:
         raise ConfigError(f"{total} processes do not divide into groups of {model}")
     return {"policy.parallel.data": total // model}
+
+
+def _reward(_: Any, verl: Verl) -> Mapping[str, Any]:
+    path = verl.get("custom_reward_function.path")
+    function = verl.get("custom_reward_function.name", "compute_score")
+    return {"reward.name": f"{path}:{function}"} if path else {}
 
 
 def _micro_batch_tokens(value: Any, verl: Verl) -> Mapping[str, Any]:
@@ -304,6 +308,8 @@ _CONVERTED: Mapping[str, Converter] = {
     "algorithm.adv_estimator": _one_of(
         "algorithm.kind", {"grpo": "grpo"}, "only GRPO is part of this release"
     ),
+    "custom_reward_function.name": _reward,
+    "custom_reward_function.path": _reward,
     "data.filter_overlong_prompts": lambda value, _: {
         "data.overlong_prompts": "drop" if value else "error"
     },

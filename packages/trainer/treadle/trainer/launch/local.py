@@ -1,0 +1,149 @@
+"""The local launcher: children of this process on this machine.
+
+Children run the interpreter of this process with its import path, print into `directory`, and
+are ended when the launcher closes; when this process is killed they notice by themselves.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
+
+__all__ = ["LocalLauncher", "LocalProcess", "describe_exit"]
+
+_READY_POLL_S = 0.05
+
+
+def describe_exit(status: int) -> str:
+    """`exited with status 3`, or the name of the signal that ended it."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+class LocalProcess:
+    """A child of this process."""
+
+    def __init__(self, spec: ProcessSpec, directory: Path) -> None:
+        self.name = spec.name
+        self.log_path = directory / f"{spec.name}.log"
+        self._ready_path = directory / f"{spec.name}.ready"
+        self._spec = spec
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def start(self, host: str) -> None:
+        """Starts it; called once.
+
+        Raises:
+            ProcessError: the interpreter cannot be run.
+        """
+        self._ready_path.unlink(missing_ok=True)
+        args = [argument.replace("{host}", host) for argument in self._spec.args]
+        own = ["--parent_pid", str(os.getpid()), "--ready_file", str(self._ready_path)]
+        with self.log_path.open("ab") as log:
+            try:
+                self._child = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    self._spec.module,
+                    *args,
+                    *own,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=_environment(self._spec.env),
+                    start_new_session=True,  # Ctrl-C is for the driver, which ends its children
+                )
+            except OSError as error:
+                raise ProcessError(f"{self.name}: cannot run {sys.executable}: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        assert self._child is not None
+        return self._child.pid
+
+    async def ready(self, deadline_s: float) -> str:
+        """See `Process.ready`."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self._ready_path.exists():
+                    status = await self.poll()
+                    if status is not None:
+                        raise ProcessError(
+                            f"{self.name} {describe_exit(status)} before it served; "
+                            f"{self.log_path} ends with:\n{await self.log_tail()}"
+                        )
+                    await asyncio.sleep(_READY_POLL_S)
+        except TimeoutError:
+            raise ProcessError(
+                f"{self.name} did not serve within {deadline_s:g} s; "
+                f"{self.log_path} ends with:\n{await self.log_tail()}"
+            ) from None
+        return str(json.loads(self._ready_path.read_text(encoding="utf-8"))["address"])
+
+    async def poll(self) -> int | None:
+        """See `Process.poll`."""
+        assert self._child is not None
+        return self._child.returncode
+
+    async def log_tail(self, lines: int = 20) -> str:
+        """See `Process.log_tail`."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - 16_384))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """See `Process.stop`."""
+        if self._child is None or self._child.returncode is not None:
+            return
+        self._child.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._child.wait()
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+
+
+class LocalLauncher:
+    """Starts processes on this machine."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, directory: Path) -> None:
+        """Args: directory: for the logs; made if missing."""
+        self._directory = directory
+        self._processes: list[LocalProcess] = []
+
+    async def __aenter__(self) -> Self:
+        """Makes the directory."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Ends every process that still runs, all at once."""
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        """See `Launcher.start`."""
+        process = LocalProcess(spec, self._directory)
+        self._processes.append(process)
+        await process.start(self.host)
+        return process
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": child_python_path(), "PYTHONUNBUFFERED": "1", **extra}

@@ -1,0 +1,139 @@
+"""The process: one program of the run, started by a launcher on this machine or another.
+
+Invariant: a process never outlives the one that started it. Every program is started with
+`--parent_pid N`, watches that process by `watch_parent` and exits when it is gone; closing a
+launcher ends what is left. What the program prints goes to `<name>.log`, and the last lines of it
+are part of every error about it.
+
+A program that others must reach writes `{"address": "host:port", "pid": n}` to its
+`--ready_file`, by rename; `Process.ready` waits for it, or for the process's end.
+"""
+
+import json
+import os
+import select
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+__all__ = [
+    "Launcher",
+    "Process",
+    "ProcessError",
+    "ProcessSpec",
+    "child_python_path",
+    "watch_parent",
+    "write_ready",
+]
+
+
+class ProcessError(RuntimeError):
+    """A process did not start or ended by itself; the message names it and its last words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """What to run: `python -m module args --parent_pid N --ready_file F`."""
+
+    name: str
+    """Unique in the run; names the log."""
+    module: str
+    args: tuple[str, ...] = ()
+    """`{host}` stands for the address at which the process's machine is reached."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    gpus: float = 0.0
+
+
+class Process(Protocol):
+    """A started program. Methods do not block the event loop."""
+
+    @property
+    def name(self) -> str:
+        """As in its spec."""
+        ...
+
+    async def ready(self, deadline_s: float) -> str:
+        """Waits until the program says that it serves, and returns its `host:port`.
+
+        Raises:
+            ProcessError: it ended first, or the deadline passed.
+        """
+        ...
+
+    async def poll(self) -> int | None:
+        """Exit status, or None while it runs; -n: ended by signal n."""
+        ...
+
+    async def log_tail(self, lines: int = 20) -> str:
+        """The last lines that it printed."""
+        ...
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Ends it: SIGTERM, and SIGKILL after the grace. Returns when it is gone."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts processes, and ends those that are left when it is closed."""
+
+    async def start(self, spec: ProcessSpec) -> Process:
+        """Starts one process.
+
+        Raises:
+            ProcessError: it could not be started there.
+        """
+        ...
+
+    async def __aenter__(self) -> Self:
+        """Gets hold of the machines."""
+        ...
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Ends every process that still runs."""
+        ...
+
+
+def child_python_path() -> str:
+    """PYTHONPATH under which a child imports what this process imports.
+
+    It is made of `sys.path`, not of the variable: what a zipped or sandboxed start has put there
+    is not in the variable, and a relative entry means something else in another directory.
+    """
+    standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    entries = []
+    for entry in sys.path:
+        path = os.path.abspath(entry or os.curdir)
+        of_python = path in standard or path.endswith(("lib-dynload", ".zip"))
+        if not of_python and os.path.exists(path) and path not in entries:
+            entries.append(path)
+    return os.pathsep.join(entries)
+
+
+def watch_parent(parent_pid: int) -> None:
+    """Ends this process at once when the process `parent_pid` is gone.
+
+    It leaves no time to clean up: whoever would read the results is gone too.
+    """
+
+    def wait() -> None:
+        try:
+            handle = os.pidfd_open(parent_pid)
+        except ProcessLookupError:
+            os._exit(1)
+        poller = select.poll()
+        poller.register(handle, select.POLLIN)
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def write_ready(path: Path, address: str) -> None:
+    """Says that this process can be reached at `address`; the file appears complete."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,65 @@
+"""The update: everything that one batch of sequences does to the policy.
+
+Runs on every rank at once, on the same arguments (see `treadle.trainer.policy`). The order is
+fixed: log-probabilities of the policy that starts the batch, where the ratio needs them; those
+of the reference, where the loss does; then `epochs` x `mini_batches` optimizer steps.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from treadle.trainer.algorithms.loss import policy_loss
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy import PolicyBackend, TrainSequence
+from treadle.trainer.policy_commands import UpdateStats
+
+__all__ = ["cut", "run_update"]
+
+
+def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
+    """Contiguous parts whose lengths differ by one at most; never an empty one."""
+    parts = min(parts, len(sequences))
+    bounds = [len(sequences) * part // parts for part in range(parts + 1)]
+    return [sequences[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def run_update(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], algorithm: AlgorithmConfig
+) -> UpdateStats:
+    """Trains on the batch; see the module."""
+    started = time.perf_counter()
+    prepared = _with_old_logprobs(policy, sequences, algorithm)
+    if algorithm.needs_reference:
+        reference = policy.reference_logprobs(prepared)
+        prepared = [
+            replace(sequence, ref_logprobs=logprobs)
+            for sequence, logprobs in zip(prepared, reference, strict=True)
+        ]
+    logprobs_s = time.perf_counter() - started
+    loss = policy_loss(algorithm)
+    steps = tuple(
+        policy.train_step(
+            part,
+            loss,
+            aggregation=algorithm.loss_aggregation,
+            aggregation_length=algorithm.aggregation_length,
+        )
+        for _ in range(algorithm.epochs)
+        for part in cut(prepared, algorithm.mini_batches)
+    )
+    return UpdateStats(steps=steps, logprobs_s=logprobs_s)
+
+
+def _with_old_logprobs(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], algorithm: AlgorithmConfig
+) -> list[TrainSequence]:
+    if algorithm.old_logprobs == "rollout":
+        return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences]
+    if algorithm.updates_per_batch == 1:
+        return list(sequences)  # the step's own log-probabilities, detached, are the old ones
+    old = policy.logprobs(sequences)
+    return [
+        replace(sequence, old_logprobs=logprobs)
+        for sequence, logprobs in zip(sequences, old, strict=True)
+    ]

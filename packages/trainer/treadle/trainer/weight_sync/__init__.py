@@ -1,0 +1,1 @@
+"""Moving one weight version from the policy's ranks to the rollout servers."""

@@ -1,0 +1,100 @@
+"""What a rollout server's refusal means to the trainer: reason -> what is done about it.
+
+The table is total over the contract's `ErrorReason`, by test. A call that fails without a reason
+never reached the server's code; its gRPC status decides.
+"""
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from treadle.rollout.v1 import errors_pb2
+
+__all__ = ["DOMAIN", "OUTCOMES", "Outcome", "WeightSyncError", "explain"]
+
+DOMAIN = "treadle.rollout.v1"
+
+
+class Outcome(enum.Enum):
+    """What the publisher does about a failed call."""
+
+    RESUME = "resume"
+    """Ask how far the update got, and push the rest."""
+    RESTART = "restart"
+    """Begin the update again, under a new id."""
+    REPLACE = "replace"
+    """This server cannot go on; the others can. It leaves the rotation."""
+    STOP = "stop"
+    """Trainer and server do not fit; no server would take it. The run ends."""
+
+
+OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
+    {
+        "DEADLINE_REQUIRED": Outcome.STOP,
+        "PROMPT_TOO_LONG": Outcome.STOP,
+        "OVERLOADED": Outcome.RESUME,
+        "PAUSED": Outcome.RESUME,
+        "WEIGHT_VERSION_BEHIND": Outcome.STOP,
+        "UPDATE_IN_PROGRESS": Outcome.REPLACE,
+        "UPDATE_UNKNOWN": Outcome.RESTART,
+        "TENSOR_MISMATCH": Outcome.STOP,
+        "CHUNK_OUT_OF_ORDER": Outcome.RESUME,
+        "CHUNK_CORRUPT": Outcome.RESUME,
+        "UPDATE_INCOMPLETE": Outcome.RESUME,
+        "ENGINE_FAILED": Outcome.REPLACE,
+        "INVALID_FIELD": Outcome.STOP,
+        "CAPABILITY_MISSING": Outcome.STOP,
+        "FILE_OUTSIDE_ROOT": Outcome.STOP,
+        "FILE_UNREADABLE": Outcome.RESTART,
+        "SHUTTING_DOWN": Outcome.REPLACE,
+        "UNAUTHENTICATED": Outcome.STOP,
+        "NO_REPLICA": Outcome.REPLACE,
+        "SESSION_UNKNOWN": Outcome.STOP,
+    }
+)
+"""By `ErrorReason` without its prefix."""
+
+
+class WeightSyncError(RuntimeError):
+    """A call to a server failed; the message names the server, the call and the cause."""
+
+    def __init__(self, message: str, outcome: Outcome) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+def explain(error: grpc.RpcError, *, server: str, call: str) -> WeightSyncError:
+    """The error of a failed call, in words, with what to do about it."""
+    code, details, reason = error.code(), error.details(), _reason(error)
+    if reason is not None:
+        outcome = OUTCOMES.get(reason, Outcome.STOP)
+        return WeightSyncError(f"{server}: {call} was refused ({reason}): {details}", outcome)
+    broken = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+    outcome = Outcome.RESUME if broken or late else Outcome.REPLACE
+    return WeightSyncError(f"{server}: {call} failed ({code.name}): {details}", outcome)
+
+
+def _reason(error: grpc.RpcError) -> str | None:
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # code and message contradict the packed status
+        return None
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return str(info.reason)
+    return None
+
+
+def all_reasons() -> list[str]:
+    """Every reason of the contract, without prefix."""
+    return [
+        name.removeprefix("ERROR_REASON_")
+        for name, number in errors_pb2.ErrorReason.items()
+        if number != errors_pb2.ERROR_REASON_UNSPECIFIED
+    ]
