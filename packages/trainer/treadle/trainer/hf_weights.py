@@ -32,6 +32,7 @@ class WeightsReader:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Look at what there is; nothing is read yet."""
         self._folder = folder
         self._open: dict[str, Any] = {}
         if (folder / _INDEX).is_file():
@@ -70,7 +71,7 @@ class WeightsReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self._folder / name, "pt").__enter__()
+            self._open[name] = safe_open(self._folder / name, "pt")
         return self._open[name]
 
 

@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
 
 Schulman, "Approximating KL Divergence" (2020), joschu.net/blog/kl-approx.html. All are per token,
-in nats, with d = log p_ref - log p. Bounds are verl's (`kl_penalty` in core_algos.py): they keep one
-very unlikely token from deciding the step.
+in nats, with d = log p_ref - log p. Bounds are verl's (`kl_penalty` in core_algos.py): they keep
+one very unlikely token from deciding the step.
 
 Shape suffix: T tokens.
 """

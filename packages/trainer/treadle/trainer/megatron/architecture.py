@@ -1,7 +1,7 @@
 """A model's architecture: what of a Hugging Face config decides its shapes and its arithmetic.
 
-Invariant: an `Architecture` can be built exactly. Whatever a config asks for that our Megatron model
-does not compute is refused when it is read, with the setting and its value, never dropped.
+Invariant: an `Architecture` can be built exactly. Whatever a config asks for that our Megatron
+model does not compute is refused when it is read, with the setting and its value, never dropped.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class _TakeRows(torch.autograd.Function):
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         full = grad.new_zeros(ctx.rows, *grad.shape[1:])
         return full.index_copy_(0, index, grad), None
@@ -132,6 +132,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is unty
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
+        """Called by Megatron, with more than is needed."""
         super().__init__(config=config)
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
@@ -173,7 +174,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is unty
         if group.slots_P is not None:
             padded = x_PAD.new_zeros(group.count * group.longest, *x_PAD.shape[1:])
             x_PAD = padded.index_copy(0, group.slots_P, x_PAD)
-        return x_PAD.unflatten(0, (group.count, group.longest)).transpose(1, 2)
+        return x_PAD.view(group.count, group.longest, *x_PAD.shape[1:]).transpose(1, 2)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing: attention has no state."""

@@ -4,8 +4,8 @@ Invariant: a checkpoint directory is complete or it is not there. It is written 
 renamed into it by rank 0 when every rank has written its part; whatever fails on any rank fails on
 all of them with the same message, and what was there before stays as it was.
 
-The format is Megatron's `torch_dist`: every tensor is stored by its name and its place in the whole,
-so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state has the
+The format is Megatron's `torch_dist`: every tensor is stored by its name and its place in the
+whole, so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state has the
 same names under Megatron's plain and its distributed optimizer, so that may change too. Nothing in
 the policy draws random numbers and the learning rate is a function of the step, so the step counter
 is all there is besides tensors.
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from treadle.trainer.hf_weights import write_folder
 from treadle.trainer.megatron import device
@@ -62,6 +63,7 @@ class PolicyState:
     def __init__(
         self, model: PolicyModel, optimizer: PolicyOptimizer, architecture: Architecture
     ) -> None:
+        """Name the objects; their tensors are looked up when needed."""
         self._model = model
         self._optimizer = optimizer
         self.architecture: dict[str, Any] = asdict(architecture)
@@ -215,10 +217,7 @@ def save_hf(
         for _ in everything:  # take part to the end, so that no other rank waits for us
             pass
 
-    try:
-        _together(write if w.rank == 0 else None, folder, meanwhile=drain)
-    finally:
-        everything.close()
+    _together(write if w.rank == 0 else None, folder, meanwhile=drain)
 
 
 def _collect(
@@ -244,9 +243,9 @@ def _write_tensors(sharded: dict[str, Any], directory: Path) -> None:
     """Collective; an error on one rank is raised by torch on all."""
     apply_factories(sharded)
     by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
-    dcp.save(
+    save_tensors(
         torch_dist.mcore_to_pyt_state_dict(by_key, False),
-        storage_writer=dcp.FileSystemWriter(directory, thread_count=1, sync_files=True),
+        storage_writer=FileSystemWriter(directory, thread_count=1, sync_files=True),
         planner=torch_dist.MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False
         ),
@@ -281,7 +280,7 @@ def _together(
             raise CheckpointError(f"cannot write {place} (rank {rank}): {text}")
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     """The first cause, without torch's wrapping of every rank's traceback."""
     if isinstance(error, CheckpointException) and error.failures:
         cause, _ = next(iter(error.failures.values()))

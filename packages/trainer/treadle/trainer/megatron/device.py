@@ -5,8 +5,8 @@ tensors with `device="cuda"`, asserts on `Tensor.type()` and moves tensors with 
 `install` makes all of that mean the CPU, so that one code path trains on both.
 
 Invariant: with CUDA available nothing is touched. Without it, only modules below `megatron.core`
-see a different `torch` (their module-global name is rebound to a proxy); the real `torch` changes in
-two methods, `Tensor.cuda` and `Tensor.type`, which no CPU program has another use for.
+see a different `torch` (their module-global name is rebound to a proxy); the real `torch` changes
+in two methods, `Tensor.cuda` and `Tensor.type`, which no CPU program has another use for.
 
 The facade depends on the exact source it stands in front of, hence the exact version;
 `device_test.py` checks that the places it was written for are still where they were.
@@ -33,9 +33,24 @@ MEGATRON_VERSION: Final = "0.16.1"
 CPU: Final = torch.device("cpu")
 
 _FACTORIES: Final = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like "
-    "rand randint randn tensor zeros zeros_like"
-).split()
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 
 _hits: Counter[tuple[str, str]] | None = None
 _proxy: types.ModuleType | None = None

@@ -34,7 +34,7 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and the entropy of p, in nats, float32.
+    """The log-probability of each target and the entropy, in nats, float32.
 
     Args:
         hidden_TH: Normed hidden states, the same on every rank of the group.
@@ -58,7 +58,9 @@ def logprobs_and_entropy(
         return one(hidden_TH, targets_T)
     parts = [
         checkpoint(one, rows, ids, use_reentrant=False, preserve_rng_state=False)
-        for rows, ids in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True)
+        for rows, ids in zip(
+            torch.split(hidden_TH, chunk), torch.split(targets_T, chunk), strict=True
+        )
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
@@ -114,10 +116,10 @@ class _LogprobEntropy(torch.autograd.Function):
         return target_T - log_total_T, entropy_T
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        """d logp/d x_j = [j is target] - p_j;  d H/d x_j = -p_j (log p_j + H)."""
+        """By d log p/d x_j = [j is target] - p_j and d H/d x_j = -p_j (log p_j + H)."""
         logprob_TV, entropy_T, index_T1, here_T = ctx.saved_tensors
         p_TV = logprob_TV.exp()
         grad_TV = p_TV * -grad_logprob_T[:, None]

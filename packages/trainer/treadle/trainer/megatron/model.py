@@ -48,6 +48,7 @@ class RMSNorm(torch.nn.Module):
     """The norm slot of a Megatron layer spec; correct under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        """Called by Megatron, with more than is needed."""
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(
@@ -65,6 +66,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
     """One pipeline stage of the policy, up to and without the output layer."""
 
     def __init__(self, architecture: Architecture, **kwargs: Any) -> None:
+        """`kwargs` are those of Megatron's `GPTModel`."""
         super().__init__(**kwargs)
         steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
         self._inverse_frequency = (architecture.rope_theta ** -(steps / architecture.head_dim)).to(
@@ -121,7 +123,7 @@ def build(architecture: Architecture, config: PolicyConfig, world: World) -> Pol
     attention.core_attention = PackedAttention
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    model = PolicyModel(
+    model: PolicyModel = PolicyModel(
         architecture,
         config=megatron,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -133,7 +135,8 @@ def build(architecture: Architecture, config: PolicyConfig, world: World) -> Pol
         post_process=world.is_last_stage,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="none",
-    ).to(device.device())
+    )
+    model.to(device.device())
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model

@@ -25,7 +25,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # n
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
-
     from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
 
 
@@ -57,6 +56,7 @@ class PolicyOptimizer:
     """AdamW over a Megatron DDP module. Build it after the weights are loaded: it copies them."""
 
     def __init__(self, net: DistributedDataParallel, config: PolicyConfig) -> None:
+        """Create the optimizer and its state for the parameters of `net`; collective."""
         settings = config.optimizer
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._settings = settings

@@ -116,9 +116,13 @@ class Packer:
         lengths = [input_length(sequence) for sequence, _ in chosen]
         starts = [0, *accumulate(lengths)]
         padding = -starts[-1] % self._row_multiple
-        ids = list(chain.from_iterable(s.ids[:n] for (s, _), n in zip(chosen, lengths)))
+        ids = list(
+            chain.from_iterable(s.ids[:n] for (s, _), n in zip(chosen, lengths, strict=True))
+        )
         positions = list(chain.from_iterable(range(n) for n in lengths))
-        rows = [start + t - 1 for start, (_, ts) in zip(starts, chosen) for t in ts]
+        rows = [
+            start + t - 1 for start, (_, ts) in zip(starts[:-1], chosen, strict=True) for t in ts
+        ]
         weights = [self._weights[i] for i in indices for _ in self._positions[i]]
         return MicroBatch(
             ids_1P=self._tensor(ids + [0] * padding, torch.int64)[None],
@@ -137,7 +141,9 @@ class Packer:
     def unpack(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         """Values by slot -> one [L] tuple per sequence, 0.0 outside the loss mask."""
         result = []
-        for sequence, positions, offset in zip(self._sequences, self._positions, self._offsets):
+        for sequence, positions, offset in zip(
+            self._sequences, self._positions, self._offsets[:-1], strict=True
+        ):
             aligned = [0.0] * len(sequence.ids)
             for t, value in zip(positions, values[offset : offset + len(positions)], strict=True):
                 aligned[t] = value

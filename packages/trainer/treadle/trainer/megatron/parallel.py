@@ -123,10 +123,10 @@ def _join(rendezvous: Rendezvous) -> None:
         torch.cuda.set_device(rendezvous.local_rank)
     timeout = timedelta(seconds=rendezvous.timeout_s)
     alone = rendezvous.world_size == 1
-    store: dist.Store = (
-        dist.HashStore()
+    store = (
+        dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
         if alone
-        else dist.TCPStore(
+        else dist.TCPStore(  # type: ignore[attr-defined]
             rendezvous.master_addr,
             rendezvous.master_port,
             rendezvous.world_size,

@@ -55,12 +55,12 @@ class Layout(Protocol):
         ...
 
 
-class Same:
+class _Same:
     """One tensor, whole on every rank: norms."""
 
     @property
     def replicated(self) -> bool:
-        return type(self) is Same
+        return type(self) is _Same
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
         return parts[0]
@@ -75,7 +75,7 @@ class Same:
         return shards[0]
 
 
-class InputColumns(Same):
+class _InputColumns(_Same):
     """One tensor cut along its input dimension: projections back to the hidden size."""
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
@@ -85,17 +85,17 @@ class InputColumns(Same):
         return torch.cat(list(shards), 1)
 
 
-class Qkv(Same):
+class _Qkv(_Same):
     """Rows [queries of a key-value head, its key, its value], head after head."""
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
-        heads = [part.unflatten(0, (model.num_kv_heads, -1)) for part in parts]
+        heads = [part.reshape(model.num_kv_heads, -1, *part.shape[1:]) for part in parts]
         return torch.cat(heads, 1).flatten(0, 1)
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
-        queries = model.num_heads // model.num_kv_heads * model.head_dim
-        heads = whole.unflatten(0, (model.num_kv_heads, -1))
-        return [x.flatten(0, 1) for x in heads.split([queries, model.head_dim, model.head_dim], 1)]
+        sizes = [n * model.head_dim for n in (model.num_heads // model.num_kv_heads, 1, 1)]
+        heads = whole.reshape(model.num_kv_heads, -1, *whole.shape[1:])
+        return [x.flatten(0, 1) for x in torch.split(heads, sizes, 1)]
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
         return whole.chunk(ranks, 0)[rank]
@@ -104,7 +104,7 @@ class Qkv(Same):
         return torch.cat(list(shards), 0)
 
 
-class GateAndUp(Same):
+class _GateAndUp(_Same):
     """[gate rows, up rows] on every rank; the whole is [2, rows, columns]."""
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
@@ -117,10 +117,10 @@ class GateAndUp(Same):
         return whole.chunk(ranks, 1)[rank].flatten(0, 1)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat([s.unflatten(0, (2, -1)) for s in shards], 1)
+        return torch.cat([s.reshape(2, -1, s.shape[-1]) for s in shards], 1)
 
 
-class Vocabulary(Same):
+class _Vocabulary(_Same):
     """Rows of ids, padded with zeros at the end, cut into equal runs."""
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
@@ -136,7 +136,8 @@ class Vocabulary(Same):
         return torch.cat(list(shards), 0)
 
 
-_SAME, _COLUMNS, _QKV, _GATED, _VOCAB = Same(), InputColumns(), Qkv(), GateAndUp(), Vocabulary()
+_SAME, _COLUMNS, _QKV = _Same(), _InputColumns(), _Qkv()
+_GATED, _VOCAB = _GateAndUp(), _Vocabulary()
 _LAYER: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "input_layernorm.weight": (_SAME, ("input_layernorm.weight",)),
     "self_attention.linear_qkv.weight": (
