@@ -93,7 +93,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
     import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:

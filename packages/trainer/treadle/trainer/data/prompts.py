@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from treadle.agent_loop import AgentTask, ChatRenderer, Message, RenderError, Tool
+from treadle.agent_loop import (
+    AgentTask,
+    ChatRenderer,
+    LoopRegistry,
+    Message,
+    RenderError,
+    SetupError,
+    Tool,
+)
 from treadle.trainer.data.dataset import Row
-from treadle.trainer.data.errors import DataError, nearest
+from treadle.trainer.data.errors import DataError
 
-VERL_LOOPS: Mapping[str, str] = {"single_turn_agent": "single_turn"}
-"""verl's names of loops that are called otherwise here."""
-
-_NO_TOOLS = "single_turn"
+_SINGLE_TURN = "single_turn_agent"
+_ALIASES: Mapping[str, str] = {"single_turn": _SINGLE_TURN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +81,14 @@ class PromptRules:
     """How rows become prompts.
 
     Attributes:
-        loops: Names of the loops that exist.
-        default_loop: The loop of rows without `agent_name`.
+        loops: The loops that there are.
+        default_loop: The loop of rows without `agent_name`; "single_turn" is understood as the
+            registry's "single_turn_agent", here and in the rows.
         max_prompt_tokens: Bound of the rendered prompt.
         overlong: What becomes of a row beyond it.
     """
 
-    loops: Collection[str]
+    loops: LoopRegistry
     default_loop: str
     max_prompt_tokens: int
     overlong: Literal["error", "drop"]
@@ -144,37 +151,36 @@ def _messages(row: Row) -> tuple[Message, ...]:
 
 def _loop(row: Row, rules: PromptRules) -> str:
     name = row.columns.get("agent_name")
-    if not isinstance(name, str):
-        return rules.default_loop
-    return VERL_LOOPS.get(name, name)
+    chosen = name if isinstance(name, str) else rules.default_loop
+    return _ALIASES.get(chosen, chosen)
 
 
 def _check_loops(rows: Sequence[Row], *, split: str, rules: PromptRules, has_tools: bool) -> None:
-    used: Counter[str] = Counter()
-    unnamed: list[Row] = []
+    """Refuse rows that would not do what was configured, before anything is rendered."""
+    known: set[str] = set()
     for row in rows:
         loop = _loop(row, rules)
-        if loop not in rules.loops:
-            raise DataError(
-                f"{row.place}: there is no agent loop {loop!r}{nearest(loop, rules.loops)}; "
-                f"there are: {', '.join(sorted(rules.loops))}"
-            )
-        used[loop] += 1
-        if row.columns.get("agent_name") is None:
-            unnamed.append(row)
+        if loop in known:
+            continue
+        try:
+            rules.loops.resolve(loop)
+        except SetupError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        known.add(loop)
     if not has_tools:
         return
-    if unnamed and rules.default_loop == _NO_TOOLS:
+    unnamed = [row for row in rows if row.columns.get("agent_name") is None]
+    if unnamed and _loop(unnamed[0], rules) == _SINGLE_TURN:
         raise DataError(
             f"tools are configured, but {len(unnamed)} of {len(rows)} {split} rows have no "
-            f"agent_name and would run as {_NO_TOOLS!r}, which calls no tool; the first is "
+            f"agent_name and would run as {_SINGLE_TURN!r}, which calls no tool; the first is "
             f'{unnamed[0].place}. Add "agent_name": "tool_agent" to the rows, or set '
             "agent.default_loop=tool_agent"
         )
-    if set(used) == {_NO_TOOLS}:
+    if known == {_SINGLE_TURN}:
         raise DataError(
-            f"tools are configured, but every {split} row runs as {_NO_TOOLS!r}, which calls no "
-            'tool: set agent_name to "tool_agent" in the rows, or remove the tools'
+            f"tools are configured, but the agent_name of every {split} row is {_SINGLE_TURN!r}, "
+            'which calls no tool: make it "tool_agent", or configure no tools'
         )
 
 

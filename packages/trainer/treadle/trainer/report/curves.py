@@ -1,0 +1,185 @@
+"""The curves of a run as one picture: reward, tool-call rate, held-out accuracy, and time by phase.
+
+Invariant: what is drawn is in the metrics; a panel without data says so. Each step is a faint
+point, the line is its running mean. Drawn off screen; takes about a second and loads matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from treadle.trainer.report.metrics import (
+    ACCURACY,
+    REWARD,
+    STEP,
+    STEP_S,
+    TOOL_RATE,
+    VAL_TOOL_RATE,
+    Record,
+)
+from treadle.trainer.report.summary import phase_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
+_REWARD, _TOOL, _ACCURACY = "#2166ac", "#c05621", "#2f7d4f"
+_PHASES: Final = ("#4a78b5", "#d98c4a", "#6aa37c", "#9a7bb0", "#c9b458", "#70a9b5", "#b0736f")
+_REST: Final = "#cbd2d9"
+
+
+def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
+    """Draw the curves of `records` into the PNG file `path`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 7.2), dpi=120, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    ((reward, tool), (accuracy, phases)) = figure.subplots(2, 2, sharex=False)
+    _draw_line(reward, records, REWARD, "Reward, mean per step", _REWARD)
+    _draw_line(tool, records, TOOL_RATE, "Tool-call rate, training", _TOOL, share=True)
+    _draw_validation(accuracy, records)
+    _draw_phases(phases, records)
+    for axes in (reward, tool, accuracy, phases):
+        _style(axes, records)
+    figure.savefig(path, format="png")
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and of up to `window - 1` before it; [N] to [N]."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def _points(records: Sequence[Record], name: str) -> tuple[list[float], list[float]]:
+    found = [(r[STEP], r[name]) for r in records if name in r and math.isfinite(r[name])]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _draw_line(
+    axes: Axes,
+    records: Sequence[Record],
+    name: str,
+    heading: str,
+    colour: str,
+    *,
+    share: bool = False,
+) -> None:
+    axes.set_title(heading)
+    steps, values = _points([record for record in records if record[STEP] > 0], name)
+    if not values:
+        _say_empty(axes)
+        return
+    smooth = running_mean(values, max(1, len(values) // 12))
+    axes.plot(steps, values, "o", markersize=3, color=colour, alpha=0.35, markeredgewidth=0)
+    axes.plot(steps, smooth, "-", linewidth=2.2, color=colour)
+    _label_end(axes, steps[-1], smooth[-1], colour, share=share)
+    if share or (min(values) >= 0 and max(values) <= 1):
+        axes.set_ylim(-0.03, 1.06)
+    if share:
+        _percent(axes)
+
+
+def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
+    axes.set_title("Held-out rows")
+    drawn = False
+    for name, label, colour in (
+        (ACCURACY, "accuracy", _ACCURACY),
+        (VAL_TOOL_RATE, "tool-call rate", _TOOL),
+    ):
+        steps, values = _points(records, name)
+        if not values:
+            continue
+        drawn = True
+        style = "-o" if name == ACCURACY else "--o"
+        axes.plot(steps, values, style, linewidth=2, markersize=4.5, color=colour, label=label)
+        if name == ACCURACY:
+            _label_end(axes, steps[-1], values[-1], colour, share=True)
+    if not drawn:
+        _say_empty(axes)
+        return
+    axes.set_ylim(-0.03, 1.06)
+    _percent(axes)
+    axes.legend(loc="lower right", frameon=False, labelcolor=_INK)
+
+
+def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
+    axes.set_title("Seconds per step, by phase")
+    timed = [r for r in records if r[STEP] > 0 and math.isfinite(r.get(STEP_S, math.nan))]
+    totals: dict[str, float] = {}
+    for record in timed:
+        for name, value in record.items():
+            if (phase := phase_of(name)) is not None and math.isfinite(value):
+                totals[phase] = totals.get(phase, 0.0) + value
+    if not totals:
+        _say_empty(axes)
+        return
+    names = sorted(totals, key=lambda phase: -totals[phase])
+    steps = [record[STEP] for record in timed]
+    layers = [[_seconds(record, name) for record in timed] for name in names]
+    known = [sum(column) for column in zip(*layers, strict=True)]
+    layers.append([max(0.0, r[STEP_S] - k) for r, k in zip(timed, known, strict=True)])
+    colours = [*(_PHASES[i % len(_PHASES)] for i in range(len(names))), _REST]
+    bottom = [0.0] * len(steps)
+    width = 1.0 if len(steps) > 40 else 0.85
+    for name, layer, colour in zip([*names, "other"], layers, colours, strict=True):
+        axes.bar(steps, layer, width, bottom=bottom, color=colour, label=name, linewidth=0)
+        bottom = [b + v for b, v in zip(bottom, layer, strict=True)]
+    axes.set_ylim(0, max(bottom) * 1.22 or 1.0)
+    axes.legend(loc="upper center", ncols=4, frameon=False, labelcolor=_INK, fontsize=8)
+
+
+def _seconds(record: Record, phase: str) -> float:
+    value = record.get(f"time/{phase}_s", 0.0)
+    return value if math.isfinite(value) else 0.0
+
+
+def _label_end(axes: Axes, x: float, y: float, colour: str, *, share: bool) -> None:
+    axes.annotate(
+        f"{y:.1%}" if share else f"{y:.2f}",
+        (x, y),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=colour,
+        fontweight="bold",
+        annotation_clip=False,
+    )
+
+
+def _percent(axes: Axes) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+
+
+def _say_empty(axes: Axes) -> None:
+    axes.text(
+        0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=_FAINT
+    )
+
+
+def _style(axes: Axes, records: Sequence[Record]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.title.set(fontsize=11, color=_INK, ha="left", position=(0.0, 1.0))
+    axes.set_xlabel("step", color=_FAINT, fontsize=9, loc="right")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(-0.5, max([record[STEP] for record in records], default=1) + 0.9)
+    axes.grid(axis="y", color=_GRID, linewidth=0.9)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_FAINT, labelsize=9, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)

@@ -1,0 +1,158 @@
+"""The metrics log: `metrics.jsonl`, one JSON object per step, and the names in it.
+
+Invariant: the file is always the true story of the run up to some step. A line is on the disk
+before `append` returns; a line that a crash cut short is dropped when the log is opened again;
+a run that resumes after step s removes what came later, because it will happen again. Steps grow.
+The driver writes, from one task; nobody else waits.
+
+The names that the summary, the curves and the progress display read are constants here. Any other
+name may be logged beside them; every `time/<phase>_s` other than `time/step_s` is a phase.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Final, Self
+
+STEP: Final = "step"
+"""Optimizer steps taken; 0 is the state before training."""
+REWARD: Final = "reward/mean"
+"""Mean reward of the step's training trajectories."""
+TOOL_RATE: Final = "tool/call_rate"
+"""Share of the step's training trajectories, 0 to 1, that called a tool."""
+ACCURACY: Final = "val/accuracy"
+"""Mean reward on the held-out rows; only in steps that validated."""
+VAL_TOOL_RATE: Final = "val/tool_call_rate"
+"""Share of the validation trajectories, 0 to 1, that called a tool."""
+STEP_S: Final = "time/step_s"
+"""Seconds from the start of the step to its end, all phases included."""
+ROLLOUT_S: Final = "time/rollout_s"
+TRAIN_S: Final = "time/train_s"
+SAMPLED_TOKENS: Final = "tokens/sampled"
+"""Tokens that the model sampled in the step's training trajectories."""
+TRAINED_TOKENS: Final = "tokens/trained"
+"""Tokens that went through the training step, prompts and tool results included."""
+
+Record = Mapping[str, float]
+"""One line of the file. What was not finite (or null in the file) is NaN."""
+
+
+class MetricsLog:
+    """Appends to `path`, which is created with its directory.
+
+    Args:
+        path: The file.
+        resume_after: Keep the lines up to and including this step, and remove later ones. None: a
+            new run.
+
+    Raises:
+        FileExistsError: `resume_after` is None and the file already holds lines.
+        ValueError: A line in the middle of the file is damaged; the text names it.
+    """
+
+    def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_after is not None:
+            self._last_step = keep_lines(path, resume_after)
+        elif path.exists() and path.stat().st_size:
+            raise FileExistsError(
+                f"{path} holds the metrics of another run: resume it, or choose another run.dir"
+            )
+        else:
+            self._last_step = -1
+        self._file: BinaryIO = path.open("ab", buffering=0)
+
+    def append(self, step: int, values: Record) -> None:
+        """Write the line of `step`; it is on the disk on return.
+
+        Args:
+            step: Greater than that of the line before.
+            values: Name to number. A value that is not finite is written as null.
+
+        Raises:
+            ValueError: `step` does not grow.
+            OSError: The disk is full or gone.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} comes after step {self._last_step} in the metrics log")
+        numbers = {
+            name: value if math.isfinite(value) else None
+            for name, value in values.items()
+            if name != STEP
+        }
+        self._file.write(json.dumps({STEP: step, **numbers}).encode() + b"\n")
+        os.fsync(self._file.fileno())
+        self._last_step = step
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> tuple[Record, ...]:
+    """The lines of a metrics log, in order; a last line that is cut short is left out.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line before the last is damaged; the text names it.
+    """
+    records = []
+    for _, value in read_lines(path):
+        records.append({k: math.nan if v is None else float(v) for k, v in value.items()})
+    return tuple(records)
+
+
+def read_lines(path: Path) -> list[tuple[bytes, dict[str, float | None]]]:
+    """Every whole line of a JSON Lines file with its object.
+
+    Raises:
+        ValueError: A line before the last is not a JSON object.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole: list[tuple[bytes, dict[str, float | None]]] = []
+    for number, line in enumerate(lines, start=1):
+        torn = number == len(lines) and not line.endswith(b"\n")
+        if torn:
+            break
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}, line {number} is damaged: not a JSON object")
+        whole.append((line, value))
+    return whole
+
+
+def keep_lines(path: Path, last_step: int) -> int:
+    """Rewrite `path` with only its whole lines of steps up to `last_step`, at once or not at all.
+
+    Returns:
+        The step of the last line kept, or -1 if none is left or there is no file.
+    """
+    if not path.exists():
+        return -1
+    kept = [(line, value) for line, value in read_lines(path) if (value[STEP] or 0) <= last_step]
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(line for line, _ in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return int(kept[-1][1][STEP] or 0) if kept else -1

@@ -1,0 +1,268 @@
+"""The progress display: what the run is doing now, live on a terminal, line by line elsewhere.
+
+Invariant: it shows, it decides nothing, and it never fails a run; what it shows comes from the
+calls of the driver, in this order:
+
+    with open_progress(total_steps=60) as progress:
+        progress.note("8 of 7473 train prompts left out")
+        for step in ...:
+            with progress.phase("rollout", total=64):
+                progress.advance()                      # per finished trajectory
+            with progress.phase("train"): ...
+            progress.step_done(step, metrics)           # the line of the metrics log
+
+On a terminal the rich library redraws from a thread of its own, so nobody waits for the terminal;
+everything else gets one line per step, per note and per validation, flushed at once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Protocol, Self
+
+from treadle.trainer.report.metrics import (
+    ACCURACY,
+    REWARD,
+    ROLLOUT_S,
+    SAMPLED_TOKENS,
+    STEP_S,
+    TOOL_RATE,
+    VAL_TOOL_RATE,
+    Record,
+)
+from treadle.trainer.report.summary import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class Progress(Protocol):
+    """The display, between `with open_progress(...)` and its end."""
+
+    def note(self, text: str) -> None:
+        """Show one line that stays: what was found at start, a server restarted, a checkpoint."""
+        ...
+
+    def phase(self, name: str, *, total: int | None = None) -> AbstractContextManager[None]:
+        """The run is in the phase `name`; `total` is how often `advance` will be called."""
+        ...
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more parts of the current phase are done."""
+        ...
+
+    def step_done(self, step: int, values: Record) -> None:
+        """Step `step` has ended with these metrics; step 0 is the validation before training."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None: ...
+
+
+def open_progress(
+    *, total_steps: int, first_step: int = 1, console: Console | None = None
+) -> Progress:
+    """The display for where the output goes: live on a terminal, plain lines anywhere else.
+
+    Args:
+        total_steps: The last step of the run.
+        first_step: The first step of this process: greater than 1 after a resume.
+        console: Where to show it. None: standard output.
+    """
+    from rich.console import Console
+
+    console = console or Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(total_steps=total_steps, first_step=first_step, console=console)
+    return PlainProgress(total_steps=total_steps, first_step=first_step, stream=console.file)
+
+
+def step_line(step: int, total_steps: int, values: Record) -> str:
+    """What a step gave, in one line: only what its metrics hold."""
+    width = len(str(total_steps))
+    parts = [f"step {step:>{width}}/{total_steps}"]
+    for label, name, text in (
+        ("reward", REWARD, "{:.3f}"),
+        ("tool rate", TOOL_RATE, "{:.0%}"),
+        ("held-out accuracy", ACCURACY, "{:.1%}"),
+        ("held-out tool rate", VAL_TOOL_RATE, "{:.0%}"),
+    ):
+        value = values.get(name, math.nan)
+        if math.isfinite(value):
+            parts.append(f"{label} {text.format(value)}")
+    tokens, rollout_s = values.get(SAMPLED_TOKENS, math.nan), values.get(ROLLOUT_S, math.nan)
+    if math.isfinite(tokens) and rollout_s > 0:
+        parts.append(f"{tokens / rollout_s:,.0f} tok/s")
+    if math.isfinite(seconds := values.get(STEP_S, math.nan)):
+        parts.append(format_seconds(seconds))
+    return "  ".join(parts)
+
+
+class Eta:
+    """The seconds that the remaining steps will take, at the mean pace of those done here."""
+
+    def __init__(
+        self, *, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total = total_steps
+        self._first = first_step
+        self._clock = clock
+        self._started: float | None = None
+        self._done = 0
+        self._paced_s = 0.0
+
+    def begin(self) -> None:
+        """The first step begins."""
+        if self._started is None:
+            self._started = self._clock()
+
+    def step_done(self, step: int) -> None:
+        """Step `step` has ended."""
+        if self._started is not None and step >= self._first:
+            self._done = step - self._first + 1
+            self._paced_s = self._clock() - self._started
+
+    @property
+    def remaining_s(self) -> float | None:
+        """None before the first step has ended."""
+        if self._done == 0:
+            return None
+        left = self._total - (self._first + self._done - 1)
+        return self._paced_s / self._done * left
+
+
+class PlainProgress:
+    """One line per note and per step."""
+
+    def __init__(
+        self, *, total_steps: int, first_step: int = 1, stream: IO[str] = sys.stdout
+    ) -> None:
+        self._total = total_steps
+        self._stream = stream
+        self._eta = Eta(total_steps=total_steps, first_step=first_step)
+
+    def note(self, text: str) -> None:
+        """Write the line."""
+        self._write(text)
+
+    @contextmanager
+    def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
+        """Phases are not shown."""
+        self._eta.begin()
+        yield
+
+    def advance(self, count: int = 1) -> None:
+        """Parts are not shown."""
+
+    def step_done(self, step: int, values: Record) -> None:
+        """Write the line of the step, with the time that is left."""
+        self._eta.step_done(step)
+        left = self._eta.remaining_s
+        line = step_line(step, self._total, values)
+        self._write(line if not left else f"{line}  (about {format_seconds(left)} left)")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        pass
+
+
+class LiveProgress:
+    """A bar for the run, one for the phase, and the last step's numbers, redrawn in place."""
+
+    def __init__(self, *, total_steps: int, first_step: int = 1, console: Console) -> None:
+        from rich.live import Live
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        self._console = console
+        self._total = total_steps
+        self._eta = Eta(total_steps=total_steps, first_step=first_step)
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=36),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[more]}"),
+            console=console,
+        )
+        self._run = self._bars.add_task(
+            "training", total=total_steps, completed=first_step - 1, more=""
+        )
+        self._phase = self._bars.add_task("starting", total=None, more="")
+        self._last = ""
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=8)
+
+    def note(self, text: str) -> None:
+        """Print the line above the bars."""
+        self._console.print(text, markup=False, highlight=False)
+
+    @contextmanager
+    def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
+        """Show the phase with a bar of its own."""
+        self._eta.begin()
+        self._bars.reset(self._phase, description=name, total=total, completed=0, more="")
+        try:
+            yield
+        finally:
+            self._bars.update(self._phase, description="between")
+
+    def advance(self, count: int = 1) -> None:
+        """Move the bar of the phase."""
+        self._bars.advance(self._phase, count)
+
+    def step_done(self, step: int, values: Record) -> None:
+        """Move the bar of the run; a step that validated leaves its line behind."""
+        self._eta.step_done(step)
+        left = self._eta.remaining_s
+        more = f"about {format_seconds(left)} left" if left else ""
+        self._bars.update(self._run, completed=step, more=more)
+        self._last = step_line(step, self._total, values)
+        if ACCURACY in values:
+            self.note(self._last)
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._bars, Text(self._last, style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, tb)

@@ -1,0 +1,84 @@
+"""What a step's trajectories say in numbers: the metrics of one batch of trajectories.
+
+Invariant: rates are shares of the trajectories that ended without error; failed ones are counted
+and are in no other number. A number without a trajectory to take it from is absent, not zero.
+Pure; nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from treadle.agent_loop import Trajectory
+from treadle.tracing import aggregate
+from treadle.trainer.report.metrics import (
+    ACCURACY,
+    REWARD,
+    SAMPLED_TOKENS,
+    TOOL_RATE,
+    VAL_TOOL_RATE,
+)
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The metrics of a training step's trajectories.
+
+    Returns:
+        `reward/mean`, `reward/min`, `reward/max`; `tool/call_rate`; `rollout/num_trajectories`,
+        `rollout/num_failed`, `rollout/turns`, `rollout/response_tokens` (means), the share of each
+        stop reason as `stop/<reason>`; `tokens/sampled`, `tokens/observed`, `tokens/prompt`
+        (sums); and what loops and tools reported, combined by their own rules.
+    """
+    ended = [trajectory for trajectory in trajectories if trajectory.error is None]
+    metrics = aggregate(trajectory.metrics for trajectory in ended)
+    metrics["rollout/num_trajectories"] = float(len(trajectories))
+    metrics["rollout/num_failed"] = float(len(trajectories) - len(ended))
+    metrics[SAMPLED_TOKENS] = float(sum(t.tokens.num_sampled_tokens for t in ended))
+    metrics["tokens/prompt"] = float(sum(t.tokens.num_prompt_tokens for t in ended))
+    response = sum(len(t.tokens.response_ids) for t in ended)
+    metrics["tokens/observed"] = response - metrics[SAMPLED_TOKENS]
+    if not ended:
+        return metrics
+    metrics[TOOL_RATE] = _mean(ended, called_a_tool)
+    metrics["rollout/turns"] = _mean(ended, lambda t: t.num_turns)
+    metrics["rollout/response_tokens"] = response / len(ended)
+    for stop, count in Counter(trajectory.stop for trajectory in ended).items():
+        metrics[f"stop/{stop.value}"] = count / len(ended)
+    rewards = [trajectory.reward for trajectory in ended if trajectory.reward is not None]
+    if rewards:
+        metrics[REWARD] = sum(rewards) / len(rewards)
+        metrics["reward/min"] = min(rewards)
+        metrics["reward/max"] = max(rewards)
+    return metrics
+
+
+def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The metrics of a validation.
+
+    A trajectory that failed counts as a wrong answer: otherwise a server that loses the hard ones
+    would raise the accuracy.
+
+    Returns:
+        `val/accuracy` (mean reward), `val/tool_call_rate`, `val/num_trajectories`,
+        `val/num_failed`.
+    """
+    failed = sum(trajectory.error is not None for trajectory in trajectories)
+    metrics = {
+        "val/num_trajectories": float(len(trajectories)),
+        "val/num_failed": float(failed),
+    }
+    if trajectories:
+        metrics[ACCURACY] = _mean(trajectories, lambda t: t.reward or 0.0)
+        metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
+    return metrics
+
+
+def called_a_tool(trajectory: Trajectory) -> bool:
+    """True if the model wrote at least one well-formed call; the tool need not exist."""
+    given = len(trajectory.task.messages)
+    return any(message.tool_calls for message in trajectory.messages[given:])
+
+
+def _mean(trajectories: Sequence[Trajectory], number: Callable[[Trajectory], float]) -> float:
+    return sum(number(trajectory) for trajectory in trajectories) / len(trajectories)

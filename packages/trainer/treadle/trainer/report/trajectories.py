@@ -1,0 +1,216 @@
+"""The trajectory log: `trajectories.jsonl`, a bounded choice of what the model did in each step.
+
+Invariant: a line holds everything about one trajectory, so that a single line can be looked at
+without the run: task, messages, the tokens' text by who wrote them, spans, reward, stop, metrics.
+A run that resumes after step s removes later lines, as the metrics log does. The driver writes,
+from one task; nobody else waits.
+
+A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
+"ground_truth", "reward", "stop", "error", "num_turns", "messages", "tokens": {"ids", "logprobs",
+"spans": [{"origin", "start", "stop", "weight_version", "text"}]}, "metrics", "trace"}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal, Self
+
+from treadle.agent_loop import Message, Trajectory
+from treadle.tracing import FinishedSpan, aggregate
+from treadle.trainer.report.metrics import keep_lines
+
+Phase = Literal["train", "val"]
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+
+class TrajectoryLog:
+    """Appends to `path`, which is created with its directory.
+
+    Args:
+        path: The file.
+        decode: For the text of the token spans; None: spans carry no text.
+        resume_after: As for `MetricsLog`; None begins a new file.
+    """
+
+    def __init__(
+        self, path: Path, *, decode: Decode | None = None, resume_after: int | None = None
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_after is not None:
+            keep_lines(path, resume_after)
+        self._decode = decode
+        self._file: BinaryIO = path.open("wb" if resume_after is None else "ab", buffering=0)
+
+    def append(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        *,
+        phase: Phase,
+        limit: int,
+        spans: Iterable[FinishedSpan] = (),
+    ) -> int:
+        """Write at most `limit` of the trajectories.
+
+        Args:
+            step: The step that they belong to; 0 before training.
+            trajectories: Of the whole step or validation.
+            phase: What they were sampled for.
+            limit: See `choose` for which ones are written.
+            spans: What was traced in the step, of any trajectory; each line gets its own.
+
+        Returns:
+            How many were written.
+
+        Raises:
+            OSError: The disk is full or gone.
+        """
+        traces = _by_trajectory(spans)
+        chosen = choose(trajectories, limit)
+        for trajectory in chosen:
+            key = (trajectory.task.task_id, trajectory.task.rollout_index)
+            record = to_record(
+                trajectory, step=step, phase=phase, decode=self._decode, trace=traces.get(key, ())
+            )
+            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        return len(chosen)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def choose(trajectories: Sequence[Trajectory], limit: int) -> list[Trajectory]:
+    """`limit` of the trajectories, evenly over the range from failed over worst to best reward.
+
+    The first and the last of that range are always among them; equal ones keep their order.
+    """
+    if limit >= len(trajectories):
+        return list(trajectories)
+    ranked = sorted(trajectories, key=_rank)
+    if limit == 1:
+        return ranked[-1:]
+    return [ranked[i * (len(ranked) - 1) // (limit - 1)] for i in range(limit)]
+
+
+def _rank(trajectory: Trajectory) -> tuple[bool, float]:
+    return trajectory.error is None, trajectory.reward or 0.0
+
+
+def to_record(
+    trajectory: Trajectory,
+    *,
+    step: int,
+    phase: Phase,
+    decode: Decode | None,
+    trace: Iterable[FinishedSpan] = (),
+) -> dict[str, object]:
+    """One trajectory as plain data, ready for JSON; see the module for its keys."""
+    task = trajectory.task
+    reward_model = task.fields.get("reward_model")
+    return {
+        "step": step,
+        "phase": phase,
+        "task_id": task.task_id,
+        "rollout_index": task.rollout_index,
+        "loop": task.loop,
+        "data_source": task.fields.get("data_source"),
+        "ground_truth": reward_model.get("ground_truth")
+        if isinstance(reward_model, Mapping)
+        else None,
+        "reward": trajectory.reward,
+        "stop": trajectory.stop.value,
+        "error": None
+        if trajectory.error is None
+        else f"{type(trajectory.error).__name__}: {trajectory.error}",
+        "num_turns": trajectory.num_turns,
+        "messages": [_message(message) for message in trajectory.messages],
+        "tokens": _tokens(trajectory, decode),
+        "metrics": aggregate([trajectory.metrics]),
+        "trace": [_span(span) for span in trace],
+    }
+
+
+def _message(message: Message) -> dict[str, object]:
+    plain: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        plain["reasoning"] = message.reasoning
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": dict(call.arguments)}
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _tokens(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
+    tokens = trajectory.tokens
+    return {
+        "ids": list(tokens.ids),
+        "logprobs": [round(logprob, 4) for logprob in tokens.logprobs],
+        "spans": [
+            {
+                "origin": span.origin.value,
+                "start": span.start,
+                "stop": span.stop,
+                "weight_version": span.weight_version,
+                "text": None if decode is None else decode(tokens.ids[span.start : span.stop]),
+            }
+            for span in tokens.spans
+        ],
+    }
+
+
+def _by_trajectory(
+    spans: Iterable[FinishedSpan],
+) -> dict[tuple[object, object], list[FinishedSpan]]:
+    """Spans by (task id, rollout index) of their trace's root, in the order in which they began."""
+    traces: dict[str, list[FinishedSpan]] = {}
+    for span in spans:
+        traces.setdefault(span.trace_id, []).append(span)
+    found: dict[tuple[object, object], list[FinishedSpan]] = {}
+    for trace in traces.values():
+        for span in trace:
+            if span.name == "trajectory":
+                key = (span.attributes.get("task_id"), span.attributes.get("rollout_index"))
+                found.setdefault(key, []).extend(trace)
+    for trace in found.values():
+        trace.sort(key=lambda span: span.start_unix_ns)
+    return found
+
+
+def _span(span: FinishedSpan) -> dict[str, object]:
+    return {
+        "name": span.name,
+        "span_id": span.span_id,
+        "parent_id": span.parent_id,
+        "start_unix_ns": span.start_unix_ns,
+        "duration_ns": span.duration_ns,
+        "attributes": {key: _plain(value) for key, value in span.attributes.items()},
+        "error": None if span.error is None else f"{span.error.type}: {span.error.message}",
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
