@@ -1,7 +1,7 @@
 """Regenerate the checked-in gRPC stubs from the .proto files.
 
-`./pants run build-support/gen_contract.py` writes them into proto/, from the root of the repository.  The drift
-test calls `generate` into a scratch folder and compares.
+`./pants run build-support/gen_contract.py` writes them into proto/, from the root of the
+repository. The drift test calls `generate` into a scratch folder and compares.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """The package index Pants uses: the one pip is configured for on this machine.
 
-Prints `export PANTS_...` lines for .pants.bootstrap.  Pants and pex run pip isolated from its configuration, so
-without them a mirror, a folder of wheels or a private CA would be invisible.  A variable that is set already is
-left alone.  Standard library only, any Python from 3.8.
+Prints `export PANTS_...` lines for .pants.bootstrap. Pants and pex run pip isolated from its
+configuration, so without them a mirror, a folder of wheels or a private CA would be invisible. A
+variable that is set already is left alone. Standard library only, any Python from 3.8.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Dict, List  # noqa: UP035 - this file must run on Python 3.8
 from urllib.parse import unquote, urlparse
 
 TORCH_ENV = "TREADLE_TORCH"  # "cpu" or "cuda" overrides what find-links suggests
 
 
-def config_files() -> List[Path]:
+def config_files() -> list[Path]:
     """Return the configuration files pip would read, weakest first."""
     explicit = os.environ.get("PIP_CONFIG_FILE")
     if explicit == os.devnull:
@@ -34,9 +33,9 @@ def config_files() -> List[Path]:
     return [*files, Path(explicit)] if explicit else files
 
 
-def pip_settings() -> Dict[str, str]:
+def pip_settings() -> dict[str, str]:
     """Return pip's settings; names in its dashed spelling, the environment over the files."""
-    settings: Dict[str, str] = {}
+    settings: dict[str, str] = {}
     for path in config_files():
         parser = configparser.RawConfigParser()
         try:
@@ -53,8 +52,8 @@ def pip_settings() -> Dict[str, str]:
     return settings
 
 
-def values(settings: Dict[str, str], name: str) -> List[str]:
-    """Return a setting that may hold several values, on one line or on many; folders made absolute."""
+def values(settings: dict[str, str], name: str) -> list[str]:
+    """Return a setting of one or many values, each once; folders made absolute."""
     found = []
     for value in settings.get(name, "").split():
         local = os.path.expanduser(value)
@@ -64,7 +63,7 @@ def values(settings: Dict[str, str], name: str) -> List[str]:
     return found
 
 
-def local_folder(link: str) -> "Path | None":
+def local_folder(link: str) -> Path | None:
     """Return the folder a find-links entry or a file: URL names, or None when it is remote."""
     parsed = urlparse(link)
     if parsed.scheme not in ("", "file"):
@@ -73,15 +72,15 @@ def local_folder(link: str) -> "Path | None":
     return path if path.is_dir() else None
 
 
-def offers_cpu_torch(indexes: List[str], find_links: List[str]) -> bool:
-    """Say whether pip would find a CPU build of torch here, which wants none of the CUDA packages."""
+def offers_cpu_torch(indexes: list[str], find_links: list[str]) -> bool:
+    """Say whether pip would find a CPU build of torch, which wants none of CUDA's packages."""
     if any(index.rstrip("/").endswith("/cpu") for index in indexes):
         return True
     folders = [local_folder(link) for link in find_links]
     return any(f is not None and any(f.glob("torch-*cpu*.whl")) for f in folders)
 
 
-def exports() -> Dict[str, str]:
+def exports() -> dict[str, str]:
     """Return the environment that makes Pants resolve as pip does."""
     pip = pip_settings()
     indexes = values(pip, "extra-index-url")
@@ -91,7 +90,7 @@ def exports() -> Dict[str, str]:
     if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         indexes, add = [], ""
     find_links = values(pip, "find-links")
-    variables: Dict[str, str] = {}
+    variables: dict[str, str] = {}
     if indexes or not add:
         variables["PANTS_PYTHON_REPOS_INDEXES"] = f"{add}{indexes!r}"
     if find_links:

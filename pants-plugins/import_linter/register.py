@@ -1,8 +1,9 @@
 """`lint` with import-linter: the layers of the packages, over whole chains of imports.
 
-Contracts live in `[tool.importlinter]` of the root pyproject.toml.  Unlike other linters this one looks at the
-whole import graph, whatever targets `lint` was given: an edge anywhere can close a forbidden chain.  Tests are
-left out; what they may import directly is in the `__dependencies_rules__` of the BUILD files.
+Contracts live in `[tool.importlinter]` of the root pyproject.toml. Unlike other linters this one
+looks at the whole import graph, whatever targets `lint` was given: an edge anywhere can close a
+forbidden chain. Tests are left out; what they may import directly is in the
+`__dependencies_rules__` of the BUILD files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ImportLinter(PythonToolBase):
     args = ArgsListOption(example="--verbose")
     source_roots = StrListOption(
         default=["packages/", "proto"],
-        help="Source roots whose modules are in the graph: a root, or a folder of roots with a final slash.",
+        help="Source roots whose modules are in the graph; with a final slash, a folder of them.",
     )
 
     def covers(self, source_root: str) -> bool:

@@ -1,4 +1,4 @@
-"""The descriptor sets the compatibility tests compare: today's contract and those of its releases."""
+"""The descriptor sets that the tests compare: today's contract and its releases."""
 
 import re
 from pathlib import Path

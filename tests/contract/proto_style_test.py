@@ -21,7 +21,7 @@ PROTO = Path("proto")
 PASCAL = re.compile(r"([A-Z][a-z0-9]*)+")
 LOWER_SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 UPPER_SNAKE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
-# Numbers of the repeated fields in FileDescriptorProto and ServiceDescriptorProto that locations point at.
+# Field numbers in FileDescriptorProto and ServiceDescriptorProto: the steps of a location's path.
 MESSAGES, ENUMS, SERVICES, METHODS = 4, 5, 6, 2
 
 

@@ -1,8 +1,9 @@
 """Record the contract as released, under the version in proto/pyproject.toml.
 
-`./pants run tests/contract/release.py`, from the root of the repository, as part of a release (CONTRIBUTING.md).
-It refuses when the contract breaks any release, and then writes nothing.  Recording the same version again is
-allowed while that version is not published: what was added since goes in.
+`./pants run tests/contract/release.py`, from the root of the repository, as part of a release
+(CONTRIBUTING.md). It refuses when the contract breaks any release, and then writes nothing.
+Recording the same version again is allowed while that version is not published: what was added
+since goes in.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Programs of different ages talk to each other: what one does not know, it keeps and hands on.
 
-Three pairs, for every message of the contract: a released client and today's code; today's code and a later
-version that has one more field in every message; today's code and an earlier one that lacks the newest field.
+Three pairs, for every message of the contract: a released client and today's code; today's code and
+a later version that has one more field in every message; today's code and an earlier one that lacks
+the newest field.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ MessageClasses = dict[str, type[Message]]
 
 
 def message_classes(files: FileDescriptorSet) -> MessageClasses:
-    """Return the messages of one version of the contract by full name, as that version's code has them."""
+    """Return the messages of one version of the contract, by full name."""
     pool = DescriptorPool()
     for file in files.file:
         pool.Add(file)

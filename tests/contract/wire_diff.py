@@ -1,9 +1,10 @@
 """What a change of the contract breaks, found by comparing two descriptor sets.
 
-A breakage is a change after which a program built against the old contract can no longer talk to one built
-against the new: on the wire, in JSON, or by the names its code uses.  Additions never are.  A field or an enum
-value may go only if its number and its name stay behind as `reserved`, so that neither comes back as something
-else; a message, an enum, a service or a method may not go at all: that is what a `v2` package is for.
+A breakage is a change after which a program built against the old contract can no longer talk to
+one built against the new: on the wire, in JSON, or by the names its code uses. Additions never are.
+A field or an enum value may go only if its number and its name stay behind as `reserved`, so that
+neither comes back as something else; a message, an enum, a service or a method may not go at all:
+that is what a `v2` package is for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,7 +53,7 @@ class _Symbols:
 
 
 def breakages(old: FileDescriptorSet, new: FileDescriptorSet) -> tuple[Breakage, ...]:
-    """Return every breakage between two versions of our own packages, in the order of their symbols."""
+    """Return every breakage between two versions of our packages, ordered by symbol."""
     before, after = _symbols(old), _symbols(new)
     found = [
         *_pairs("MESSAGE_DELETED", before.messages, after.messages, _message),
@@ -210,7 +211,7 @@ def _reservations(
 
 
 def _holds(ranges: Iterable[_Range], number: int, *, inclusive: bool) -> bool:
-    """Whether a number is reserved; messages write ranges half-open, enums with their last number."""
+    """Whether a number is reserved; in enums a range includes its end, in messages it does not."""
     return any(r.start <= number < r.end + inclusive for r in ranges)
 
 
