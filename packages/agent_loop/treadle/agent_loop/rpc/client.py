@@ -1,0 +1,325 @@
+"""The gRPC generator: one `TokenGenerator` over several replicas.
+
+Invariants:
+
+1. A completion is whole or an error is raised; its tokens, log-probabilities and versions are
+   exactly those that servers sampled, also when several replicas had a part in it: after a
+   failure or an interruption the next request is the prompt plus what arrived.
+2. Every call has a deadline, and every stream is cancelled when its reader leaves.
+3. A replica that fails rests for a growing time and no session is sent there meanwhile. A request
+   that has seen `RetryPolicy.max_failures` failures of every replica raises, and names them all.
+   Overload and pauses are waited for, until the deadline.
+
+A request waits for its stream, or for the replica that first has rested (woken by the clock).
+Replicas are shared by all requests of one event loop; nothing here is thread-safe.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import grpc.aio
+
+from treadle.agent_loop.aio import concurrently
+from treadle.agent_loop.errors import (
+    GenerationTimeoutError,
+    ReplicaUnavailableError,
+    SetupError,
+)
+from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.routing import Router, StickySession
+from treadle.agent_loop.rpc.codec import encode_request
+from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
+from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
+from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check
+from treadle.agent_loop.rpc.replica import Replica, RpcDeadlines
+from treadle.agent_loop.rpc.retry import Clock, LoopClock, RetryPolicy
+from treadle.agent_loop.rpc.security import ChannelSecurity
+from treadle.agent_loop.seeds import derive_seed
+from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
+
+
+class GrpcTokenGenerator:
+    """Generates on several replicas. Made by `connect`.
+
+    Args:
+        replicas: After their handshake.
+        router: Assigns sessions to the replicas' addresses.
+        deadlines: Upper bounds of calls.
+        retry: Waits after failures.
+        clock: Time and waiting.
+        max_resumes: Interruptions of one completion that are resumed.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        router: Router,
+        deadlines: RpcDeadlines,
+        retry: RetryPolicy,
+        clock: Clock,
+        max_resumes: int,
+    ) -> None:
+        self._replicas = {replica.info.address: replica for replica in replicas}
+        self._router = router
+        self._deadlines = deadlines
+        self._retry = retry
+        self._clock = clock
+        self._max_resumes = max_resumes
+
+    @property
+    def servers(self) -> tuple[ServerInfo, ...]:
+        """What each replica said at the handshake."""
+        return tuple(replica.info for replica in self._replicas.values())
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and completion that fit every replica."""
+        return min(server.context_length for server in self.servers)
+
+    def finish_session(self, session_id: str) -> None:
+        """Frees the session's place in the balance."""
+        self._router.finish(session_id)
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
+    ) -> Completion:
+        """Samples one completion, on as many replicas as it takes.
+
+        Raises:
+            GenerationError: See `treadle.agent_loop.errors`; the text names the replicas.
+        """
+        work = _Work(
+            prompt=tuple(prompt),
+            params=params,
+            request=request,
+            deadline=min(request.deadline, self._clock.now() + self._deadlines.generate_s),
+        )
+        while True:
+            replica = await self._choose(work)
+            outcome = await self._ask(replica, work)
+            if isinstance(outcome, RpcFailure):
+                self._note_failure(replica, work, outcome)
+                finish = work.finish_already()
+            elif outcome is None:
+                replica.recover()
+                work.num_resumes += 1
+                finish = work.finish_already()
+                if finish is None and work.num_resumes > self._max_resumes:
+                    raise ReplicaUnavailableError(
+                        f"{replica.info.address}: the completion was interrupted "
+                        f"{work.num_resumes} times; max_resumes is {self._max_resumes}"
+                    )
+            else:
+                replica.recover()
+                finish = outcome
+            if finish is not None:
+                return work.completion(finish)
+
+    async def _choose(self, work: "_Work") -> Replica:
+        """Returns the replica for the next call, waiting until one has rested.
+
+        Raises:
+            GenerationError: Every replica failed too often, or the deadline is too near.
+        """
+        while True:
+            now = self._clock.now()
+            if now >= work.deadline:
+                work.give_up("the deadline passed")
+            spent = {a for a, n in work.failures.items() if n >= self._retry.max_failures}
+            resting = {a for a, r in self._replicas.items() if r.resting_until > now}
+            address = self._router.pick(work.request.session_id, avoid=spent | resting)
+            if address is not None:
+                return self._replicas[address]
+            rests = [self._replicas[a].resting_until for a in resting - spent]
+            if not rests:
+                work.give_up("no replica is left")
+            if (wake := min(rests)) >= work.deadline:
+                work.give_up(
+                    f"no replica is free before the deadline, in {work.deadline - now:g} s"
+                )
+            await self._clock.sleep(wake - now)
+
+    async def _ask(self, replica: Replica, work: "_Work") -> FinishReason | RpcFailure | None:
+        """Makes one call; its tokens are added to the work, however it ends.
+
+        Returns:
+            Why the completion ended, None when it was interrupted, or how the call failed.
+        """
+        params = work.next_params()
+        stream = CompletionStream(
+            address=replica.info.address,
+            params=params,
+            vocab_size=replica.info.vocab_size,
+            min_weight_version=work.request.min_weight_version,
+        )
+        message = encode_request(
+            work.next_prompt(), params, work.request, request_id=work.next_request_id()
+        )
+        timeout_s = work.deadline - self._clock.now()
+        try:
+            await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
+            return stream.end()
+        except grpc.aio.AioRpcError as failed:
+            return classify(replica.info.address, failed)
+        finally:
+            work.add(stream)
+
+    def _note_failure(self, replica: Replica, work: "_Work", failure: RpcFailure) -> None:
+        if failure.action is Action.RAISE:
+            if isinstance(failure.error, GenerationTimeoutError):
+                work.give_up("the deadline passed", GenerationTimeoutError)
+            raise failure.error
+        work.last_failures[failure.address] = failure
+        if failure.action is Action.LEAVE:
+            work.failures[failure.address] = work.failures.get(failure.address, 0) + 1
+        replica.rest(self._clock.now(), self._retry, failure.retry_after_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One completion under way, over all of its calls."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    request: RequestContext
+    deadline: float
+    chunks: list[TokenChunk] = field(default_factory=list)
+    failures: dict[str, int] = field(default_factory=dict)
+    last_failures: dict[str, RpcFailure] = field(default_factory=dict)
+    num_calls: int = 0
+    num_resumes: int = 0
+    cached_prompt_tokens: int | None = None
+    queue_s: float = 0.0
+    engine_s: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for chunk in self.chunks for token in chunk.token_ids)
+
+    def next_prompt(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.token_ids)
+
+    def next_params(self) -> SamplingParams:
+        """What is left to sample. A resumed call must not repeat the noise of the first."""
+        done = len(self.token_ids)
+        if done == 0:
+            return self.params
+        seed = self.params.seed
+        return replace(
+            self.params,
+            max_tokens=self.params.max_tokens - done,
+            seed=None if seed is None else derive_seed(seed, "resumed", done),
+        )
+
+    def next_request_id(self) -> str:
+        """Unique per call, as the contract asks."""
+        self.num_calls += 1
+        return f"{self.request.request_id[-120:]}.{self.num_calls}"
+
+    def add(self, stream: CompletionStream) -> None:
+        """Keeps what a call brought. Runs of one weight version become one chunk."""
+        for chunk in stream.chunks:
+            if self.chunks and self.chunks[-1].weight_version == chunk.weight_version:
+                last = self.chunks.pop()
+                chunk = TokenChunk(
+                    token_ids=last.token_ids + chunk.token_ids,
+                    logprobs=last.logprobs + chunk.logprobs,
+                    weight_version=chunk.weight_version,
+                )
+            self.chunks.append(chunk)
+        if self.cached_prompt_tokens is None:
+            self.cached_prompt_tokens = stream.cached_prompt_tokens
+        self.queue_s += stream.queue_s
+        self.engine_s += stream.engine_s
+
+    def finish_already(self) -> FinishReason | None:
+        """Whether what arrived before a failure or an interruption is all there could be."""
+        ids = self.token_ids
+        if ids and ids[-1] in self.params.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(ids) >= self.params.max_tokens else None
+
+    def completion(self, finish: FinishReason) -> Completion:
+        return Completion(
+            chunks=tuple(self.chunks),
+            finish=finish,
+            cached_prompt_tokens=self.cached_prompt_tokens or 0,
+            queue_s=self.queue_s,
+            engine_s=self.engine_s,
+        )
+
+    def give_up(self, why: str, kind: type[GenerationTimeoutError] | None = None) -> NoReturn:
+        """Raises the last failure's kind of error, with the last failure of every replica."""
+        failures = list(self.last_failures.values())
+        error = kind or (type(failures[-1].error) if failures else GenerationTimeoutError)
+        seen = "; ".join(str(failure.error) for failure in failures)
+        raise error(
+            f"request {self.request.request_id}: {why}, after {self.num_calls} calls and "
+            f"{len(self.token_ids)} tokens" + (f". {seen}" if seen else "")
+        )
+
+
+@asynccontextmanager
+async def connect(
+    addresses: Sequence[str],
+    *,
+    requirements: Requirements | None = None,
+    security: ChannelSecurity | None = None,
+    deadlines: RpcDeadlines | None = None,
+    retry: RetryPolicy | None = None,
+    margin: int = 8,
+    max_resumes: int = 32,
+    client: str = "treadle-agent-loop",
+) -> AsyncIterator[GrpcTokenGenerator]:
+    """Opens channels to the replicas of one model and shakes hands with each.
+
+    Args:
+        addresses: host:port of every replica; at least one.
+        requirements: What they must offer; None: log-probabilities only.
+        security: TLS and token; None: plain.
+        deadlines: Upper bounds of calls.
+        retry: Waits after failures.
+        margin: See `StickySession`.
+        max_resumes: Interruptions of one completion that are resumed before it fails.
+        client: "name/version", for the servers' logs.
+
+    Raises:
+        SetupError: A server cannot be reached or does not fit; the text names it.
+    """
+    if not addresses:
+        raise SetupError("no rollout server is given: pass at least one host:port")
+    if len(set(addresses)) < len(addresses):
+        raise SetupError(f"a rollout server is given twice: {', '.join(addresses)}")
+    security, deadlines = security or ChannelSecurity(), deadlines or RpcDeadlines()
+    retry, clock = retry or RetryPolicy(), LoopClock()
+    async with AsyncExitStack() as stack:
+        channels = [
+            (address, await stack.enter_async_context(security.open(address)))
+            for address in addresses
+        ]
+        replicas = await concurrently(
+            [
+                Replica.shake_hands(
+                    address,
+                    channel,
+                    metadata=security.metadata,
+                    deadlines=deadlines,
+                    retry=retry,
+                    clock=clock,
+                    client=client,
+                )
+                for address, channel in channels
+            ]
+        )
+        check([replica.info for replica in replicas], requirements or Requirements())
+        yield GrpcTokenGenerator(
+            replicas,
+            router=StickySession(addresses, margin=margin),
+            deadlines=deadlines,
+            retry=retry,
+            clock=clock,
+            max_resumes=max_resumes,
+        )

@@ -1,0 +1,80 @@
+"""Our types to protobuf and back. Pure.
+
+Invariant: None is sent as absent, never as 0 (an explicit temperature of 0 is greedy); an enum
+value that this client does not know is refused, not guessed.
+"""
+
+from collections.abc import Sequence
+
+from treadle.agent_loop.errors import ContractError
+from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.rpc.handshake import ServerInfo
+from treadle.agent_loop.types import FinishReason, SamplingParams
+from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
+from treadle.rollout.v1 import server_service_pb2 as server_pb2
+
+_FINISH_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_INTERRUPTED: None,
+}
+
+
+def encode_request(
+    prompt: Sequence[int], params: SamplingParams, request: RequestContext, *, request_id: str
+) -> generation_pb2.GenerateRequest:
+    """Returns the message of one Generate call."""
+    return generation_pb2.GenerateRequest(
+        request_id=request_id,
+        session_id=request.session_id,
+        prompt_token_ids=prompt,
+        sampling=encode_sampling(params),
+        logprob_mode=generation_pb2.LOGPROB_MODE_SAMPLED,
+        min_weight_version=request.min_weight_version,
+        priority=request.priority,
+    )
+
+
+def encode_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
+    """Returns the message; what is None stays absent."""
+    return generation_pb2.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=True if params.ignore_eos else None,
+    )
+
+
+def decode_finish(reason: generation_pb2.FinishReason) -> FinishReason | None:
+    """Returns why a completion ended; None when it was interrupted and can be resumed.
+
+    Raises:
+        ContractError: The reason is unspecified or unknown.
+    """
+    if reason not in _FINISH_REASONS:
+        raise ContractError(f"the server finished with the unknown reason {int(reason)}")
+    return _FINISH_REASONS[reason]
+
+
+def decode_server_info(address: str, info: server_pb2.GetServerInfoResponse) -> ServerInfo:
+    """Returns the answer of GetServerInfo."""
+    fields = server_pb2.Capabilities.DESCRIPTOR.fields
+    return ServerInfo(
+        address=address,
+        server_version=info.server_version,
+        engine=info.engine,
+        engine_version=info.engine_version,
+        capabilities=frozenset(f.name for f in fields if getattr(info.capabilities, f.name)),
+        architecture=info.model.architecture,
+        vocab_size=info.model.vocab_size,
+        context_length=info.model.context_length,
+        tokenizer_sha256=info.model.tokenizer_sha256,
+        weight_version=info.weight_version,
+        max_in_flight=info.limits.max_in_flight,
+        max_queued=info.limits.max_queued,
+    )

@@ -1,0 +1,141 @@
+"""The completion stream: the messages of one Generate call, checked as they come.
+
+Invariant: one `started`, then tokens, then one `finished`, then the end; counts add up; nothing
+after a stop id or beyond max_tokens; ids below the vocabulary; versions not older than asked for.
+Anything else is a `ContractError`: wrong tokens in the training data are worse than none.
+
+`read` is the only place that consumes a stream. It cancels the call in `finally`, because leaving
+`async for` does not: the server would go on generating. The reader waits for the server, bounded
+by the call's deadline; HTTP/2 windows slow the server down when the reader is slow.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from treadle.agent_loop.errors import ContractError
+from treadle.agent_loop.rpc.codec import decode_finish
+from treadle.agent_loop.types import FinishReason, SamplingParams, TokenChunk
+from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
+
+GenerateCall = grpc.aio.UnaryStreamCall[
+    generation_pb2.GenerateRequest, generation_pb2.GenerateResponse
+]
+
+
+async def read(
+    call: "GenerateCall", on_event: Callable[[generation_pb2.GenerateResponse], None]
+) -> None:
+    """Consumes a stream to its end; the call is over when this returns or raises.
+
+    Raises:
+        grpc.aio.AioRpcError: The call failed.
+    """
+    try:
+        async for event in call:
+            on_event(event)
+    finally:
+        call.cancel()
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionStream:
+    """What one stream has said so far.
+
+    Attributes:
+        address: The server, for the texts of errors.
+        params: As they were sent.
+        vocab_size: Of the server's model.
+        min_weight_version: As it was sent.
+        chunks: Tokens so far, good even if the stream fails afterwards.
+    """
+
+    address: str
+    params: SamplingParams
+    vocab_size: int
+    min_weight_version: int
+    chunks: list[TokenChunk] = field(default_factory=list)
+    cached_prompt_tokens: int = 0
+    queue_s: float = 0.0
+    engine_s: float = 0.0
+    _num_tokens: int = 0
+    _started: bool = False
+    _stopped_by: int | None = None
+    _finished: bool = False
+    _finish: FinishReason | None = None
+
+    def accept(self, event: generation_pb2.GenerateResponse) -> None:
+        """Takes the next message.
+
+        Raises:
+            ContractError: It cannot come here, or its numbers are wrong.
+        """
+        kind = event.WhichOneof("event")
+        if self._finished:
+            self._refuse(f"{kind} came after finished")
+        match kind:
+            case "started" if not self._started:
+                self._started = True
+                self.cached_prompt_tokens = event.started.cached_prompt_tokens
+                self.queue_s = event.started.queue_time.ToNanoseconds() / 1e9
+            case "tokens" if self._started:
+                self._take_tokens(event.tokens)
+            case "finished" if self._started:
+                self._take_finish(event.finished)
+            case None:
+                # A message of a newer server; contract v1 only adds, so it may be passed over.
+                pass
+            case _:
+                self._refuse(f"{kind} came {'twice' if self._started else 'before started'}")
+
+    def end(self) -> FinishReason | None:
+        """Says that the stream ended well; returns why, None when it was interrupted.
+
+        Raises:
+            ContractError: It ended without `finished`.
+        """
+        if not self._finished:
+            self._refuse("the stream ended without finished")
+        return self._finish
+
+    def _take_tokens(self, tokens: generation_pb2.TokenChunk) -> None:
+        ids = tuple(tokens.token_ids)
+        if not ids:
+            self._refuse("a chunk holds no token")
+        if len(tokens.logprobs) != len(ids):
+            self._refuse(f"{len(ids)} tokens came with {len(tokens.logprobs)} logprobs")
+        if (largest := max(ids)) >= self.vocab_size:
+            self._refuse(f"token {largest} is outside the vocabulary of {self.vocab_size}")
+        if tokens.weight_version < self.min_weight_version:
+            self._refuse(
+                f"weight version {tokens.weight_version} sampled where "
+                f"{self.min_weight_version} was asked for"
+            )
+        if self._num_tokens + len(ids) > self.params.max_tokens:
+            self._refuse(f"more than max_tokens={self.params.max_tokens} tokens came")
+        for place, token in enumerate(ids):
+            if self._stopped_by is not None:
+                self._refuse(f"token {token} was sampled after the stop id {self._stopped_by}")
+            if token in self.params.stop_token_ids:
+                self._stopped_by = ids[place]
+        self._num_tokens += len(ids)
+        self.chunks.append(
+            TokenChunk(
+                token_ids=ids,
+                logprobs=tuple(tokens.logprobs),
+                weight_version=tokens.weight_version,
+            )
+        )
+
+    def _take_finish(self, finished: generation_pb2.GenerateFinished) -> None:
+        if finished.num_tokens != self._num_tokens:
+            self._refuse(f"{self._num_tokens} tokens came, finished says {finished.num_tokens}")
+        self._finish = decode_finish(finished.reason)
+        if self._finish is FinishReason.STOP and self._num_tokens == 0:
+            self._refuse("finished says stop, and no token came")
+        self.engine_s = finished.engine_time.ToNanoseconds() / 1e9
+        self._finished = True
+
+    def _refuse(self, problem: str) -> None:
+        raise ContractError(f"{self.address} broke the contract of Generate: {problem}")

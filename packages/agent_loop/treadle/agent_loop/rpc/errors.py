@@ -1,0 +1,146 @@
+"""Failed calls: ErrorReason -> exception -> what the client does.
+
+Invariant: `RULES` is total over `ErrorReason` (a test holds it so). A failure without a reason
+(no server there, the connection lost) is told from its status code. Pure.
+"""
+
+import enum
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2, status_pb2
+
+from treadle.agent_loop.errors import (
+    ContractError,
+    EngineFailedError,
+    GenerationError,
+    GenerationTimeoutError,
+    OverloadedError,
+    PromptTooLongError,
+    ReplicaUnavailableError,
+    RequestRejectedError,
+    WeightVersionBehindError,
+)
+from treadle.rollout.v1 import errors_pb2
+
+DOMAIN = "treadle.rollout.v1"
+_DETAILS_KEY = "grpc-status-details-bin"
+_PREFIX = "ERROR_REASON_"
+
+
+class Action(enum.Enum):
+    """What the client does about a failed call."""
+
+    RAISE = "raise"
+    """It would fail everywhere and again."""
+    WAIT = "wait"
+    """The replica lives and cannot take it now: another replica, or the same one later."""
+    LEAVE = "leave"
+    """The replica is gone, failing or behind: another one; the same one a few times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one reason is handled."""
+
+    error: type[GenerationError]
+    action: Action
+
+
+_BUG = Rule(RequestRejectedError, Action.RAISE)
+
+RULES: dict[errors_pb2.ErrorReason, Rule] = {
+    errors_pb2.ERROR_REASON_UNSPECIFIED: Rule(ContractError, Action.RAISE),
+    errors_pb2.ERROR_REASON_DEADLINE_REQUIRED: _BUG,
+    errors_pb2.ERROR_REASON_PROMPT_TOO_LONG: Rule(PromptTooLongError, Action.RAISE),
+    errors_pb2.ERROR_REASON_OVERLOADED: Rule(OverloadedError, Action.WAIT),
+    errors_pb2.ERROR_REASON_PAUSED: Rule(ReplicaUnavailableError, Action.WAIT),
+    errors_pb2.ERROR_REASON_WEIGHT_VERSION_BEHIND: Rule(WeightVersionBehindError, Action.LEAVE),
+    errors_pb2.ERROR_REASON_UPDATE_IN_PROGRESS: _BUG,
+    errors_pb2.ERROR_REASON_UPDATE_UNKNOWN: _BUG,
+    errors_pb2.ERROR_REASON_TENSOR_MISMATCH: _BUG,
+    errors_pb2.ERROR_REASON_CHUNK_OUT_OF_ORDER: _BUG,
+    errors_pb2.ERROR_REASON_CHUNK_CORRUPT: _BUG,
+    errors_pb2.ERROR_REASON_UPDATE_INCOMPLETE: _BUG,
+    errors_pb2.ERROR_REASON_ENGINE_FAILED: Rule(EngineFailedError, Action.LEAVE),
+    errors_pb2.ERROR_REASON_INVALID_FIELD: _BUG,
+    errors_pb2.ERROR_REASON_CAPABILITY_MISSING: _BUG,
+    errors_pb2.ERROR_REASON_FILE_OUTSIDE_ROOT: _BUG,
+    errors_pb2.ERROR_REASON_FILE_UNREADABLE: _BUG,
+    errors_pb2.ERROR_REASON_SHUTTING_DOWN: Rule(ReplicaUnavailableError, Action.LEAVE),
+    errors_pb2.ERROR_REASON_UNAUTHENTICATED: _BUG,
+    errors_pb2.ERROR_REASON_NO_REPLICA: Rule(ReplicaUnavailableError, Action.WAIT),
+    errors_pb2.ERROR_REASON_SESSION_UNKNOWN: _BUG,
+}
+
+# Statuses that gRPC itself gives, without a reason of ours.
+_BY_CODE: dict[grpc.StatusCode, Rule] = {
+    grpc.StatusCode.UNAVAILABLE: Rule(ReplicaUnavailableError, Action.LEAVE),
+    grpc.StatusCode.CANCELLED: Rule(ReplicaUnavailableError, Action.LEAVE),
+    grpc.StatusCode.ABORTED: Rule(ReplicaUnavailableError, Action.LEAVE),
+    grpc.StatusCode.UNKNOWN: Rule(EngineFailedError, Action.LEAVE),
+    grpc.StatusCode.INTERNAL: Rule(EngineFailedError, Action.LEAVE),
+    grpc.StatusCode.DATA_LOSS: Rule(EngineFailedError, Action.LEAVE),
+    grpc.StatusCode.DEADLINE_EXCEEDED: Rule(GenerationTimeoutError, Action.RAISE),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcFailure:
+    """One failed call, understood.
+
+    Attributes:
+        address: The replica.
+        error: The exception to raise when nothing else helps.
+        action: What to do.
+        retry_after_s: The server's wish; None when it had none.
+    """
+
+    address: str
+    error: GenerationError
+    action: Action
+    retry_after_s: float | None = None
+
+
+def classify(address: str, failed: grpc.aio.AioRpcError) -> RpcFailure:
+    """Tells what a failed call means."""
+    code = failed.code()
+    info, retry_after_s = _details(failed)
+    reason = "" if info is None or info.domain != DOMAIN else info.reason
+    if reason:
+        number = dict(errors_pb2.ErrorReason.items()).get(_PREFIX + reason)
+        # A newer server may know reasons that we do not; its status code still counts.
+        rule = _BY_CODE.get(code, _BUG) if number is None else RULES[_reason(number)]
+    else:
+        rule = _BY_CODE.get(code, _BUG)
+    text = f"{address}: {code.name}{' ' + reason if reason else ''}: {failed.details()}"
+    return RpcFailure(
+        address=address,
+        error=rule.error(text),
+        action=rule.action,
+        retry_after_s=retry_after_s,
+    )
+
+
+def _reason(number: int) -> errors_pb2.ErrorReason:
+    return next(reason for reason in RULES if reason == number)
+
+
+def _details(
+    failed: grpc.aio.AioRpcError,
+) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    """Returns ErrorInfo and the seconds of RetryInfo, each None when absent."""
+    packed = dict(failed.trailing_metadata() or ()).get(_DETAILS_KEY)
+    if not isinstance(packed, bytes):
+        return None, None
+    info, retry_after_s = None, None
+    for detail in status_pb2.Status.FromString(packed).details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return info, retry_after_s

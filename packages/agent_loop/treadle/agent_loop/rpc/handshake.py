@@ -1,0 +1,118 @@
+"""The handshake: what a client needs of its servers, checked before the first token.
+
+Invariant: whatever would fail or silently go wrong later (other tokenizer, smaller vocabulary, no
+log-probabilities) is refused at start, with the server's address and both values. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop.errors import SetupError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """What one server said of itself.
+
+    Attributes:
+        address: host:port.
+        server_version: Of the server's package.
+        engine: "fake", "torch", "sglang" or "vllm".
+        engine_version: Of the engine.
+        capabilities: Names of the fields of `Capabilities` that are true.
+        architecture: Of the model.
+        vocab_size: Rows of the model's embedding; every id is below it.
+        context_length: Prompt plus completion, in tokens.
+        tokenizer_sha256: Of tokenizer.json; empty when the server has none.
+        weight_version: That served when it was asked.
+        max_in_flight: Requests that run at a time.
+        max_queued: Requests that may wait.
+    """
+
+    address: str
+    server_version: str
+    engine: str
+    engine_version: str
+    capabilities: frozenset[str]
+    architecture: str
+    vocab_size: int
+    context_length: int
+    tokenizer_sha256: bytes
+    weight_version: int
+    max_in_flight: int
+    max_queued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What the client needs. None: not checked.
+
+    Attributes:
+        tokenizer_sha256: Of the renderer's tokenizer.json.
+        vocab_size: Ids that the renderer may send; the model's embedding may be larger.
+        context_length: Tokens of prompt and response that must fit.
+        capabilities: Names of fields of `Capabilities`.
+    """
+
+    tokenizer_sha256: bytes | None = None
+    vocab_size: int | None = None
+    context_length: int | None = None
+    capabilities: frozenset[str] = frozenset({"sampled_logprobs"})
+
+
+def check(servers: Sequence[ServerInfo], needs: Requirements) -> None:
+    """Refuses servers that do not fit the client or one another.
+
+    Raises:
+        SetupError: Lists everything that does not fit.
+    """
+    problems = [problem for server in servers for problem in _misfits(server, needs)]
+    for server in servers[1:]:
+        problems.extend(_differences(servers[0], server))
+    if problems:
+        raise SetupError("the rollout servers do not fit:\n  " + "\n  ".join(problems))
+
+
+def _misfits(server: ServerInfo, needs: Requirements) -> list[str]:
+    problems = []
+    sha = needs.tokenizer_sha256
+    if sha is not None and server.tokenizer_sha256 != sha:
+        problems.append(
+            f"{server.address}: tokenizer.json has sha256 {_hex(server.tokenizer_sha256)}, the "
+            f"renderer's has {_hex(sha)}: start the server with the renderer's model directory"
+        )
+    if needs.vocab_size is not None and server.vocab_size < needs.vocab_size:
+        problems.append(
+            f"{server.address}: the model's vocabulary has {server.vocab_size} ids, the "
+            f"renderer's {needs.vocab_size}"
+        )
+    if needs.context_length is not None and server.context_length < needs.context_length:
+        problems.append(
+            f"{server.address}: the context holds {server.context_length} tokens, prompt and "
+            f"response need {needs.context_length}: raise model.context_length or lower the limits"
+        )
+    problems.extend(
+        f"{server.address}: engine {server.engine!r} lacks the capability {name!r}; it has "
+        f"{', '.join(sorted(server.capabilities)) or 'none'}"
+        for name in sorted(needs.capabilities - server.capabilities)
+    )
+    return problems
+
+
+def _differences(first: ServerInfo, other: ServerInfo) -> list[str]:
+    """What replicas of one model may not disagree about."""
+    names = ("architecture", "vocab_size", "tokenizer_sha256")
+    return [
+        f"{other.address}: {name} is {_show(getattr(other, name))}, at {first.address} it is "
+        f"{_show(getattr(first, name))}"
+        for name in names
+        if getattr(first, name) != getattr(other, name)
+    ]
+
+
+def _show(value: object) -> str:
+    return _hex(value) if isinstance(value, bytes) else repr(value)
+
+
+def _hex(digest: bytes) -> str:
+    return digest.hex() if digest else "(none)"
