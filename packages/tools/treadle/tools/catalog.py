@@ -111,10 +111,10 @@ def _class(name: str, where: str) -> type:
         raise SetupError(f"{where}: cannot import {module_name}: {error}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise SetupError(
-            f"{where}: {module_name} has no class {class_name!r}{_did_you_mean(class_name, classes)}"
+        near = _did_you_mean(
+            class_name, [k for k, v in vars(module).items() if isinstance(v, type)]
         )
+        raise SetupError(f"{where}: {module_name} has no class {class_name!r}{near}")
     return found
 
 

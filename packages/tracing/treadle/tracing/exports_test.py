@@ -4,13 +4,13 @@ import sys
 import treadle.tracing
 
 
-def test_the_public_names_are_sorted_and_exist():
+def test_the_public_names_are_sorted_and_exist() -> None:
     names = treadle.tracing.__all__
     assert names == sorted(names)
     assert all(hasattr(treadle.tracing, name) for name in names)
 
 
-def test_importing_it_needs_the_standard_library_only():
+def test_importing_it_needs_the_standard_library_only() -> None:
     script = (
         "import sys, treadle.tracing\n"
         "roots = {name.partition('.')[0] for name in sys.modules}\n"

@@ -1,7 +1,10 @@
 import errno
 import json
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -9,6 +12,8 @@ from hypothesis import strategies as st
 
 from treadle.tracing import FinishedSpan, JsonlSink, SinkReport, SpanError, jsonl, span, use_sink
 from treadle.tracing.span import freeze
+
+HeldWriter = tuple[threading.Event, threading.Event]
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -30,12 +35,12 @@ def make_span(name: str = "turn", **attributes: object) -> FinishedSpan:
     )
 
 
-def lines(path):
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
-def held_writer(monkeypatch):
+def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriter]:
     """Holds the writer at its first span until told to go on."""
     at_first, go_on = threading.Event(), threading.Event()
     to_json = jsonl.to_json
@@ -50,7 +55,7 @@ def held_writer(monkeypatch):
     go_on.set()
 
 
-def test_spans_are_on_disk_when_the_sink_is_closed(tmp_path):
+def test_spans_are_on_disk_when_the_sink_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "new" / "spans.jsonl"
     with JsonlSink(path) as sink, use_sink(sink):
         with span("outer", ids=[1, 2], text="grüß"), span("inner"):
@@ -65,20 +70,22 @@ def test_spans_are_on_disk_when_the_sink_is_closed(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_it_closes_without_blocking_the_loop_and_only_once(tmp_path):
+async def test_it_closes_without_blocking_the_loop_and_only_once(tmp_path: Path) -> None:
     async with JsonlSink(tmp_path / "spans.jsonl") as sink:
         sink.record(make_span())
     assert sink.close() == await sink.aclose() == SinkReport(written=1, dropped=0, failed=0)
 
 
-def test_a_second_sink_appends(tmp_path):
+def test_a_second_sink_appends(tmp_path: Path) -> None:
     for _ in range(2):
         with JsonlSink(tmp_path / "spans.jsonl") as sink:
             sink.record(make_span())
     assert len(lines(tmp_path / "spans.jsonl")) == 2
 
 
-def test_a_full_queue_drops_at_once_and_says_so(tmp_path, held_writer, caplog):
+def test_a_full_queue_drops_at_once_and_says_so(
+    tmp_path: Path, held_writer: HeldWriter, caplog: pytest.LogCaptureFixture
+) -> None:
     at_first, go_on = held_writer
     path = tmp_path / "spans.jsonl"
     with JsonlSink(path, capacity=2) as sink:
@@ -95,7 +102,7 @@ def test_a_full_queue_drops_at_once_and_says_so(tmp_path, held_writer, caplog):
     assert "is incomplete: 3 span(s) written, 3 dropped" in caplog.text
 
 
-def test_a_closed_sink_does_not_record(tmp_path):
+def test_a_closed_sink_does_not_record(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "spans.jsonl")
     sink.close()
     assert not sink.recording
@@ -103,12 +110,14 @@ def test_a_closed_sink_does_not_record(tmp_path):
     assert sink.report.dropped == 1
 
 
-def test_a_full_disk_is_counted_and_reported_and_does_not_raise(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_counted_and_reported_and_does_not_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class FullDisk:
-        def __enter__(self):
+        def __enter__(self) -> Self:
             return self
 
-        def __exit__(self, *_):
+        def __exit__(self, *_: object) -> None:
             pass
 
         def write(self, data: bytes) -> int:
@@ -123,18 +132,18 @@ def test_a_full_disk_is_counted_and_reported_and_does_not_raise(tmp_path, monkey
     assert "2 lost to write errors" in caplog.text
 
 
-def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
+def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         JsonlSink(tmp_path)
 
 
-def test_a_queue_of_nothing_is_refused(tmp_path):
+def test_a_queue_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         JsonlSink(tmp_path / "spans.jsonl", capacity=0)
 
 
 @given(st.dictionaries(st.text(), plain))
-def test_every_attribute_can_be_written(attributes):
+def test_every_attribute_can_be_written(attributes: dict[str, object]) -> None:
     finished = make_span()
     written = FinishedSpan(
         name=finished.name,

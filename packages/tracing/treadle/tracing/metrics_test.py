@@ -14,7 +14,7 @@ def reported(trajectories: list[list[float]], reduce: Reduce) -> list[list[Metri
 
 
 @given(values)
-def test_each_rule_agrees_with_its_definition(trajectories):
+def test_each_rule_agrees_with_its_definition(trajectories: list[list[float]]) -> None:
     flat = [value for metrics in trajectories for value in metrics]
     for reduce, expected in (
         (Reduce.MEAN, math.fsum(flat) / len(flat) if flat else None),
@@ -26,15 +26,15 @@ def test_each_rule_agrees_with_its_definition(trajectories):
         assert combined == ({} if expected is None else {"x": pytest.approx(expected, abs=1e-6)})
 
 
-def test_names_keep_the_order_in_which_they_were_first_seen():
+def test_names_keep_the_order_in_which_they_were_first_seen() -> None:
     combined = aggregate([[Metric("b", 1.0)], [Metric("a", 2.0), Metric("b", 3.0)]])
     assert list(combined.items()) == [("b", 2.0), ("a", 2.0)]
 
 
-def test_a_metric_averages_unless_it_says_otherwise():
+def test_a_metric_averages_unless_it_says_otherwise() -> None:
     assert Metric("x", 1.0).reduce is Reduce.MEAN
 
 
-def test_one_name_under_two_rules_is_an_error_that_names_both():
+def test_one_name_under_two_rules_is_an_error_that_names_both() -> None:
     with pytest.raises(ValueError, match=r"'x' is reported as SUM and as MEAN"):
         aggregate([[Metric("x", 1.0)], [Metric("x", 1.0, Reduce.SUM)]])

@@ -1,6 +1,7 @@
 import asyncio
 import contextvars
 import random
+from collections.abc import Iterator
 from types import MappingProxyType
 
 import pytest
@@ -19,7 +20,7 @@ from treadle.tracing import (
 
 
 @pytest.fixture
-def sink():
+def sink() -> Iterator[MemorySink]:
     with use_sink(sink := MemorySink()):
         yield sink
 
@@ -28,7 +29,7 @@ def by_name(sink: MemorySink) -> dict[str, FinishedSpan]:
     return {finished.name: finished for finished in sink.spans}
 
 
-def test_a_span_carries_its_name_attributes_and_times(sink):
+def test_a_span_carries_its_name_attributes_and_times(sink: MemorySink) -> None:
     with span("turn", index=3, name="shadow") as turn:
         turn.set(tokens=5, index=4)
     (finished,) = sink.spans
@@ -39,7 +40,7 @@ def test_a_span_carries_its_name_attributes_and_times(sink):
     assert finished.error is None
 
 
-def test_spans_nest_and_children_close_first(sink):
+def test_spans_nest_and_children_close_first(sink: MemorySink) -> None:
     with span("outer"):
         with span("inner"):
             pass
@@ -53,7 +54,7 @@ def test_spans_nest_and_children_close_first(sink):
     assert current_span() is None
 
 
-def test_two_roots_are_two_traces(sink):
+def test_two_roots_are_two_traces(sink: MemorySink) -> None:
     with span("a"):
         pass
     with span("b"):
@@ -62,7 +63,9 @@ def test_two_roots_are_two_traces(sink):
 
 
 @pytest.mark.asyncio
-async def test_tasks_started_in_a_span_nest_below_it_and_not_in_each_other(sink):
+async def test_tasks_started_in_a_span_nest_below_it_and_not_in_each_other(
+    sink: MemorySink,
+) -> None:
     both_open = asyncio.Barrier(2)
 
     async def work(name: str) -> None:
@@ -76,7 +79,7 @@ async def test_tasks_started_in_a_span_nest_below_it_and_not_in_each_other(sink)
     assert spans["left"].parent_id == spans["right"].parent_id == spans["parent"].span_id
 
 
-def test_an_exception_is_recorded_and_goes_on(sink):
+def test_an_exception_is_recorded_and_goes_on(sink: MemorySink) -> None:
     with pytest.raises(KeyError), span("turn"):
         raise KeyError("missing")
     (finished,) = sink.spans
@@ -86,7 +89,7 @@ def test_an_exception_is_recorded_and_goes_on(sink):
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_span_is_recorded(sink):
+async def test_a_cancelled_span_is_recorded(sink: MemorySink) -> None:
     entered = asyncio.Event()
 
     async def work() -> None:
@@ -104,7 +107,7 @@ async def test_a_cancelled_span_is_recorded(sink):
     assert finished.error.type == "CancelledError"
 
 
-def test_lists_are_copied_so_later_appends_do_not_reach_the_span(sink):
+def test_lists_are_copied_so_later_appends_do_not_reach_the_span(sink: MemorySink) -> None:
     ids = [1, 2]
     nested = {"ids": [3]}
     with span("turn", ids=ids, nested=nested) as turn:
@@ -117,13 +120,13 @@ def test_lists_are_copied_so_later_appends_do_not_reach_the_span(sink):
     assert isinstance(finished.attributes, MappingProxyType)
 
 
-def test_objects_become_text_so_a_sink_never_holds_live_state(sink):
+def test_objects_become_text_so_a_sink_never_holds_live_state(sink: MemorySink) -> None:
     with span("turn", where=SpanContext(trace_id="a", span_id="b")):
         pass
     assert sink.spans[0].attributes["where"] == "SpanContext(trace_id='a', span_id='b')"
 
 
-def test_without_a_sink_no_span_is_built():
+def test_without_a_sink_no_span_is_built() -> None:
     assert isinstance(current_sink(), NullSink)
     handle = span("turn", index=1)
     assert handle is span("other")
@@ -133,12 +136,12 @@ def test_without_a_sink_no_span_is_built():
 
 
 @pytest.mark.asyncio
-async def test_the_null_span_is_also_asynchronous():
+async def test_the_null_span_is_also_asynchronous() -> None:
     async with span("turn") as turn:
         turn.set(ignored=True)
 
 
-def test_the_sink_is_that_of_the_innermost_block(sink):
+def test_the_sink_is_that_of_the_innermost_block(sink: MemorySink) -> None:
     with use_sink(inner := MemorySink()), span("a"):
         pass
     with use_sink(NullSink()), span("b"):
@@ -149,14 +152,16 @@ def test_the_sink_is_that_of_the_innermost_block(sink):
     assert [finished.name for finished in sink.spans] == ["c"]
 
 
-def test_a_span_nests_below_a_parent_from_elsewhere(sink):
+def test_a_span_nests_below_a_parent_from_elsewhere(sink: MemorySink) -> None:
     parent = SpanContext(trace_id="ab" * 16, span_id="cd" * 8)
     with use_parent(parent), span("here"):
         pass
     assert (sink.spans[0].trace_id, sink.spans[0].parent_id) == (parent.trace_id, parent.span_id)
 
 
-def test_a_broken_sink_is_blamed_once_and_does_not_end_the_work(caplog):
+def test_a_broken_sink_is_blamed_once_and_does_not_end_the_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Broken:
         recording = True
 
@@ -172,7 +177,7 @@ def test_a_broken_sink_is_blamed_once_and_does_not_end_the_work(caplog):
     assert "Broken.record raised" in said.getMessage()
 
 
-def test_tracing_does_not_disturb_the_random_numbers_of_the_program(sink):
+def test_tracing_does_not_disturb_the_random_numbers_of_the_program(sink: MemorySink) -> None:
     random.seed(7)
     expected = [random.random() for _ in range(3)]
     random.seed(7)
@@ -183,7 +188,7 @@ def test_tracing_does_not_disturb_the_random_numbers_of_the_program(sink):
     assert drawn == expected
 
 
-def test_a_span_closed_in_another_context_is_still_recorded(sink):
+def test_a_span_closed_in_another_context_is_still_recorded(sink: MemorySink) -> None:
     handle = span("generator")
     contextvars.copy_context().run(handle.__enter__)
     handle.__exit__(None, None, None)

@@ -92,7 +92,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from pyarrow import parquet
 
     try:

@@ -1,0 +1,138 @@
+from pathlib import Path
+
+import pytest
+
+from treadle.agent_loop import SetupError
+from treadle.tools import CalculatorTool, Gsm8kTool, load_catalogue
+from treadle.tools.catalog import VERL_CLASSES
+
+SCHEMA = """
+    tool_schema:
+      type: function
+      function:
+        name: calc
+        description: Compute.
+        parameters: {type: object, properties: {expression: {type: string}}, required: [expression]}
+"""
+CALCULATOR = "tools:\n  - class_name: treadle.tools.calculator.CalculatorTool\n"
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Path:
+    return tmp_path / "tools.yaml"
+
+
+def test_verls_catalogue_of_the_gsm8k_tool_is_read_as_it_is(catalogue: Path) -> None:
+    catalogue.write_text(
+        """
+tools:
+  - class_name: "verl.tools.gsm8k_tool.Gsm8kTool"
+    config:
+      type: native
+    tool_schema:
+      type: "function"
+      function:
+        name: "calc_gsm8k_reward"
+        description: "A tool for calculating the reward of gsm8k."
+        parameters:
+          type: "object"
+          properties:
+            answer:
+              type: "string"
+              description: "The model's answer."
+          required: ["answer"]
+"""
+    )
+    (tool,) = load_catalogue(catalogue).values()
+    assert isinstance(tool, Gsm8kTool)
+    assert tool.spec.name == "calc_gsm8k_reward"
+    assert tool.spec.parameters["required"] == ["answer"]
+
+
+def test_the_schema_of_the_file_is_what_the_model_is_told(catalogue: Path) -> None:
+    catalogue.write_text(CALCULATOR + SCHEMA)
+    tools = load_catalogue(catalogue)
+    assert list(tools) == ["calc"]
+    assert tools["calc"].spec.description == "Compute."
+
+
+def test_a_tool_without_schema_has_its_own(catalogue: Path) -> None:
+    catalogue.write_text(CALCULATOR)
+    assert load_catalogue(catalogue)["calculator"].spec == CalculatorTool().spec
+
+
+def test_a_class_of_the_users_own_gets_its_settings(
+    tmp_path: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_tools.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, *, config, spec):\n"
+        "        if config['limit'] > 9: raise ValueError('limit must be at most 9')\n"
+        "        self.spec = spec\n"
+        "    async def open(self, task): ...\n"
+        "class NoTool:\n"
+        "    def __init__(self, config): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = "tools:\n  - class_name: my_tools.Mine\n    config: {limit: %d}\n" + SCHEMA
+    catalogue.write_text(entry % 3)
+    assert list(load_catalogue(catalogue)) == ["calc"]
+    catalogue.write_text(entry % 10)
+    with pytest.raises(SetupError, match=r"tools\[0\]: limit must be at most 9"):
+        load_catalogue(catalogue)
+    catalogue.write_text("tools:\n  - class_name: my_tools.NoTool\n")
+    with pytest.raises(SetupError, match="NoTool is no tool"):
+        load_catalogue(catalogue)
+
+
+def test_every_alias_of_verl_leads_to_a_tool(catalogue: Path) -> None:
+    for name in VERL_CLASSES:
+        catalogue.write_text(f"tools:\n  - class_name: {name}\n")
+        assert len(load_catalogue(catalogue)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tols: []", r"unknown key 'tols', did you mean 'tools'\?"),
+        ("{}", "tools missing"),
+        ("tools: []", "at least one tool"),
+        ("- a", "must be a mapping"),
+        ("tools: [", "is not YAML"),
+        ("tools: [{config: {}}]", r"tools\[0\]: class_name missing"),
+        ("tools: [{clas_name: a}]", r"tools\[0\]: unknown key 'clas_name', did you mean"),
+        ("tools: [{class_name: 3}]", "class_name must be a non-empty text, not 3"),
+        ("tools: [{class_name: Calculator}]", "not of the form package.module.Class"),
+        ("tools: [{class_name: no_such.Tool}]", "cannot import no_such"),
+        (
+            "tools: [{class_name: treadle.tools.calculator.CalculatorTol}]",
+            "has no class 'CalculatorTol', did you mean 'CalculatorTool'",
+        ),
+        (
+            "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
+            "a tool of verl that does not exist here; .* verl.tools.gsm8k_tool.Gsm8kTool",
+        ),
+        (
+            "tools: [{class_name: a.B, config: {type: mcp}}]",
+            "type mcp are not supported. Write a class",
+        ),
+        ("tools: [{class_name: a.B, config: {type: remote}}]", "must be native, not 'remote'"),
+        ("tools: [{class_name: a.B, config: 3}]", "config must be a mapping"),
+        (CALCULATOR + "    config: {rate_limit: 3}", "has no settings; remove 'rate_limit'"),
+        (CALCULATOR + SCHEMA.replace("type: function", "type: tool"), "must be function"),
+        (CALCULATOR + SCHEMA.replace("name: calc", "nam: calc"), "did you mean 'name'"),
+        (CALCULATOR + SCHEMA.replace("name: calc", "name: ''"), "non-empty text"),
+        (CALCULATOR + SCHEMA + "        strict: true\n", "strict must be false"),
+        (CALCULATOR + CALCULATOR.removeprefix("tools:\n"), "already is a tool 'calculator'"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(catalogue: Path, text: str, why: str) -> None:
+    catalogue.write_text(text)
+    with pytest.raises(SetupError, match=why) as error:
+        load_catalogue(catalogue)
+    assert str(catalogue) in str(error.value)
+
+
+def test_a_missing_file_is_named(catalogue: Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot read .*tools\.yaml: No such file"):
+        load_catalogue(catalogue)
