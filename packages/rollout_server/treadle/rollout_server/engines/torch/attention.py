@@ -1,10 +1,10 @@
 """Attention of one step: tokens of many sequences in one flat row, against their cache rows.
 
 Invariant: a step is one forward pass over `[1, T]` ids. The linear layers see no padding
-at all; only attention pads, and only within a *group* of neighbouring rows whose padded
-area stays below twice the real one. A sequence that reads its prompt and one that decodes
-differ in nothing but their number of query tokens, so prompts are read in chunks next to
-running sequences.
+at all; only attention pads, and only within a *group* of neighbouring rows, which ends
+where more padding would cost more than another kernel call. A sequence that reads its
+prompt and one that decodes differ in nothing but their number of query tokens, so prompts
+are read in chunks next to running sequences.
 
 transformers calls `cached_attention` in every layer (its `AttentionInterface`), with the
 `StepLayout` passed through the model's keyword arguments.
@@ -25,7 +25,7 @@ from treadle.rollout_server.engines.torch.kv_rows import KvRows
 IMPLEMENTATION = "treadle_cached_rows"
 """The name under which transformers knows `cached_attention`."""
 
-_GROUP_OVERHEAD = 4096  # Query-key pairs that cost as much as one more kernel call.
+_CALL_COST = 1024  # Query-key pairs that cost as much as one more kernel call.
 
 
 class RowSpan(NamedTuple):
@@ -92,20 +92,18 @@ class StepLayout:
 
 
 def _split(spans: Sequence[RowSpan]) -> list[tuple[int, int]]:
-    """Cuts rows into runs, each with less padding than content (or too small to matter)."""
+    """Cuts rows into runs: a row starts a new one where joining would pad for more than a call."""
     runs: list[tuple[int, int]] = []
-    first = queries = length = area = 0
-    for row, span in enumerate(spans):
-        new_queries = max(queries, span.num_tokens)
-        new_length = max(length, span.stop)
-        new_area = area + span.num_tokens * span.stop
-        padded = (row - first + 1) * new_queries * new_length
-        if row > first and padded > 2 * new_area + _GROUP_OVERHEAD:
+    first, queries, length = 0, spans[0].num_tokens, spans[0].stop
+    for row, span in enumerate(spans[1:], start=1):
+        joint_queries, joint_length = max(queries, span.num_tokens), max(length, span.stop)
+        joint = (row - first + 1) * joint_queries * joint_length
+        apart = (row - first) * queries * length + span.num_tokens * span.stop
+        if joint > apart + _CALL_COST:
             runs.append((first, row))
-            first = row
-            new_queries, new_length = span.num_tokens, span.stop
-            new_area = new_queries * new_length
-        queries, length, area = new_queries, new_length, new_area
+            first, queries, length = row, span.num_tokens, span.stop
+        else:
+            queries, length = joint_queries, joint_length
     runs.append((first, len(spans)))
     return runs
 

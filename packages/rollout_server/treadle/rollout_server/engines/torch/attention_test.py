@@ -1,0 +1,78 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.rollout_server.engines.torch import attention
+from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout, cached_attention
+from treadle.rollout_server.engines.torch.kv_rows import KvRows, KvShape
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def expected(
+    query_THD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, start: int
+) -> torch.Tensor:
+    """Causal attention of one sequence, written as its definition."""
+    repeat = HEADS // KV_HEADS
+    key, value = (x.repeat_interleave(repeat, dim=1) for x in (key_NKD, value_NKD))
+    out = torch.empty_like(query_THD)
+    for t in range(len(query_THD)):
+        visible = start + t + 1
+        scores = torch.einsum("hd,nhd->hn", query_THD[t], key[:visible]) * 0.5
+        out[t] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value[:visible])
+    return out
+
+
+@pytest.mark.parametrize("call_cost", [0, 4096], ids=["many groups", "one group"])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 1)],
+        [(9, 10), (3, 4), (0, 1)],
+        [(0, 5), (0, 5)],
+        [(20, 21), (7, 8), (0, 12), (4, 7), (0, 1)],
+        [(60, 61), (2, 3), (61, 62), (0, 30)],
+    ],
+)
+def test_every_token_sees_its_own_sequence_up_to_itself(
+    spans: list[tuple[int, int]], call_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_CALL_COST", call_cost)
+    torch.manual_seed(0)
+    cache = KvRows(
+        KvShape(
+            num_layers=2,
+            num_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_rows=8,
+            max_length=64,
+        )
+    )
+    cache.reserve(8, 64)
+    full = [torch.randn(2, stop, KV_HEADS, DIM) for _, stop in spans]
+    for row, (start, _) in enumerate(spans):
+        for held, known in zip(cache.layer(1), full[row], strict=True):
+            held[row] = 1e4  # Stale positions must not matter.
+            held[row, :start] = known[:start]
+    new = torch.cat([known[:, start:] for known, (start, _) in zip(full, spans, strict=True)], 1)
+    query = torch.randn(1, HEADS, new.shape[1], DIM)
+    step = StepLayout.build(cache, [RowSpan(*span) for span in spans], HEADS // KV_HEADS)
+    module: Any = SimpleNamespace(layer_idx=1)
+    key, value = (x.transpose(0, 1).unsqueeze(0) for x in new)
+    out, _ = cached_attention(module, query, key, value, None, scaling=0.5, step=step)
+    first = 0
+    for (start, stop), known in zip(spans, full, strict=True):
+        tokens = slice(first, first + stop - start)
+        want = expected(query[0, :, tokens].transpose(0, 1), known[0], known[1], start)
+        torch.testing.assert_close(out[0, tokens], want, rtol=1e-5, atol=1e-5)
+        first = tokens.stop
+
+
+def test_rows_are_grouped_unless_padding_costs_more_than_a_call() -> None:
+    spans = [RowSpan(5000, 5001), *[RowSpan(200, 201)] * 63, RowSpan(0, 2000), RowSpan(199, 200)]
+    assert attention._split(spans) == [(0, 1), (1, 64), (64, 65), (65, 66)]
+    assert attention._split([RowSpan(180 + i, 181 + i) for i in range(40)]) == [(0, 40)]
