@@ -10,8 +10,9 @@ not block it: an engine with heavy work owns a thread.
 
 Who waits: the consumer of `generate` waits for events and nothing waits for the consumer,
 so an engine may run ahead of a slow reader by at most one completion. `pause` waits for
-the sequences that its policy names. Closing the generator (or cancelling the task that
-reads it) wakes the engine, which frees the sequence's place and cache.
+the sequences that its policy names, whose consumers must go on reading. Closing the
+generator (or cancelling the task that reads it) wakes the engine, which frees the
+sequence's place and cache.
 
 This module imports neither torch nor protobuf: it is the seam between both.
 """
@@ -151,7 +152,9 @@ class EngineInfo:
 class Sampling:
     """How to sample. The defaults are the server's: plain sampling from the model.
 
-    Checked before an engine sees it, see `services/codec.py`.
+    Checked before an engine sees it, see `services/codec.py`. The filters apply in this
+    order, each to what the one before left: repetition penalty, temperature, top_k, top_p,
+    min_p.
 
     Attributes:
         max_tokens: At least 1; prompt plus `max_tokens` fits the context.
@@ -162,7 +165,9 @@ class Sampling:
         repetition_penalty: Above 0; divides positive logits of ids that occurred in the
             prompt or the completion and multiplies negative ones (CTRL, arXiv 1909.05858).
         seed: The same seed, prompt and weights give the same tokens whatever else runs.
-            None draws from the engine's own randomness.
+            The draw of a token depends on the seed and the token's place in prompt plus
+            completion, so a retry with the tokens that arrived goes on as the first
+            attempt would have. None draws from the engine's own randomness.
         stop_token_ids: End the completion like end of sequence; the id is its last token.
         ignore_eos: Go on past the model's own end-of-sequence ids.
     """
@@ -298,4 +303,4 @@ class Engine(Protocol):
         """Takes device memory back; the weights are those from before."""
 
     async def aclose(self) -> None:
-        """Ends all sequences and frees everything. Idempotent."""
+        """Ends all sequences, as INTERRUPTED, and frees everything. Idempotent."""

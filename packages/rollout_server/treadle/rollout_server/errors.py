@@ -121,10 +121,10 @@ class UpdateUnknown(RolloutServerError):
 
 
 class TensorMismatch(RolloutServerError):
-    """A tensor is not the one that the engine holds under its name."""
+    """A tensor is not the one that was announced, or that the engine holds under its name."""
 
     def __init__(self, name: str, expected: str, received: str) -> None:
-        super().__init__(f"tensor {name!r} is {received}, the engine holds {expected}")
+        super().__init__(f"tensor {name!r} is {received}, expected {expected}")
         self.name = name
         self.expected = expected
         self.received = received

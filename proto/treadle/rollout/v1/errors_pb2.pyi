@@ -33,6 +33,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
     ERROR_REASON_NO_REPLICA: _ClassVar[ErrorReason]
     ERROR_REASON_SESSION_UNKNOWN: _ClassVar[ErrorReason]
+    ERROR_REASON_STATE_CONFLICT: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_DEADLINE_REQUIRED: ErrorReason
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason
@@ -54,6 +55,7 @@ ERROR_REASON_SHUTTING_DOWN: ErrorReason
 ERROR_REASON_UNAUTHENTICATED: ErrorReason
 ERROR_REASON_NO_REPLICA: ErrorReason
 ERROR_REASON_SESSION_UNKNOWN: ErrorReason
+ERROR_REASON_STATE_CONFLICT: ErrorReason
 
 class InvalidField(_message.Message):
     __slots__ = ("field", "received", "expected")

@@ -15,6 +15,8 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_SERVING: _ClassVar[ServerState]
     SERVER_STATE_PAUSED: _ClassVar[ServerState]
     SERVER_STATE_UPDATING: _ClassVar[ServerState]
+    SERVER_STATE_FAILED: _ClassVar[ServerState]
+    SERVER_STATE_STOPPING: _ClassVar[ServerState]
 
 class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,6 +28,8 @@ SERVER_STATE_LOADING: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_PAUSED: ServerState
 SERVER_STATE_UPDATING: ServerState
+SERVER_STATE_FAILED: ServerState
+SERVER_STATE_STOPPING: ServerState
 MEMORY_KIND_UNSPECIFIED: MemoryKind
 MEMORY_KIND_WEIGHTS: MemoryKind
 MEMORY_KIND_KV_CACHE: MemoryKind

@@ -89,7 +89,8 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Gives device memory to a colocated trainer, by kind.
+        """Gives device memory to a colocated trainer, by kind. Only while PAUSED, else
+        STATE_CONFLICT; Resume is refused until RestoreMemory took all of it back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

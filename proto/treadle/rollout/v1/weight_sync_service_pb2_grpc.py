@@ -68,7 +68,9 @@ class WeightSyncServiceServicer:
 
     def BeginUpdate(self, request, context):
         """Opens an update and leases the server to it. Idempotent per update_id: the
-        second call returns how far the first got. Another update's id is ABORTED.
+        second call returns how far the first got. Another update's id is ABORTED. With
+        file transport the server reads and checks the files before it answers, so set a
+        deadline to match their size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +79,7 @@ class WeightSyncServiceServicer:
     def PushWeights(self, request_iterator, context):
         """`header` first, then chunks. A tensor belongs to one stream and its chunks come
         in offset order. The server stops reading when it cannot place bytes, and
-        HTTP/2 flow control stops the sender.
+        HTTP/2 flow control stops the sender. Every chunk taken renews the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +93,9 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Checks that every byte is there, then switches versions. Idempotent.
+        """Checks that every byte is there, then switches versions. Idempotent. A commit once
+        begun runs to its end, even when its caller gives up; call again to learn the end.
+        Generate calls that come meanwhile queue, and run on the new version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

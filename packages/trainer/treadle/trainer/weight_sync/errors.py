@@ -54,6 +54,7 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "UNAUTHENTICATED": Outcome.STOP,
         "NO_REPLICA": Outcome.REPLACE,
         "SESSION_UNKNOWN": Outcome.STOP,
+        "STATE_CONFLICT": Outcome.STOP,
     }
 )
 """By `ErrorReason` without its prefix."""

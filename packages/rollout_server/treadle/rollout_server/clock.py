@@ -1,0 +1,40 @@
+"""The clock: what code that waits is given instead of the time.
+
+Invariant: product code reads the time and sets timers only through a `Clock`, so a test
+with `testing.FakeClock` decides when each timer fires and no test sleeps. The running
+event loop is a `Clock`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Timer(Protocol):
+    """A callback that has not run yet."""
+
+    def cancel(self) -> None:
+        """Keeps the callback from running; does nothing once it ran."""
+
+
+class Clock(Protocol):
+    """Monotonic seconds, and timers in them."""
+
+    def time(self) -> float:
+        """Seconds since an arbitrary instant."""
+
+    def call_at(self, when: float, callback: Callable[[], None], /) -> Timer:
+        """Runs `callback` on the event loop once `time()` reaches `when`."""
+
+
+async def sleep_until(clock: Clock, when: float) -> None:
+    """Waits for an instant; gives other tasks a turn even when it has passed."""
+    if clock.time() >= when:
+        await asyncio.sleep(0)
+        return
+    reached = asyncio.get_running_loop().create_future()
+    timer = clock.call_at(when, lambda: reached.done() or reached.set_result(None))
+    try:
+        await reached
+    finally:
+        timer.cancel()

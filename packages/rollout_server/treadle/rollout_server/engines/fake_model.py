@@ -1,0 +1,138 @@
+"""The fake model: a distribution over next tokens computed by hashing, not by learning.
+
+Invariant: the distribution depends on the weights' fingerprint and the prefix alone, and
+the draw from it on the seed and the position, so every token can be told in advance and
+any change of weights changes nearly every token. Pure; no engine state.
+
+A position offers at most eight candidate ids with logits in [0, 4), enough for sampling
+parameters to have their true effect and log-probs their true values.
+"""
+
+import hashlib
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+
+from treadle.rollout_server.engine import NamedTensor, Sampling
+
+BLOCK_TOKENS = 16
+"""Tokens in a prefix-cache block."""
+
+_CANDIDATES = struct.Struct("<8I8H")
+_LOGIT_RANGE = 4.0
+
+
+class Prefix:
+    """A growing sequence of ids, hashed as it grows."""
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        self._hash = hashlib.blake2b(digest_size=_CANDIDATES.size)
+        self.length = 0
+        self.seen: set[int] = set()
+        for _ in self.extend(token_ids):
+            pass
+
+    def extend(self, token_ids: Iterable[int]) -> Iterator[bytes]:
+        """Appends ids; yields the key of each cache block that becomes full."""
+        for token_id in token_ids:
+            self._hash.update(token_id.to_bytes(4, "little"))
+            self.seen.add(token_id)
+            self.length += 1
+            if self.length % BLOCK_TOKENS == 0:
+                yield self._hash.digest()
+
+    def digest(self, fingerprint: bytes) -> bytes:
+        """48 bytes that stand for this prefix under these weights."""
+        mixed = self._hash.copy()
+        mixed.update(fingerprint)
+        return mixed.digest()
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, str, int]]) -> bytes:
+    """Fingerprint of a weight set, whatever order it came in.
+
+    Args:
+        tensors: (name, label, CRC-32 of the bytes) of each tensor.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    for entry in sorted(tensors):
+        total.update(repr(entry).encode())
+    return total.digest()
+
+
+def fingerprint_entry(tensor: NamedTensor) -> tuple[str, str, int]:
+    """A tensor's entry in `fingerprint_of`."""
+    return tensor.spec.name, tensor.spec.label, zlib.crc32(tensor.data)
+
+
+def logits(prefix: Prefix, fingerprint: bytes, vocab_size: int) -> dict[int, float]:
+    """Candidate ids after a prefix, with their logits, in order of the ids."""
+    fields = _CANDIDATES.unpack(prefix.digest(fingerprint))
+    found: dict[int, float] = {}
+    for raw_id, raw_logit in zip(fields[:8], fields[8:], strict=True):
+        token_id = raw_id % vocab_size
+        found[token_id] = max(found.get(token_id, 0.0), raw_logit / 65536 * _LOGIT_RANGE)
+    return dict(sorted(found.items()))
+
+
+def sample(
+    candidates: dict[int, float], sampling: Sampling, *, seen: set[int], seed: int, position: int
+) -> tuple[int, float]:
+    """Draws the next token.
+
+    Args:
+        candidates: From `logits`.
+        sampling: How to draw.
+        seen: Ids of the prefix, which `repetition_penalty` penalises.
+        seed: Of the sequence.
+        position: Of the token in prompt plus completion.
+
+    Returns:
+        The id, and its log-probability in nats under the distribution drawn from.
+    """
+    scores = {
+        token_id: _penalised(logit, sampling.repetition_penalty) if token_id in seen else logit
+        for token_id, logit in candidates.items()
+    }
+    if sampling.temperature == 0:
+        return max(scores, key=lambda token_id: (scores[token_id], -token_id)), 0.0
+    weights = _truncated(scores, sampling)
+    total = sum(weights.values())
+    target = _uniform(seed, position) * total
+    # Rounding may leave a crumb of target after the last id; it belongs to the likeliest.
+    drawn = next(iter(weights))
+    for token_id, weight in weights.items():
+        target -= weight
+        if target < 0:
+            drawn = token_id
+            break
+    return drawn, min(0.0, math.log(weights[drawn] / total))
+
+
+def _penalised(logit: float, penalty: float) -> float:
+    return logit / penalty if logit > 0 else logit * penalty
+
+
+def _truncated(scores: dict[int, float], sampling: Sampling) -> dict[int, float]:
+    """Unnormalised probabilities of the ids that the filters leave, likeliest first."""
+    peak = max(scores.values())
+    ranked = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: sampling.top_k]
+    weights = [(i, math.exp((score - peak) / sampling.temperature)) for i, score in ranked]
+    limit = sampling.top_p * sum(weight for _, weight in weights)
+    kept: dict[int, float] = {}
+    before = 0.0
+    for token_id, weight in weights:
+        # Nucleus: an id stays while the likelier ones have not reached top_p (1904.09751).
+        if kept and before >= limit:
+            break
+        kept[token_id] = weight
+        before += weight
+    floor = sampling.min_p * weights[0][1]
+    return {token_id: weight for token_id, weight in kept.items() if weight >= floor}
+
+
+def _uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11) / (1 << 53)

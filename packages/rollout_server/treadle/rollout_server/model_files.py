@@ -1,0 +1,64 @@
+"""A Hugging Face model directory, read without transformers.
+
+Invariant: what is told here comes from the files alone, so an engine without torch can
+claim a model and a server can name its tokenizer.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from treadle.rollout_server.engine import ModelInfo, TensorSpec
+from treadle.rollout_server.safetensors_file import read_header
+
+
+def tokenizer_sha256(directory: Path) -> bytes:
+    """SHA-256 of ``tokenizer.json``; empty when there is none."""
+    path = directory / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
+
+
+def read_model(directory: Path, *, context_length: int | None = None) -> ModelInfo:
+    """What ``config.json`` says of a model.
+
+    Args:
+        directory: Holds ``config.json``; ``generation_config.json`` may name more
+            end-of-sequence ids and wins over it.
+        context_length: Shortens the model's own.
+
+    Raises:
+        OSError: There is no ``config.json``.
+        ValueError: It lacks a needed key, or `context_length` is longer than the model's.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    missing = [key for key in ("vocab_size", "max_position_embeddings") if key not in config]
+    if missing:
+        raise ValueError(f"{directory / 'config.json'} lacks {', '.join(missing)}")
+    generation_path = directory / "generation_config.json"
+    generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    longest = int(config["max_position_embeddings"])
+    if context_length is not None and context_length > longest:
+        raise ValueError(
+            f"model.context_length is {context_length}, the model in {directory} has {longest}"
+        )
+    return ModelInfo(
+        architecture=str((config.get("architectures") or [""])[0]),
+        vocab_size=int(config["vocab_size"]),
+        context_length=context_length or longest,
+        eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        tokenizer_sha256=tokenizer_sha256(directory),
+    )
+
+
+def read_parameters(directory: Path) -> tuple[TensorSpec, ...]:
+    """The tensors of the directory's ``*.safetensors`` files, by name.
+
+    Raises:
+        ValueError: There is no such file, or one is malformed.
+    """
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{directory} holds no *.safetensors file")
+    specs = [stored.spec for path in paths for stored in read_header(path)]
+    return tuple(sorted(specs, key=lambda spec: spec.name))
