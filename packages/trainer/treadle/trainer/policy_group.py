@@ -30,6 +30,7 @@ from treadle.trainer.policy_commands import (
     Meet,
     Stop,
 )
+from treadle.trainer.tasks import together
 
 __all__ = ["PolicyError", "PolicyGroup"]
 
@@ -107,9 +108,7 @@ class PolicyGroup:
 
     async def _start(self) -> None:
         size = self._config.parallel.num_ranks
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(self._start_rank(number)) for number in range(size)]
-        self._ranks = [task.result() for task in starting]
+        self._ranks = await together(self._start_rank(number) for number in range(size))
         address, port = "127.0.0.1", 0
         if size > 1:
             meeting = (await self._exchange([Meet()] + [None] * (size - 1)))[0]

@@ -17,6 +17,7 @@ from treadle.trainer.config.schema import FileTransportConfig, RunConfig
 from treadle.trainer.launch.environment import cpu_count, thread_variables
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError, ProcessSpec
+from treadle.trainer.tasks import together
 from treadle.trainer.weight_sync.client import WeightSyncClient
 
 __all__ = ["Replica", "ReplicaSet", "ReplicasLostError"]
@@ -57,9 +58,8 @@ class ReplicaSet:
             ProcessError: one did not start.
         """
         names = [f"rollout-{number}" for number in range(self._config.rollout.num_replicas)]
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(self._start(name)) for name in names]
-        self._live = {replica.name: replica for replica in (task.result() for task in starting)}
+        started = await together(self._start(name) for name in names)
+        self._live = {replica.name: replica for replica in started}
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

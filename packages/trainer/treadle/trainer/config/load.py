@@ -78,7 +78,7 @@ def _parse_argument(text: str) -> Assignment:
         value = parse_value(raw)
     except ScalarError as error:
         raise ConfigError(f"{key}: {error}") from None
-    return Assignment(key=key, value=value, source=text, text=raw.strip(), base=Path())
+    return Assignment(key=key, value=value, source=text, text=raw.strip(), base=Path.cwd())
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -256,8 +256,6 @@ class TracingConfig(Section):
 
     backend: Literal["none", "jsonl"] = "none"
     """jsonl: spans go to traces.jsonl in the run directory."""
-    token_text: bool = False
-    """Add the decoded text to spans that carry token ids."""
 
 
 class RunDirConfig(Section):

@@ -69,7 +69,6 @@ _RENAMED = {
     "actor_rollout_ref.rollout.response_length": "rollout.response_length",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.top_p": "rollout.top_p",
-    "actor_rollout_ref.rollout.trace.token2text": "tracing.token_text",
     "actor_rollout_ref.rollout.val_kwargs.n": "rollout.val.samples_per_prompt",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "rollout.val.temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "rollout.val.top_p",
@@ -83,7 +82,6 @@ _RENAMED = {
     "trainer.log_val_generations": "run.val_trajectories",
     "trainer.max_actor_ckpt_to_keep": "schedule.keep_checkpoints",
     "trainer.project_name": "run.project",
-    "trainer.rollout_trace.token2text": "tracing.token_text",
     "trainer.total_epochs": "schedule.total_epochs",
     "trainer.total_training_steps": "schedule.total_steps",
     "trainer.val_before_train": "schedule.val_before_train",
@@ -147,6 +145,7 @@ _IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _PACKED = "micro-batches are packed by tokens: policy.micro_batch_tokens"
 _MEMORY = "trainer and rollout servers do not share devices"
 _GPU_ENGINE = "a setting of GPU engines"
+_TEXT = "trajectories.jsonl always has the text of every span of tokens"
 
 _NOTED = {
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "the policy is Megatron's",
@@ -174,6 +173,7 @@ _NOTED = {
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": (
         "sampled ids are never tokenized again, so there is nothing to compare"
     ),
+    "actor_rollout_ref.rollout.trace.token2text": _TEXT,
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "see sync.transport.chunk_bytes",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val.temperature=0 is greedy",
     "algorithm.kl_ctrl.horizon": "read with algorithm.use_kl_in_reward only, which is off",
@@ -190,6 +190,7 @@ _NOTED = {
     "ray_init.num_cpus": "set launch=ray launch.cpus_per_process",
     "trainer.balance_batch": "sequences are always balanced over the data-parallel ranks",
     "trainer.device": "the policy takes the GPU where there is one",
+    "trainer.rollout_trace.token2text": _TEXT,
     "trainer.logger": "metrics go to the console, metrics.jsonl, curves.png and report.html",
 }
 

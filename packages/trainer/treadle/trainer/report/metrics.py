@@ -67,6 +67,16 @@ class MetricsLog:
             self._last_step = -1
         self._file: BinaryIO = path.open("ab", buffering=0)
 
+    @property
+    def last_step(self) -> int:
+        """The step of the newest line; -1 when there is none."""
+        return self._last_step
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last line, or -1 if there is none."""
+        return self._last_step
+
     def append(self, step: int, values: Record) -> None:
         """Write the line of `step`; it is on the disk on return.
 

@@ -1,0 +1,194 @@
+"""The run directory's state: checkpoints, the newest one, and what a run was told.
+
+Invariant: `checkpoints/latest` names a complete checkpoint or does not exist. A checkpoint is
+written under a `.partial` name, then renamed, then named in `latest`, each step atomic; whatever
+a killed trainer leaves behind is removed by the next. One trainer uses a run directory at a
+time: it holds a lock on `lock`, which the operating system frees when it dies.
+
+What a checkpoint needs besides the policy is the step: data order and seeds are functions of it.
+It also carries the step's metrics, in case the trainer dies before they are logged.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Checkpoint", "Checkpoints", "RunDirectory", "RunDirectoryError", "write_json"]
+
+_FORMAT = 1
+
+
+class RunDirectoryError(RuntimeError):
+    """The run directory cannot be used or written; the message names it, the cause and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    policy_directory: Path
+    metrics: Mapping[str, float]
+    """The metrics of `step`."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file that is complete or not there."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class RunDirectory:
+    """A run's directory, locked while it is used: `with RunDirectory(path) as directory:`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        """Makes and locks the directory.
+
+        Raises:
+            RunDirectoryError: it cannot be made, or another trainer uses it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunDirectoryError(f"run.dir={self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._lock, 20).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise RunDirectoryError(
+                f"run.dir={self.path} is in use by another trainer (pid {owner}): wait for it, "
+                "end it, or choose another directory"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, f"{os.getpid()}\n".encode())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Frees the directory."""
+        assert self._lock is not None
+        os.close(self._lock)
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / "config.json").exists()
+
+    def read_config(self) -> Mapping[str, Any]:
+        """What the run that was begun here was told."""
+        value = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        assert isinstance(value, dict)
+        return value
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Notes what the run is told."""
+        write_json(self.path / "config.json", config)
+
+
+class Checkpoints:
+    """The checkpoints of a run."""
+
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        """Args: directory: `checkpoints` of the run directory; keep: newest ones to keep."""
+        self._directory = directory
+        self._keep = keep
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint.
+
+        Raises:
+            RunDirectoryError: `latest` names one that cannot be read.
+        """
+        pointer = self._directory / "latest"
+        if not pointer.exists():
+            return None
+        directory = self._directory / pointer.read_text(encoding="utf-8").strip()
+        try:
+            state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{pointer} names {directory}, which cannot be read: {error}. Name another "
+                "checkpoint in it, or begin again with another run.dir"
+            ) from None
+        if state["format"] != _FORMAT:
+            raise RunDirectoryError(
+                f"{directory} has checkpoint format {state['format']}, this release reads {_FORMAT}"
+            )
+        return Checkpoint(
+            step=state["step"], policy_directory=directory / "policy", metrics=state["metrics"]
+        )
+
+    async def save(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        save_policy: Callable[[Path], Awaitable[None]],
+    ) -> None:
+        """Writes the checkpoint of `step` and makes it the newest.
+
+        Args:
+            step: Steps trained.
+            metrics: Of `step`.
+            save_policy: Writes the policy to a directory that does not exist.
+
+        Raises:
+            RunDirectoryError: the disk is full or cannot be written; the newest checkpoint is
+                still the one before.
+        """
+        name = f"step-{step:08d}"
+        partial = self._directory / f"{name}.partial"
+        try:
+            self._remove_partial()
+            if (self._directory / name).exists():  # from before the run was set back
+                shutil.rmtree(self._directory / name)
+            partial.mkdir(parents=True)
+            await save_policy(partial / "policy")
+            write_json(
+                partial / "state.json", {"format": _FORMAT, "step": step, "metrics": dict(metrics)}
+            )
+            partial.rename(self._directory / name)
+            pointer = self._directory / "latest.partial"
+            pointer.write_text(f"{name}\n", encoding="utf-8")
+            pointer.replace(self._directory / "latest")
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RunDirectoryError(
+                f"the checkpoint of step {step} cannot be written to {self._directory}: "
+                f"{error.strerror or error}. The run goes on from the one before: make room and "
+                "start it again with the same run.dir"
+            ) from error
+        self._remove_old()
+
+    def _remove_partial(self) -> None:
+        if self._directory.exists():
+            for leftover in self._directory.glob("*.partial"):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
+
+    def _remove_old(self) -> None:
+        complete = sorted(path for path in self._directory.glob("step-*") if path.is_dir())
+        for path in complete[: -self._keep]:
+            shutil.rmtree(path)

@@ -1,0 +1,131 @@
+"""The configuration as text: `--help`, `--print-config` and docs/config.md, from the models.
+
+`python -m treadle.trainer.config.describe PATH` writes the document; a test holds it current.
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from treadle.trainer.config.keys import Leaf, all_leaves, all_sections
+from treadle.trainer.config.load import LoadedConfig
+
+__all__ = ["document", "key_listing", "value_listing"]
+
+
+def key_listing() -> str:
+    """Every key with type, default, bounds and doc, for a terminal."""
+    lines = ["keys:"]
+    for leaf in all_leaves().values():
+        lines.append(f"  {leaf.key}  ({_type(leaf)}; {_default(leaf)})")
+        lines += textwrap.wrap(leaf.doc, 92, initial_indent="      ", subsequent_indent="      ")
+    lines.append("\nverl's keys are accepted where they mean something here.")
+    return "\n".join(lines)
+
+
+def value_listing(loaded: LoadedConfig) -> str:
+    """Every leaf of the resolved tree as `key = value  # source`."""
+    values = _values(loaded.config.model_dump(mode="json"))
+    entries = [
+        (f"{key} = {_written(values[key])}", loaded.sources[key])
+        for key in all_leaves()
+        if key in values
+    ]
+    width = min(72, max(len(left) for left, _ in entries))
+    return "\n".join(f"{left:<{width}}  # {source}" for left, source in entries)
+
+
+def document() -> str:
+    """The reference of all keys, in Markdown."""
+    return "\n".join(_document_lines())
+
+
+def _document_lines() -> Iterator[str]:
+    yield "# Configuration"
+    yield ""
+    yield "Generated from the models by `python -m treadle.trainer.config.describe docs/config.md`."
+    yield "Layers, later wins: defaults, `--config file.yaml` (repeatable), `key=value`. Lists are"
+    yield "replaced. Choosing the `kind` of a section starts that section afresh; its name alone is"
+    yield "short for it (`sync.transport=file`). Paths in a file are relative to that file."
+    section = None
+    for leaf in all_leaves().values():
+        name = leaf.key.rpartition(".")[0]
+        if name != section:
+            section = name
+            yield ""
+            yield f"## {name}"
+            yield ""
+            yield f"{' '.join(all_sections()[name].doc.split())}"
+            yield ""
+            yield "| Key | Type | Default | Meaning |"
+            yield "|---|---|---|---|"
+        only = f" Only with kind {' or '.join(leaf.variants)}." if leaf.variants else ""
+        cells = (f"`{leaf.key}`", _type(leaf), _default(leaf), leaf.doc + only)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def _type(leaf: Leaf) -> str:
+    names = [_type_name(member) for member in leaf.alternatives]
+    bounds = [
+        f"{symbol} {getattr(constraint, name):g}"
+        for constraint in _constraints(leaf)
+        for name, symbol in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(constraint, name, None) is not None
+    ]
+    return ", ".join([" or ".join(names), *bounds])
+
+
+def _constraints(leaf: Leaf) -> list[Any]:
+    found = list(leaf.field.metadata)
+    pending = [leaf.field.annotation]
+    while pending:
+        annotation = pending.pop()
+        found += getattr(annotation, "__metadata__", ())
+        pending += get_args(annotation)
+    flat = [inner for item in found for inner in (item, *getattr(item, "metadata", ()))]
+    return flat
+
+
+def _type_name(member: Any) -> str:
+    if member is NoneType:
+        return "null"
+    if get_origin(member) is Literal:
+        return " or ".join(str(value) for value in get_args(member))
+    if get_origin(member) is tuple:
+        return f"list of {_type_name(get_args(member)[0])}"
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+    return names.get(member, str(member))
+
+
+def _default(leaf: Leaf) -> str:
+    return "required" if leaf.required else f"default {_written(leaf.default)}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _values(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            values |= _values(value, f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document(), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Schedules: in which order rollout, update, weight sync and the rest take place."""

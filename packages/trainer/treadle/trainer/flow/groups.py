@@ -1,0 +1,114 @@
+"""Groups: the trajectories of a step, compared within their rows, as sequences to train on.
+
+Survivor rule: a trajectory that failed is never trained on, and its group goes on without it. A
+group of which fewer than two are left says nothing about what was better than what, so it is
+left out whole. Every loss is counted. A step of which no group is left cannot be trained on.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop import Trajectory
+from treadle.trainer.algorithms.advantage import group_advantages
+from treadle.trainer.policy import TrainSequence
+
+__all__ = ["NoGroupLeftError", "StepBatch", "make_batch"]
+
+
+class NoGroupLeftError(RuntimeError):
+    """No group of a step can be trained on; the message says what became of the trajectories."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What a step trains on.
+
+    Attributes:
+        sequences: Of the surviving groups, group by group.
+        num_groups: Groups that the step began with.
+        num_dropped_groups: Groups left out.
+        num_failed: Trajectories that failed.
+        num_groups_with_signal: Groups whose rewards differ; the others have advantage 0.
+        causes: A line for each kind of failure, with how often it happened.
+    """
+
+    sequences: tuple[TrainSequence, ...]
+    num_groups: int
+    num_dropped_groups: int
+    num_failed: int
+    num_groups_with_signal: int
+    causes: tuple[str, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """The counts as metrics."""
+        trained = self.num_groups - self.num_dropped_groups
+        return {
+            "groups/trained": trained,
+            "groups/dropped": self.num_dropped_groups,
+            "groups/with_signal": self.num_groups_with_signal / trained,
+            "sequences/trained": len(self.sequences),
+        }
+
+
+def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> StepBatch:
+    """The batch of a step.
+
+    Args:
+        trajectories: In the order of the step's tasks, so that groups are adjacent.
+        norm_by_std: See `group_advantages`.
+
+    Raises:
+        NoGroupLeftError: no group has enough survivors.
+    """
+    groups = [
+        list(members)
+        for _, members in itertools.groupby(trajectories, key=lambda t: t.task.task_id)
+    ]
+    needed = 2 if any(len(group) > 1 for group in groups) else 1
+    survivors = [[t for t in group if t.error is None] for group in groups]
+    kept = [group for group in survivors if len(group) >= needed]
+    failed = [t for t in trajectories if t.error is not None]
+    causes = tuple(_causes(failed))
+    if not kept:
+        raise NoGroupLeftError(
+            f"none of {len(groups)} groups has {needed} trajectories that ended well "
+            f"({len(failed)} of {len(trajectories)} failed): " + "; ".join(causes)
+        )
+    members = [trajectory for group in kept for trajectory in group]
+    advantages = group_advantages(
+        [_reward(t) for t in members], [t.task.task_id for t in members], norm_by_std=norm_by_std
+    )
+    return StepBatch(
+        sequences=tuple(map(_sequence, members, advantages)),
+        num_groups=len(groups),
+        num_dropped_groups=len(groups) - len(kept),
+        num_failed=len(failed),
+        num_groups_with_signal=sum(len({_reward(t) for t in group}) > 1 for group in kept),
+        causes=causes,
+    )
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None, "every trajectory that ended well has been scored"
+    return trajectory.reward
+
+
+def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
+    tokens = trajectory.tokens
+    return TrainSequence(
+        ids=tokens.ids,
+        loss_mask=tokens.loss_mask,
+        rollout_logprobs=tokens.logprobs,
+        advantages=(advantage,) * len(tokens.ids),
+    )
+
+
+def _causes(failed: Iterable[Trajectory]) -> Iterable[str]:
+    """`3 x GenerationTimeoutError, as: ...`, the most frequent first."""
+    by_kind: dict[str, list[str]] = {}
+    for trajectory in failed:
+        error = trajectory.error
+        by_kind.setdefault(type(error).__name__, []).append(str(error))
+    for kind, texts in sorted(by_kind.items(), key=lambda item: -len(item[1])):
+        yield f"{len(texts)} x {kind}, as: {texts[0]}"

@@ -1,0 +1,117 @@
+"""The pieces of a run that is under way, and the moves that every schedule is made of.
+
+Invariant: `version` is the weight version that the replicas in the rotation sample from, and
+equals the number of steps trained. A move that fails leaves the run to end; nothing is retried
+here, because what can be retried is retried where it failed.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
+from treadle.trainer.checkpoint import Checkpoints
+from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.data import DataOrder, Prompt
+from treadle.trainer.policy import TrainSequence
+from treadle.trainer.policy_commands import Save, Update, UpdateStats
+from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.replicas import ReplicaSet
+from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
+from treadle.trainer.rollout import Rollout
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+
+__all__ = ["Run", "Timer", "sampling_params"]
+
+
+def sampling_params(
+    config: RunConfig, *, temperature: float, top_p: float, top_k: int | None
+) -> SamplingParams:
+    """Sampling of one completion; seeds come with the tasks."""
+    return SamplingParams(
+        max_tokens=config.rollout.response_length,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+    )
+
+
+@dataclass(slots=True)
+class Timer:
+    """Seconds per phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _started: float = field(default_factory=time.perf_counter)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts what happens inside as `time/<name>_s`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"time/{name}_s"
+            self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - began
+
+    def metrics(self) -> dict[str, float]:
+        """All phases so far, and `time/step_s` since the timer was made."""
+        return {**self.seconds, "time/step_s": time.perf_counter() - self._started}
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A run under way."""
+
+    config: RunConfig
+    train: Sequence[Prompt]
+    val: Sequence[Prompt]
+    order: DataOrder
+    total_steps: int
+    version: int
+    policy: PolicyGroup
+    replicas: ReplicaSet
+    rollout: Rollout
+    publisher: WeightPublisher
+    checkpoints: Checkpoints
+    metrics_log: MetricsLog
+    trajectory_log: TrajectoryLog
+    progress: Progress
+
+    async def sample(
+        self, phase: str, tasks: Sequence[AgentTask], sampling: SamplingParams
+    ) -> list[Trajectory]:
+        """One trajectory per task, from the present weights."""
+        with self.progress.phase(phase, total=len(tasks)):
+            return await self.rollout.run(
+                tasks,
+                sampling,
+                min_weight_version=self.version,
+                on_end=self.progress.advance,
+            )
+
+    async def train_on(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
+        """The optimizer steps that one batch gives."""
+        with self.progress.phase("train"):
+            command = Update(sequences=tuple(sequences), algorithm=self.config.algorithm)
+            stats = (await self.policy.call(command))[0]
+        assert isinstance(stats, UpdateStats)
+        return stats
+
+    async def publish(self, version: int) -> float:
+        """Gives the policy's weights to all replicas, as `version`; the bytes of one copy."""
+        with self.progress.phase("sync"):
+            await self.rollout.heal()
+            report = await self.publisher.publish(version, self.replicas.clients)
+            for name, cause in report.failed.items():
+                self.progress.note(f"rollout server lost: {cause}")
+                await self.replicas.drop(name, cause)
+        self.version = version
+        return float(report.num_bytes)
+
+    async def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the checkpoint of `step`."""
+        with self.progress.phase("save"):
+            await self.checkpoints.save(
+                step, metrics, lambda directory: self.policy.call(Save(directory=directory))
+            )

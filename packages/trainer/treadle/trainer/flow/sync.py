@@ -1,0 +1,117 @@
+"""The synchronous schedule: rollout, reward, advantage, update, weight sync; then the next step.
+
+Invariant: the weights that sample step s are exactly those after step s - 1, so every token is
+on-policy. Trainer and servers take turns; nothing of step s + 1 begins before step s is logged.
+Order at the end of a step: publish, validate, checkpoint (which carries the metrics), log. A
+trainer that is killed anywhere resumes after the newest checkpoint and repeats what came after,
+with the same rows and the same seeds.
+"""
+
+from collections.abc import Mapping
+
+from treadle.trainer.evaluate import validate
+from treadle.trainer.flow.groups import StepBatch, make_batch
+from treadle.trainer.flow.run import Run, Timer, sampling_params
+from treadle.trainer.policy_commands import UpdateStats
+from treadle.trainer.report import rollout_metrics
+
+__all__ = ["run_sync"]
+
+
+async def run_sync(run: Run, *, first_step: int) -> None:
+    """Trains steps `first_step` to `run.total_steps`.
+
+    Raises:
+        NoGroupLeftError: a step gave nothing to train on.
+        ReplicasLostError: no rollout server is left.
+        PolicyError: a policy rank failed.
+        WeightSyncError: no server takes new weights.
+        RunDirectoryError: a checkpoint cannot be written.
+    """
+    if first_step == 1 and run.val and run.config.schedule.val_before_train:
+        timer = Timer()
+        metrics = await validate(run, step=0, timer=timer)
+        _log_step(run, 0, {**metrics, **timer.seconds})
+    for step in range(first_step, run.total_steps + 1):
+        await _train_step(run, step)
+
+
+async def _train_step(run: Run, step: int) -> None:
+    config, timer = run.config, Timer()
+    tasks = [
+        task
+        for index in run.order.batch(step)
+        for task in run.train[index].tasks(
+            samples=config.rollout.samples_per_prompt, seed=config.run.seed, step=step
+        )
+    ]
+    rollout = config.rollout
+    sampling = sampling_params(
+        config, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+    )
+    with timer.phase("rollout"):
+        trajectories = await run.sample("rollout", tasks, sampling)
+    run.trajectory_log.append(
+        step, trajectories, phase="train", limit=config.run.trajectories_per_step
+    )
+    batch = make_batch(trajectories, norm_by_std=config.algorithm.norm_by_std)
+    _report_losses(run, step, batch)
+    with timer.phase("train"):
+        stats = await run.train_on(batch.sequences)
+    with timer.phase("sync"):
+        num_bytes = await run.publish(step)
+    metrics = {
+        **rollout_metrics(trajectories),
+        **batch.metrics(),
+        **_update_metrics(stats),
+        "weights/version": float(run.version),
+        "weights/bytes": num_bytes,
+        "data/epoch": float(run.order.epoch(step)),
+    }
+    last = step == run.total_steps
+    if run.val and _due(config.schedule.val_every, step, last=last):
+        metrics |= await validate(run, step=step, timer=timer)
+    if _due(config.schedule.save_every, step, last=last):
+        with timer.phase("save"):
+            await run.save(step, {**metrics, **timer.metrics()})
+    _log_step(run, step, {**metrics, **timer.metrics()})
+
+
+def _due(every: int | None, step: int, *, last: bool) -> bool:
+    return every is not None and (last or step % every == 0)
+
+
+def _log_step(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+    run.metrics_log.append(step, metrics)
+    run.progress.step_done(step, metrics)
+
+
+def _report_losses(run: Run, step: int, batch: StepBatch) -> None:
+    if not batch.num_failed:
+        return
+    run.progress.note(
+        f"step {step}: {batch.num_failed} trajectories failed and are left out, with them "
+        f"{batch.num_dropped_groups} of {batch.num_groups} groups"
+    )
+    for cause in batch.causes:
+        run.progress.note(f"  {cause}")
+
+
+def _update_metrics(stats: UpdateStats) -> dict[str, float]:
+    """Means over the optimizer steps of one batch; sums of counts."""
+    steps = stats.steps
+    names = {name for step in steps for name in step.metrics}
+    metrics = {
+        name: sum(step.metrics.get(name, 0.0) for step in steps) / len(steps) for name in names
+    }
+    return metrics | {
+        "actor/loss": sum(step.loss for step in steps) / len(steps),
+        "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+        "actor/lr": steps[-1].learning_rate,
+        "actor/updates": float(len(steps)),
+        "actor/skipped_updates": float(sum(step.skipped for step in steps)),
+        "actor/micro_batches": float(sum(step.num_micro_batches for step in steps)),
+        "tokens/trained": float(sum(step.num_tokens for step in steps)),
+        "tokens/loss": float(sum(step.num_loss_tokens for step in steps)),
+        "actor/logprobs_s": stats.logprobs_s,
+    }

@@ -1,0 +1,169 @@
+"""The command line: argv -> configuration -> plan -> run.
+
+Exit status: 0 the run did what was asked; 2 something that the user gave is wrong, said in one
+message; 1 the run failed; 130 and 143 it was interrupted. In the last two cases the same command
+with the same `run.dir` goes on after the newest checkpoint.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
+
+__all__ = ["DEMO", "main"]
+
+DEMO = Path(__file__).parent / "demo" / "calculator" / "config.yaml"
+"""What runs when no configuration is named."""
+
+_USAGE = """\
+Trains a language model by reinforcement learning with tools. Without --config and model.path it
+trains the demo: a small model learns to use a calculator, on the CPU, in a few minutes."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="treadle", description=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="this text and all keys")
+    parser.add_argument(
+        "--config", action="append", default=[], type=Path, metavar="FILE",
+        help="YAML file; may be repeated, later ones win",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every key, its value and its source"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="as rollout.temperature=0.7; wins over files"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.help:
+        from treadle.trainer.config.describe import key_listing
+
+        _say(f"{parser.format_help()}\n{key_listing()}")
+        return 0
+    try:
+        loaded = load_config(args.config, args.overrides, default_file=DEMO)
+    except ConfigError as error:
+        return _fail(error)
+    for note in loaded.notes:
+        _say(f"note: {note}")
+    if args.print_config:
+        from treadle.trainer.config.describe import value_listing
+
+        _say(value_listing(loaded))
+    if args.dry_run:
+        return _dry_run(loaded)
+    return 0 if args.print_config else _train(loaded)
+
+
+def _dry_run(loaded: LoadedConfig) -> int:
+    from treadle.trainer.data import DataError, read_rows
+    from treadle.trainer.launch.environment import cpu_count
+    from treadle.trainer.plan import make_plan
+
+    data = loaded.config.data
+    try:
+        train_rows = read_rows(data.train_files)
+        val_rows = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
+        plan = make_plan(
+            loaded.config,
+            num_train_rows=len(train_rows),
+            num_val_rows=len(val_rows),
+            cpus=cpu_count(),
+        )
+    except (DataError, ValueError) as error:
+        return _fail(error)
+    _say(plan.text())
+    return 0
+
+
+def _train(loaded: LoadedConfig) -> int:
+    from treadle.agent_loop import SetupError
+    from treadle.trainer.checkpoint import RunDirectoryError
+    from treadle.trainer.data import DataError
+    from treadle.trainer.flow.groups import NoGroupLeftError
+    from treadle.trainer.launch.process import ProcessError
+    from treadle.trainer.policy_group import PolicyError
+    from treadle.trainer.replicas import ReplicasLostError
+    from treadle.trainer.report import print_summary
+    from treadle.trainer.training import read_all_rows, train
+    from treadle.trainer.weight_sync.errors import WeightSyncError
+
+    config = loaded.config
+    run_dir = config.run.dir or _new_run_dir(config.run.name)
+    try:
+        summary = asyncio.run(_until_signal(train(config, read_all_rows(config), run_dir)))
+    except (ConfigError, DataError, SetupError, RunDirectoryError) as error:
+        return _fail(error)
+    except PolicyError as error:
+        return _fail(error, status=2 if error.from_input else 1)
+    except (NoGroupLeftError, ProcessError, ReplicasLostError, WeightSyncError) as error:
+        return _fail(error, status=1)
+    except _Ended as ended:
+        _say(f"interrupted; to go on: run.dir={run_dir}", error=True)
+        return 128 + ended.number
+    print_summary(summary, run_dir)
+    return 0
+
+
+class _Ended(Exception):
+    """A signal asked the run to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+async def _until_signal(work):  # type: ignore[no-untyped-def]
+    """Awaits the work; SIGINT and SIGTERM cancel it, so that it ends what it has started."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if received:
+            raise _Ended(received[0]) from None
+        raise
+
+
+def _new_run_dir(name: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path.cwd() / "runs" / f"{name}-{stamp}"
+
+
+def _fail(error: Exception, *, status: int = 2) -> int:
+    _say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), error=True)
+    return status
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    stream = sys.stderr if error else sys.stdout
+    with contextlib.suppress(BrokenPipeError):
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The plan: what a configuration will do, as processes and sizes. Pure; nothing is started.
+
+It is printed at the start of a run and by `--dry-run`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from treadle.trainer.config.schema import RunConfig
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Processes and sizes of a run."""
+
+    config: RunConfig
+    num_train_rows: int
+    num_val_rows: int
+    cpus: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full steps in one pass over the training rows."""
+        return self.num_train_rows // self.config.data.prompts_per_step
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run."""
+        schedule = self.config.schedule
+        if schedule.total_steps is not None:
+            return schedule.total_steps
+        return schedule.total_epochs * self.steps_per_epoch
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """Trajectories that one step samples."""
+        return self.config.data.prompts_per_step * self.config.rollout.samples_per_prompt
+
+    @property
+    def policy_threads(self) -> int:
+        """CPU threads of one policy rank."""
+        wanted = self.config.launch.policy_threads
+        return wanted or max(1, self.cpus // self.config.policy.parallel.num_ranks)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """(what, how much), a line each."""
+        config = self.config
+        parallel, rollout, algorithm = config.policy.parallel, config.rollout, config.algorithm
+        updates = algorithm.updates_per_batch
+        per_update = self.trajectories_per_step // algorithm.mini_batches
+        yield "model", str(config.model.path)
+        yield (
+            "training rows",
+            f"{self.num_train_rows} ({self.steps_per_epoch} steps of "
+            f"{config.data.prompts_per_step} prompts an epoch)",
+        )
+        yield "steps", f"{self.total_steps} ({self.total_steps / max(1, self.steps_per_epoch):.2g} epochs)"
+        yield (
+            "a step",
+            f"{config.data.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
+            f"{self.trajectories_per_step} trajectories of at most {rollout.context_length} tokens "
+            f"({rollout.prompt_length} + {rollout.response_length})",
+        )
+        yield (
+            "updates a step",
+            f"{updates} of {per_update} trajectories, in micro-batches of "
+            f"{config.policy.micro_batch_tokens} tokens per rank",
+        )
+        yield (
+            "policy",
+            f"{parallel.num_ranks} processes (tensor {parallel.tensor} x pipeline "
+            f"{parallel.pipeline} x data {parallel.data}), {self.policy_threads} threads each, "
+            f"{config.policy.dtype}",
+        )
+        yield (
+            "rollout servers",
+            f"{rollout.num_replicas} x {rollout.name}, {rollout.max_in_flight} completions at a "
+            f"time each, {rollout.dtype}",
+        )
+        yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
+        yield "launcher", config.launch.kind
+        yield "validation", self._validation()
+        yield "checkpoints", _every(config.schedule.save_every)
+        yield "seed", str(config.run.seed)
+
+    def _validation(self) -> str:
+        if not self.num_val_rows:
+            return "none: data.val_files is empty"
+        val, schedule = self.config.rollout.val, self.config.schedule
+        before = "before training, " if schedule.val_before_train else ""
+        return (
+            f"{self.num_val_rows} rows x {val.samples_per_prompt} at temperature "
+            f"{val.temperature:g}, {before}{_every(schedule.val_every)}"
+        )
+
+    def text(self) -> str:
+        """The plan as a table."""
+        rows = list(self.rows())
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(f"{what:<{width}}  {how_much}" for what, how_much in rows)
+
+
+def _every(steps: int | None) -> str:
+    return "never" if steps is None else f"every {steps} steps and after the last"
+
+
+def make_plan(
+    config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus: int
+) -> Plan:
+    """The plan of a configuration over so many rows.
+
+    Raises:
+        ValueError: there are too few rows for one step.
+    """
+    plan = Plan(config=config, num_train_rows=num_train_rows, num_val_rows=num_val_rows, cpus=cpus)
+    if not plan.steps_per_epoch:
+        raise ValueError(
+            f"data.prompts_per_step={config.data.prompts_per_step} exceeds the {num_train_rows} "
+            "training rows: lower it or give more rows"
+        )
+    return plan

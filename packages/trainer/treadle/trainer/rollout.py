@@ -1,0 +1,202 @@
+"""The rollout: tasks in, one trajectory for each out, sampled by the replicas.
+
+Invariant: the result holds exactly one trajectory per task, in the order of the tasks, whatever
+order they ended in; nothing downstream depends on timing. Every token is of the weight version
+asked for, or newer.
+
+A replica that dies while tasks run: the client moves its sessions to the others. If none is left
+the tasks under way are cancelled. Either way dead replicas are then started again and given the
+present weights, and tasks that failed through no fault of the model are attempted once more;
+when no replica is left and none may be started, `ReplicasLostError` names them all.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop import (
+    AgentTask,
+    ChatRenderer,
+    LoopLimits,
+    LoopRegistry,
+    OnMalformedCall,
+    Retry,
+    RewardFn,
+    RolloutRunner,
+    SamplingParams,
+    Services,
+    SetupError,
+    SingleTurnLoop,
+    Tool,
+    ToolAgentLoop,
+    Trajectory,
+    TruncateSide,
+)
+from treadle.agent_loop.rpc import Requirements, connect
+from treadle.trainer.config.schema import AgentConfig, RunConfig
+from treadle.trainer.replicas import ReplicaSet
+
+__all__ = ["Rollout", "agent_loops", "loop_limits"]
+
+_LOOK_EVERY_S = 0.5
+_log = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+Republish = Callable[[Sequence[str]], Awaitable[None]]
+
+
+def agent_loops(config: AgentConfig) -> LoopRegistry:
+    """The agent loops that rows can name."""
+    on_malformed_call = OnMalformedCall(config.on_malformed_call)
+    return LoopRegistry(
+        {
+            "single_turn": SingleTurnLoop(),
+            "tool_agent": ToolAgentLoop(on_malformed_call=on_malformed_call),
+        }
+    )
+
+
+def loop_limits(config: RunConfig) -> LoopLimits:
+    """The bounds of one trajectory."""
+    agent = config.agent
+    return LoopLimits(
+        max_response_tokens=config.rollout.response_length,
+        max_context_tokens=config.rollout.context_length,
+        max_assistant_turns=agent.max_assistant_turns,
+        max_user_turns=agent.max_user_turns,
+        max_parallel_calls=agent.max_parallel_calls,
+        max_tool_response_chars=agent.max_tool_response_chars,
+        tool_response_truncate_side=TruncateSide(agent.tool_response_truncate_side),
+        tool_timeout_s=agent.tool_timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Runs tasks on the replicas.
+
+    Attributes:
+        config: Of the run.
+        replicas: The servers.
+        renderer: The model's chat format.
+        requirements: What the servers must offer.
+        tools: By name.
+        reward: Scores each trajectory.
+        republish: Gives the present weights to the replicas of these names, which have just been
+            started again.
+    """
+
+    config: RunConfig
+    replicas: ReplicaSet
+    renderer: ChatRenderer
+    requirements: Requirements
+    tools: Mapping[str, Tool]
+    reward: RewardFn
+    republish: Republish
+
+    async def run(
+        self,
+        tasks: Sequence[AgentTask],
+        sampling: SamplingParams,
+        *,
+        min_weight_version: int,
+        on_end: Callable[[], None],
+    ) -> list[Trajectory]:
+        """Runs every task; `on_end` is called for each trajectory that ends.
+
+        Raises:
+            ReplicasLostError: no replica is left.
+            SetupError: replicas and renderer do not fit.
+        """
+        ended: dict[Key, Trajectory] = {}
+        waiting = list(tasks)
+        await self.heal()
+        while waiting:
+
+            async def keep(trajectory: Trajectory) -> None:
+                ended[_key(trajectory.task)] = trajectory
+                if not _may_go_again(trajectory):
+                    on_end()
+
+            try:
+                await self._run_until_all_lost(waiting, sampling, keep, min_weight_version)
+            except SetupError:  # a replica that died before the handshake is no misfit
+                if not await self.heal():
+                    raise
+            else:
+                if not await self.heal():
+                    break
+            waiting = [
+                task
+                for task in tasks
+                if (had := ended.get(_key(task))) is None or _may_go_again(had)
+            ]
+            if waiting:
+                _log.warning("attempting %d trajectories again", len(waiting))
+        return [ended[_key(task)] for task in tasks]
+
+    async def heal(self) -> bool:
+        """Replaces replicas that died; whether any had to be.
+
+        Raises:
+            ReplicasLostError: no replica is left.
+        """
+        died = await self.replicas.look()
+        revived = await self.replicas.revive()
+        if revived:
+            await self.republish(revived)
+        return bool(died or revived)
+
+    async def _run_until_all_lost(
+        self,
+        tasks: Sequence[AgentTask],
+        sampling: SamplingParams,
+        sink: Callable[[Trajectory], Awaitable[None]],
+        min_weight_version: int,
+    ) -> None:
+        """Runs the tasks; returns early, with some of them not ended, when no replica is alive."""
+        async with connect(self.replicas.addresses, requirements=self.requirements) as generator:
+            runner = RolloutRunner(
+                agent_loops(self.config.agent),
+                Services(
+                    generator=generator,
+                    renderer=self.renderer,
+                    limits=loop_limits(self.config),
+                    sampling=sampling,
+                    tools=self.tools,
+                    reward=self.reward,
+                    min_weight_version=min_weight_version,
+                ),
+                max_in_flight=self.config.rollout.max_in_flight * len(self.replicas.live),
+                deadline_s=self.config.agent.deadline_s,
+                strategy=Retry(max_attempts=self.config.agent.max_attempts),
+            )
+            running = asyncio.create_task(runner.run(tasks, sink))
+            watching = asyncio.create_task(self._all_lost())
+            try:
+                await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()
+            finally:
+                for task in (running, watching):
+                    task.cancel()
+                await asyncio.wait({running, watching})
+            if not watching.cancelled():
+                watching.result()
+
+    async def _all_lost(self) -> None:
+        """Returns when no replica is alive."""
+        while True:
+            alive = [await replica.process.poll() is None for replica in self.replicas.live]
+            if not any(alive):
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _key(task: AgentTask) -> Key:
+    return task.task_id, task.rollout_index
+
+
+def _may_go_again(trajectory: Trajectory) -> bool:
+    return trajectory.error is not None and trajectory.error.retryable
