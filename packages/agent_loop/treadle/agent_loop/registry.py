@@ -123,7 +123,12 @@ def _import_loop(name: str) -> AgentLoop:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownLoopError(f"agent loop {name!r} cannot be imported: {error}") from error
-    loop = factory() if isinstance(factory, type) else factory
+    try:
+        loop = factory() if isinstance(factory, type) else factory
+    except TypeError as error:
+        raise UnknownLoopError(
+            f"agent loop {name!r} cannot be made without arguments: {error}"
+        ) from error
     if not callable(getattr(loop, "run", None)):
         raise UnknownLoopError(f"agent loop {name!r} has no method run(task, services)")
     return cast(AgentLoop, loop)

@@ -62,7 +62,7 @@ class ScriptedGenerator:
         self._context_length = context_length
         self._gate = asyncio.Event()
         self._gate.set()
-        self.arrived = asyncio.Condition()
+        self._arrived = asyncio.Condition()
         self.requests: list[Request] = []
         self.finished_sessions: list[str] = []
         self.num_running = 0
@@ -78,8 +78,8 @@ class ScriptedGenerator:
 
     async def until_running(self, count: int) -> None:
         """Waits until `count` calls are under way."""
-        async with self.arrived:
-            await self.arrived.wait_for(lambda: self.num_running >= count)
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self.num_running >= count)
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
@@ -103,8 +103,8 @@ class ScriptedGenerator:
             )
         self.num_running += 1
         try:
-            async with self.arrived:
-                self.arrived.notify_all()
+            async with self._arrived:
+                self._arrived.notify_all()
             async with asyncio.timeout_at(request.deadline):
                 await self._gate.wait()
                 await asyncio.sleep(0)

@@ -35,6 +35,12 @@ class ScriptedTool:
         self.num_opened = 0
         self.num_closed = 0
         self._results = iter(tuple(results))
+        self._called = asyncio.Condition()
+
+    async def until_called(self, count: int) -> None:
+        """Waits until `count` calls have come."""
+        async with self._called:
+            await self._called.wait_for(lambda: len(self.calls) >= count)
 
     async def open(self, task: AgentTask) -> "_ScriptedSession":
         """Opens a session."""
@@ -44,6 +50,8 @@ class ScriptedTool:
     async def take(self, arguments: Mapping[str, object]) -> ToolResult:
         """Gives the next result of the script."""
         self.calls.append(arguments)
+        async with self._called:
+            self._called.notify_all()
         result = next(self._results, None)
         match result:
             case None:

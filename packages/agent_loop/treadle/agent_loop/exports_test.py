@@ -1,0 +1,133 @@
+"""The public names, and what importing them costs."""
+
+import subprocess
+import sys
+
+import treadle.agent_loop
+from treadle.agent_loop import parsers, rpc, testing
+
+HEAVY = ("torch", "ray", "numpy", "transformers", "tokenizers", "pydantic", "jinja2", "yaml")
+
+
+def test_public_names_are_pinned() -> None:
+    assert treadle.agent_loop.__all__ == PUBLIC
+    assert rpc.__all__ == [
+        "ChannelSecurity",
+        "GrpcTokenGenerator",
+        "Requirements",
+        "RetryPolicy",
+        "RpcDeadlines",
+        "ServerInfo",
+        "connect",
+    ]
+    assert parsers.__all__ == ["HermesParser", "ParsedText", "ToolCallParser"]
+    assert testing.__all__ == [
+        "ByteRenderer",
+        "EchoGenerator",
+        "FakeClock",
+        "Request",
+        "ScriptedGenerator",
+        "ScriptedTool",
+        "reply",
+    ]
+    for module in (treadle.agent_loop, rpc, parsers, testing):
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(run.stdout.split())
+
+
+def test_the_package_needs_the_standard_library_only() -> None:
+    loaded = modules_after("import treadle.agent_loop, treadle.agent_loop.testing")
+    assert not loaded & {*HEAVY, "grpc", "google.protobuf"}
+
+
+def test_the_client_needs_grpc_and_protobuf_only() -> None:
+    loaded = modules_after("import treadle.agent_loop.rpc")
+    assert {"grpc", "google.protobuf"} <= loaded
+    assert not loaded & set(HEAVY)
+
+
+PUBLIC = [
+    "SINGLE_TURN_AGENT",
+    "TOOL_AGENT",
+    "AgentLoop",
+    "AgentLoopError",
+    "AgentTask",
+    "ChatRenderer",
+    "Completion",
+    "ContractError",
+    "Conversation",
+    "Drop",
+    "EngineFailedError",
+    "FailFast",
+    "FinishReason",
+    "FunctionTool",
+    "GenerationError",
+    "GenerationTimeoutError",
+    "HermesParser",
+    "LeastLoaded",
+    "LoopError",
+    "LoopLimits",
+    "LoopRegistry",
+    "MalformedCall",
+    "Message",
+    "OnMalformedCall",
+    "Origin",
+    "OverloadedError",
+    "ParsedCompletion",
+    "ParsedText",
+    "PromptTooLongError",
+    "RenderError",
+    "ReplicaLoad",
+    "ReplicaUnavailableError",
+    "RequestContext",
+    "RequestRejectedError",
+    "Retry",
+    "RewardError",
+    "RewardFn",
+    "Role",
+    "RolloutError",
+    "RolloutRunner",
+    "Router",
+    "RunReport",
+    "SamplingParams",
+    "Services",
+    "SetupError",
+    "SingleTurnLoop",
+    "Span",
+    "StickySession",
+    "StopReason",
+    "Strategy",
+    "TokenChunk",
+    "TokenGenerator",
+    "Tokens",
+    "Tool",
+    "ToolAgentLoop",
+    "ToolCall",
+    "ToolCallParser",
+    "ToolError",
+    "ToolFailure",
+    "ToolResult",
+    "ToolSession",
+    "ToolSpec",
+    "Toolbox",
+    "Trajectory",
+    "TrajectoryTimeoutError",
+    "Transcript",
+    "TruncateSide",
+    "Turn",
+    "UnknownLoopError",
+    "Verdict",
+    "WeightVersionBehindError",
+    "boundary",
+    "choose_loop",
+    "default_loops",
+    "derive_seed",
+    "function_tool",
+]
