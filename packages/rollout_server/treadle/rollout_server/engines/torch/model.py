@@ -10,24 +10,22 @@ does not depend on the sequence's length; anything else is refused at load, not 
 Everything here runs on the compute thread; nothing waits.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from treadle.rollout_server.engine import ElementType, ModelInfo, TensorSpec
+from treadle.rollout_server.engine import ElementType, TensorSpec
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     StepLayout,
     cached_attention,
 )
 from treadle.rollout_server.engines.torch.kv_rows import KvShape
+from treadle.rollout_server.model_files import read_model
 
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -82,7 +80,7 @@ class CachedModel:
         _check_supported(config)
         self._model.requires_grad_(False).train(False).to(self.device)
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
-        self.info = _model_info(source, config)
+        self.info = read_model(source.path, context_length=source.context_length)
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads: int = config.num_key_value_heads
         self.queries_per_head: int = config.num_attention_heads // config.num_key_value_heads
@@ -180,36 +178,3 @@ def _check_supported(config: Any) -> None:
             f"rotary embedding {rope!r} changes with the length of the sequence, so cached keys "
             f"would go stale: the torch engine takes {', '.join(_ROPE_TYPES)}"
         )
-
-
-def _model_info(source: ModelSource, config: PreTrainedConfig) -> ModelInfo:
-    allowed: int = config.max_position_embeddings
-    if source.context_length is not None and source.context_length > allowed:
-        raise ValueError(
-            f"context_length is {source.context_length} and the model allows {allowed}: lower it"
-        )
-    tokenizer = source.path / "tokenizer.json"
-    return ModelInfo(
-        architecture=_architecture(source.path),
-        vocab_size=config.vocab_size,
-        context_length=source.context_length or allowed,
-        eos_token_ids=_eos_token_ids(source.path, config),
-        tokenizer_sha256=(
-            hashlib.sha256(tokenizer.read_bytes()).digest() if tokenizer.exists() else b""
-        ),
-    )
-
-
-def _architecture(path: Path) -> str:
-    names: list[str] = json.loads((path / "config.json").read_text())["architectures"]
-    return names[0]
-
-
-def _eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """From ``generation_config.json``, else ``config.json``; one id or a list in both."""
-    ids = config.eos_token_id
-    if (path / "generation_config.json").exists():
-        ids = GenerationConfig.from_pretrained(path).eos_token_id or ids
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

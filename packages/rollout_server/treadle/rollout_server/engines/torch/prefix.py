@@ -80,7 +80,10 @@ class PrefixCache(Generic[T]):
         return best, entry.holder
 
     def add_live(self, key: bytes, holder: T) -> None:
-        """Adds a running sequence; an entry with the same key stays as it is."""
+        """Adds a running sequence, unless another one holds the same key."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.retained_bytes:
+            self._remove(key)  # It could go while the sequence runs.
         if key not in self._entries:
             self._insert(key, _Entry(holder, 0))
 

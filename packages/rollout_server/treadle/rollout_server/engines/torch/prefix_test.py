@@ -21,7 +21,9 @@ def test_common_tokens_counts_whole_ids(left: list[int], right: list[int]) -> No
 
 
 @given(st.lists(IDS, max_size=12), IDS)
-def test_the_longest_prefix_over_all_entries_is_found(stored: list[list[int]], ids: list[int]):
+def test_the_longest_prefix_over_all_entries_is_found(
+    stored: list[list[int]], ids: list[int]
+) -> None:
     cache: PrefixCache[str] = PrefixCache(0)
     for entry in stored:
         cache.add_live(prefix_key(entry), str(entry))

@@ -1,0 +1,25 @@
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from treadle.rollout_server.engine import ElementType, Engine, NamedTensor
+from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
+from treadle.rollout_server.engines.torch.conftest import ModelDir, named_tensors
+from treadle.rollout_server.testing.engine_contract import EngineContract
+
+
+class TestTorchEngine(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _models(self, model_dir: ModelDir) -> None:
+        self._paths = [model_dir(seed=0), model_dir(seed=1)]
+
+    @asynccontextmanager
+    async def engine(self, weights: int = 0) -> AsyncIterator[Engine]:
+        source = ModelSource(path=self._paths[weights], dtype=ElementType.FLOAT32, device="cpu")
+        engine = await TorchEngine.load(source, max_num_seqs=16, num_threads=1)
+        yield engine
+        await engine.aclose()
+
+    def weights(self, which: int) -> Sequence[NamedTensor]:
+        return named_tensors(self._paths[which])
