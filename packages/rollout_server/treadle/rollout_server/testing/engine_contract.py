@@ -291,7 +291,7 @@ class EngineContract:
                 await engine.load_weights(stream(self.weights(1)[:-1]), version=3)
             await engine.resume()
             after = await run(engine, request())
-        assert after == before
+        assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
 
     async def test_drain_lets_sequences_finish_and_starts_none(self) -> None:
         async with self.engine() as engine:
