@@ -27,11 +27,10 @@ from treadle.agent_loop import (
     SamplingParams,
     Services,
     SetupError,
-    SingleTurnLoop,
     Tool,
-    ToolAgentLoop,
     Trajectory,
     TruncateSide,
+    default_loops,
 )
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.trainer.config.schema import AgentConfig, RunConfig
@@ -48,13 +47,7 @@ Republish = Callable[[Sequence[str]], Awaitable[None]]
 
 def agent_loops(config: AgentConfig) -> LoopRegistry:
     """The agent loops that rows can name."""
-    on_malformed_call = OnMalformedCall(config.on_malformed_call)
-    return LoopRegistry(
-        {
-            "single_turn": SingleTurnLoop(),
-            "tool_agent": ToolAgentLoop(on_malformed_call=on_malformed_call),
-        }
-    )
+    return default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
 
 
 def loop_limits(config: RunConfig) -> LoopLimits:

@@ -41,7 +41,7 @@ def read_rows(
     Args:
         paths: `.jsonl` and `.parquet` files.
         required: Columns that every row must have, with a value other than null.
-        limit: Stop after so many rows. None: read all.
+        limit: Stop after so many rows, at least 1. None: read all.
 
     Returns:
         At least one row.
@@ -54,10 +54,10 @@ def read_rows(
     for path in paths:
         before = len(rows)
         for place, columns in _read(path):
-            if limit is not None and len(rows) == limit:
-                return tuple(rows)
             _check(place, columns, required)
             rows.append(Row(index=len(rows), place=place, columns=columns))
+            if len(rows) == limit:
+                return tuple(rows)
         if len(rows) == before:
             raise DataError(f"{path} has no rows")
     return tuple(rows)

@@ -20,7 +20,7 @@ from treadle.trainer.report.metrics import (
     VAL_TOOL_RATE,
     Record,
 )
-from treadle.trainer.report.summary import phase_of
+from treadle.trainer.report.summary import phase_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,10 @@ def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(12, 7.2), dpi=120, facecolor="white", layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.04)
+    figure = Figure(figsize=(12, 7.2), dpi=120, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
     ((reward, tool), (accuracy, phases)) = figure.subplots(2, 2, sharex=False)
@@ -119,15 +121,14 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
     timed = [r for r in records if r[STEP] > 0 and math.isfinite(r.get(STEP_S, math.nan))]
     totals: dict[str, float] = {}
     for record in timed:
-        for name, value in record.items():
-            if (phase := phase_of(name)) is not None and math.isfinite(value):
-                totals[phase] = totals.get(phase, 0.0) + value
+        for phase, value in phase_seconds(record).items():
+            totals[phase] = totals.get(phase, 0.0) + value
     if not totals:
         _say_empty(axes)
         return
     names = sorted(totals, key=lambda phase: -totals[phase])
     steps = [record[STEP] for record in timed]
-    layers = [[_seconds(record, name) for record in timed] for name in names]
+    layers = [[phase_seconds(record).get(name, 0.0) for record in timed] for name in names]
     known = [sum(column) for column in zip(*layers, strict=True)]
     layers.append([max(0.0, r[STEP_S] - k) for r, k in zip(timed, known, strict=True)])
     colours = [*(_PHASES[i % len(_PHASES)] for i in range(len(names))), _REST]
@@ -138,11 +139,6 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
         bottom = [b + v for b, v in zip(bottom, layer, strict=True)]
     axes.set_ylim(0, max(bottom) * 1.22 or 1.0)
     axes.legend(loc="upper center", ncols=4, frameon=False, labelcolor=_INK, fontsize=8)
-
-
-def _seconds(record: Record, phase: str) -> float:
-    value = record.get(f"time/{phase}_s", 0.0)
-    return value if math.isfinite(value) else 0.0
 
 
 def _label_end(axes: Axes, x: float, y: float, colour: str, *, share: bool) -> None:
@@ -175,7 +171,7 @@ def _style(axes: Axes, records: Sequence[Record]) -> None:
 
     axes.title.set(fontsize=11, color=_INK, ha="left", position=(0.0, 1.0))
     axes.set_xlabel("step", color=_FAINT, fontsize=9, loc="right")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlim(-0.5, max([record[STEP] for record in records], default=1) + 0.9)
     axes.grid(axis="y", color=_GRID, linewidth=0.9)
     axes.set_axisbelow(True)

@@ -69,11 +69,6 @@ class MetricsLog:
 
     @property
     def last_step(self) -> int:
-        """The step of the newest line; -1 when there is none."""
-        return self._last_step
-
-    @property
-    def last_step(self) -> int:
         """The step of the last line, or -1 if there is none."""
         return self._last_step
 

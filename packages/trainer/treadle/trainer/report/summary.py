@@ -49,7 +49,7 @@ class Summary:
         val_tool_rate: Share of the validation trajectories that called a tool, likewise.
         rollout_tokens_per_s: Sampled tokens over the seconds of the rollout phases.
         train_tokens_per_s: Trained tokens over the seconds of the training phases.
-        total_s: Seconds of all steps.
+        total_s: Seconds of all steps and of the validation before them.
         phases_s: Phase to seconds, the longest first; "other" is what no phase accounts for.
     """
 
@@ -78,7 +78,7 @@ def summarize(records: Sequence[Record]) -> Summary:
         val_tool_rate=_means(records, VAL_TOOL_RATE, 1),
         rollout_tokens_per_s=_rate(steps, SAMPLED_TOKENS, ROLLOUT_S),
         train_tokens_per_s=_rate(steps, TRAINED_TOKENS, TRAIN_S),
-        total_s=sum(_values(records, STEP_S)),
+        total_s=sum(map(_duration, records)),
         phases_s=_phases(records),
     )
 
@@ -130,15 +130,29 @@ def phase_of(name: str) -> str | None:
     return name.removeprefix("time/").removesuffix("_s")
 
 
+def phase_seconds(record: Record) -> dict[str, float]:
+    """The seconds of each phase of one step."""
+    return {
+        phase: value
+        for name, value in record.items()
+        if (phase := phase_of(name)) is not None and math.isfinite(value)
+    }
+
+
+def _duration(record: Record) -> float:
+    """Seconds of one step; the validation before training has phases and no duration."""
+    total = record.get(STEP_S, math.nan)
+    return total if math.isfinite(total) else sum(phase_seconds(record).values())
+
+
 def _phases(records: Sequence[Record]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for record in records:
-        for name, value in record.items():
-            phase = phase_of(name)
-            if phase is not None and math.isfinite(value):
-                seconds[phase] = seconds.get(phase, 0.0) + value
-    other = sum(_values(records, STEP_S)) - sum(seconds.values())
-    if other > 0:
+        for phase, value in phase_seconds(record).items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
+    other = sum(map(_duration, records)) - sum(seconds.values())
+    # Below a millisecond it is the rounding of the sum.
+    if other > 1e-3:
         seconds["other"] = other
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 

@@ -1,0 +1,142 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from treadle.trainer.data import DataError, Row, read_rows
+
+
+def make_columns(question: str = "What is 2 + 2?", **changes: object) -> dict[str, object]:
+    columns: dict[str, object] = {
+        "data_source": "openai/gsm8k",
+        "agent_name": "tool_agent",
+        "prompt": [
+            {"role": "system", "content": "Solve it."},
+            {"role": "user", "content": question},
+        ],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    return {**columns, **changes}
+
+
+def write_jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, *rows: Any) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
+    columns = [make_columns("a"), make_columns("b")]
+    from_lines = read_rows([write_jsonl(tmp_path / "a.jsonl", *columns)])
+    from_table = read_rows([write_parquet(tmp_path / "a.parquet", *columns)])
+    assert [row.columns for row in from_lines] == [row.columns for row in from_table] == columns
+    assert [row.place for row in from_table] == [
+        f"{tmp_path}/a.parquet, row 1",
+        f"{tmp_path}/a.parquet, row 2",
+    ]
+
+
+def test_rows_are_counted_through_all_files_and_know_their_line(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", make_columns())
+    second = tmp_path / "b.jsonl"
+    second.write_text("\n" + json.dumps(make_columns("späť")) + "\n\n", encoding="utf-8")
+    rows = read_rows([first, second])
+    assert rows[1] == Row(index=1, place=f"{second}, line 2", columns=make_columns("späť"))
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(make_columns()) + "\nnot json\n")
+    assert len(read_rows([path], limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        (
+            {k: v for k, v in make_columns().items() if k != "reward_model"} | {"reward_modl": {}},
+            r"line 1: the column 'reward_model' is missing \(did you mean 'reward_modl'\?\); "
+            "columns present: data_source, agent_name, prompt, extra_info, reward_modl",
+        ),
+        (make_columns(data_source=None), "'data_source' is null"),
+        ({}, "columns present: none"),
+        (make_columns(prompt="hi"), "prompt must be a list of messages, not 'hi'"),
+        (make_columns(prompt=[]), "prompt must be a list of messages"),
+        (make_columns(prompt=["hi"]), r"prompt\[0\] must be a mapping"),
+        (
+            make_columns(prompt=[{"role": "user", "text": "hi"}]),
+            r"prompt\[0\] has unknown keys text; known: role, content",
+        ),
+        (
+            make_columns(prompt=[{"role": "human", "content": "hi"}]),
+            r"prompt\[0\].role must be system, user or assistant, not 'human'",
+        ),
+        (
+            make_columns(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
+            r"prompt\[0\].content must be a text",
+        ),
+        (make_columns(reward_model="4"), "reward_model must be a mapping, not '4'"),
+        (make_columns(extra_info=[1]), "extra_info must be a mapping"),
+        (make_columns(agent_name=3), "agent_name must be a text, not 3"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(
+    tmp_path: Path, columns: dict[str, object], why: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", columns)
+    with pytest.raises(DataError, match=why) as error:
+        read_rows([path])
+    assert str(error.value).startswith(str(path))
+
+
+def test_what_is_not_required_may_be_missing(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    assert len(read_rows([path], required=["prompt"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", "{}\n{", r"a\.jsonl, line 1: the column"),
+        ("a.jsonl", "{", r"a\.jsonl, line 1: not a JSON object"),
+        ("a.jsonl", "[1]", "a row is a JSON object, not list"),
+        ("a.jsonl", "", r"a\.jsonl has no rows"),
+        ("a.parquet", "PAR1 and nothing else", r"a\.parquet is not a parquet file"),
+        ("a.csv", "a,b", r"datasets are \.jsonl or \.parquet files, not '\.csv'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, name: str, content: str, why: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=why):
+        read_rows([tmp_path / name])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+        read_rows([tmp_path / "none.jsonl"])
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["prompt", "data_source", "reward_model", "extra_info", "agent_name"]),
+        st.none() | st.text() | st.integers() | st.lists(st.none()) | st.just({"role": "user"}),
+    )
+)
+def test_any_row_is_used_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, columns: dict[str, object]
+) -> None:
+    path = write_jsonl(tmp_path_factory.getbasetemp() / "any.jsonl", columns)
+    with pytest.raises(DataError):
+        read_rows([path])

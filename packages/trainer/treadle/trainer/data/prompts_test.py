@@ -1,0 +1,157 @@
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import pytest
+
+from treadle.agent_loop import Message, RenderError, Tool, ToolSpec, default_loops
+from treadle.agent_loop.testing import ByteRenderer
+from treadle.tools import CalculatorTool, Gsm8kTool
+from treadle.trainer.data import DataError, PromptRules, PromptSet, Row, make_prompts
+
+RENDERER = ByteRenderer()
+CALCULATOR: Mapping[str, Tool] = {"calculator": CalculatorTool()}
+
+
+def make_row(
+    index: int = 0,
+    *,
+    content: str = "What is 2 + 2?",
+    agent_name: object = "tool_agent",
+    **more: object,
+) -> Row:
+    columns = {
+        "data_source": "openai/gsm8k",
+        "agent_name": agent_name,
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"ground_truth": "4"},
+        **more,
+    }
+    return Row(index=index, place=f"train.jsonl, line {index + 1}", columns=columns)
+
+
+def prepare(
+    *rows: Row,
+    tools: Mapping[str, Tool] = CALCULATOR,
+    default_loop: str = "single_turn",
+    max_prompt_tokens: int = 10_000,
+    overlong: Literal["error", "drop"] = "error",
+) -> PromptSet:
+    rules = PromptRules(
+        loops=default_loops(),
+        default_loop=default_loop,
+        max_prompt_tokens=max_prompt_tokens,
+        overlong=overlong,
+    )
+    return make_prompts(rows, split="train", rules=rules, renderer=RENDERER, tools=tools)
+
+
+def test_a_row_becomes_a_prompt_and_a_group_of_tasks() -> None:
+    (prompt,) = prepare(make_row(7)).prompts
+    tasks = prompt.tasks(samples=3, seed=1, step=2)
+    assert [task.rollout_index for task in tasks] == [0, 1, 2]
+    for task in tasks:
+        assert (task.task_id, task.sample_index, task.loop) == ("train/7", 7, "tool_agent")
+        assert task.messages == (Message(role="user", content="What is 2 + 2?"),)
+        assert task.fields["reward_model"] == {"ground_truth": "4"}
+        assert "prompt" not in task.fields
+
+
+def test_seeds_depend_on_everything_that_tells_attempts_apart_and_on_nothing_else() -> None:
+    first, second = prepare(make_row(0), make_row(1)).prompts
+    seeds = {
+        task.seed
+        for prompt in (first, second)
+        for seed in (1, 2)
+        for step in (1, 2)
+        for task in prompt.tasks(samples=4, seed=seed, step=step)
+    }
+    assert len(seeds) == 2 * 2 * 2 * 4
+    again = prepare(make_row(0)).prompts[0].tasks(samples=8, seed=1, step=1)
+    assert again[:4] == first.tasks(samples=4, seed=1, step=1)
+    assert again[0].seed == 2536114276618279707
+
+
+def test_the_length_counts_the_tool_schemas() -> None:
+    (with_tools,) = prepare(make_row()).prompts
+    (without,) = prepare(make_row(), tools={}).prompts
+    specs = (CALCULATOR["calculator"].spec,)
+    assert with_tools.num_tokens == len(RENDERER.render(with_tools.messages, tools=specs))
+    assert without.num_tokens < with_tools.num_tokens
+
+
+def test_an_overlong_prompt_is_an_error_that_says_how_long() -> None:
+    (fits,) = prepare(make_row()).prompts
+    bound = fits.num_tokens
+    assert prepare(make_row(), max_prompt_tokens=bound).num_dropped == 0
+    rows = [make_row(0), make_row(1, content="x" * 100), make_row(2, content="y" * 200)]
+    with pytest.raises(
+        DataError,
+        match=rf"2 of 3 train prompts are longer than {bound} tokens; "
+        rf"the first is train.jsonl, line 2 \({bound + 86} tokens\)",
+    ):
+        prepare(*rows, max_prompt_tokens=bound)
+
+
+def test_overlong_prompts_are_left_out_and_counted_where_that_is_asked_for() -> None:
+    bound = prepare(make_row()).prompts[0].num_tokens
+    kept = prepare(
+        make_row(0), make_row(1, content="x" * 100), max_prompt_tokens=bound, overlong="drop"
+    )
+    assert [prompt.row.index for prompt in kept.prompts] == [0]
+    assert kept.num_dropped == 1
+    assert kept.notes[0].startswith("left out: 1 of 2 train prompts are longer than")
+    with pytest.raises(DataError, match="no train row is left: left out: 1 of 1"):
+        prepare(make_row(content="x" * 100), max_prompt_tokens=bound, overlong="drop")
+
+
+def test_a_row_that_names_no_loop_is_an_error_where_tools_are_configured() -> None:
+    rows = [make_row(0), make_row(1, agent_name=None), make_row(2, agent_name=None)]
+    with pytest.raises(
+        DataError,
+        match=r"2 of 3 train rows have no agent_name .* the first is train\.jsonl, line 2\. "
+        r'Add "agent_name": "tool_agent"',
+    ):
+        prepare(*rows)
+
+
+def test_without_tools_or_with_a_default_that_uses_them_no_name_is_needed() -> None:
+    assert prepare(make_row(agent_name=None), tools={}).prompts[0].loop == "single_turn_agent"
+    chosen = prepare(make_row(agent_name=None), default_loop="tool_agent")
+    assert chosen.prompts[0].loop == "tool_agent"
+
+
+def test_tools_that_no_row_reaches_are_an_error() -> None:
+    with pytest.raises(DataError, match="agent_name of every train row is 'single_turn_agent'"):
+        prepare(make_row(agent_name="single_turn_agent"))
+    mixed = prepare(make_row(0), make_row(1, agent_name="single_turn"))
+    assert [prompt.loop for prompt in mixed.prompts] == ["tool_agent", "single_turn_agent"]
+
+
+def test_an_unknown_loop_is_named_with_its_row() -> None:
+    with pytest.raises(DataError, match=r"line 1: agent loop 'tool_agnt' is not registered"):
+        prepare(make_row(agent_name="tool_agnt"))
+
+
+def test_settings_for_a_tool_that_is_not_there_are_noted() -> None:
+    row = make_row(extra_info={"tools_kwargs": {"calc_gsm8k_reward": {}}})
+    assert prepare(row).notes == (
+        "1 train rows have tools_kwargs for 'calc_gsm8k_reward', but no such tool is configured",
+    )
+    assert prepare(row, tools={"calc_gsm8k_reward": Gsm8kTool()}).notes == ()
+
+
+def test_a_prompt_that_the_template_refuses_is_named() -> None:
+    class Refusing(ByteRenderer):
+        def render(
+            self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]
+        ) -> tuple[int, ...]:
+            raise RenderError("roles must alternate")
+
+    rules = PromptRules(
+        loops=default_loops(),
+        default_loop="single_turn",
+        max_prompt_tokens=10,
+        overlong="error",
+    )
+    with pytest.raises(DataError, match=r"line 1: the prompt cannot be rendered: roles must alt"):
+        make_prompts([make_row()], split="train", rules=rules, renderer=Refusing(), tools={})
