@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.agent_loop import LoopLimits, TruncateSide
@@ -25,6 +25,7 @@ def test_sides_mean_what_verl_means_since_pr_6313(side: TruncateSide, expected: 
     assert limits.truncate_tool_text("abcd") == "abcd"
 
 
+@settings(deadline=None)
 @given(st.text(), st.integers(1, 20), st.sampled_from(TruncateSide))
 def test_at_most_the_limit_is_kept_besides_the_marker(
     text: str, keep: int, side: TruncateSide

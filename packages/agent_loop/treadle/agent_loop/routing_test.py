@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -79,8 +79,10 @@ class RoutingMachine(RuleBasedStateMachine):
 
 
 TestRouting = RoutingMachine.TestCase
+TestRouting.settings = settings(deadline=None, max_examples=50)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 40))
 def test_no_replica_starves_under_light_traffic(count: int, rounds: int) -> None:
     """One session at a time: every window of `count` sessions reaches every replica."""
@@ -93,6 +95,7 @@ def test_no_replica_starves_under_light_traffic(count: int, rounds: int) -> None
         assert set(seen[start : start + count]) == set(ADDRESSES[:count])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(0, 60))
 def test_new_sessions_are_spread_evenly(count: int, sessions: int) -> None:
     router = StickySession(ADDRESSES[:count])

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.agent_loop import (
@@ -56,6 +56,7 @@ def check_invariants(tokens: Tokens) -> None:
     assert all((a.origin, a.weight_version) != (b.origin, b.weight_version) for a, b in pairs)
 
 
+@settings(deadline=None)
 @given(st.lists(token, min_size=1, max_size=6), writes)
 def test_invariants_hold_after_every_write(
     prompt: list[int], items: list[Completion | list[int]]
@@ -80,6 +81,7 @@ def test_invariants_hold_after_every_write(
     assert final.num_sampled_tokens == transcript.num_sampled_tokens
 
 
+@settings(deadline=None)
 @given(st.lists(token, min_size=1, max_size=6), writes, st.integers(0, 60))
 def test_truncation_is_a_prefix(
     prompt: list[int], items: list[Completion | list[int]], limit: int

@@ -1,7 +1,7 @@
 """Tests of the hermes parser."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.agent_loop import HermesParser, ToolCall
@@ -23,6 +23,7 @@ arguments = st.dictionaries(text | tricky, json_values | tricky, max_size=4)
 prose = text.map(str.strip).filter(lambda t: "<tool_call>" not in t)
 
 
+@settings(deadline=None, max_examples=60)
 @given(prose, st.lists(st.tuples(names, arguments), max_size=3))
 def test_what_is_rendered_is_parsed(
     content: str, pairs: list[tuple[str, dict[str, object]]]
@@ -56,6 +57,7 @@ fragments = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(fragments.map("".join))
 def test_any_text_is_accepted_and_malformed_spans_point_into_it(junk: str) -> None:
     parsed = PARSER.parse(junk)

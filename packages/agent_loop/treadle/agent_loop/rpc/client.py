@@ -273,6 +273,7 @@ async def connect(
     margin: int = 8,
     max_resumes: int = 32,
     client: str = "treadle-agent-loop",
+    clock: Clock | None = None,
 ) -> AsyncIterator[GrpcTokenGenerator]:
     """Opens channels to the replicas of one model and shakes hands with each.
 
@@ -285,6 +286,7 @@ async def connect(
         margin: See `StickySession`.
         max_resumes: Interruptions of one completion that are resumed before it fails.
         client: "name/version", for the servers' logs.
+        clock: Times the waits; None: the event loop's.
 
     Raises:
         SetupError: A server cannot be reached or does not fit; the text names it.
@@ -294,7 +296,7 @@ async def connect(
     if len(set(addresses)) < len(addresses):
         raise SetupError(f"a rollout server is given twice: {', '.join(addresses)}")
     security, deadlines = security or ChannelSecurity(), deadlines or RpcDeadlines()
-    retry, clock = retry or RetryPolicy(), LoopClock()
+    retry, clock = retry or RetryPolicy(), clock or LoopClock()
     async with AsyncExitStack() as stack:
         channels = [
             (address, await stack.enter_async_context(security.open(address)))

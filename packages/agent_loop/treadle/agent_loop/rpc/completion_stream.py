@@ -9,6 +9,7 @@ Anything else is a `ContractError`: wrong tokens in the training data are worse 
 by the call's deadline; HTTP/2 windows slow the server down when the reader is slow.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from treadle.agent_loop.errors import ContractError
 from treadle.agent_loop.rpc.codec import decode_finish
 from treadle.agent_loop.types import FinishReason, SamplingParams, TokenChunk
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
+
+# A log-softmax in low precision may come out just above 0.
+_ROUNDING = 1e-3
 
 GenerateCall = grpc.aio.UnaryStreamCall[
     generation_pb2.GenerateRequest, generation_pb2.GenerateResponse
@@ -105,6 +109,8 @@ class CompletionStream:
             self._refuse("a chunk holds no token")
         if len(tokens.logprobs) != len(ids):
             self._refuse(f"{len(ids)} tokens came with {len(tokens.logprobs)} logprobs")
+        if bad := [p for p in tokens.logprobs if not -math.inf < p <= _ROUNDING]:
+            self._refuse(f"a logprob is {bad[0]}; it must be finite and at most 0")
         if (largest := max(ids)) >= self.vocab_size:
             self._refuse(f"token {largest} is outside the vocabulary of {self.vocab_size}")
         if tokens.weight_version < self.min_weight_version:

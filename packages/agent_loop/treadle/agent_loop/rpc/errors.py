@@ -72,6 +72,7 @@ RULES: dict[errors_pb2.ErrorReason, Rule] = {
     errors_pb2.ERROR_REASON_UNAUTHENTICATED: _BUG,
     errors_pb2.ERROR_REASON_NO_REPLICA: Rule(ReplicaUnavailableError, Action.WAIT),
     errors_pb2.ERROR_REASON_SESSION_UNKNOWN: _BUG,
+    errors_pb2.ERROR_REASON_STATE_CONFLICT: _BUG,
 }
 
 # Statuses that gRPC itself gives, without a reason of ours.

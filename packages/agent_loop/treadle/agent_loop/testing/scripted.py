@@ -62,7 +62,7 @@ class ScriptedGenerator:
         self._context_length = context_length
         self._gate = asyncio.Event()
         self._gate.set()
-        self._arrived = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self.requests: list[Request] = []
         self.finished_sessions: list[str] = []
         self.num_running = 0
@@ -78,8 +78,13 @@ class ScriptedGenerator:
 
     async def until_running(self, count: int) -> None:
         """Waits until `count` calls are under way."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self.num_running >= count)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.num_running >= count)
+
+    async def until_idle(self) -> None:
+        """Waits until no call is under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.num_running == 0)
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
@@ -101,10 +106,8 @@ class ScriptedGenerator:
             raise WeightVersionBehindError(
                 f"serving version {self._weight_version}, wanted {request.min_weight_version}"
             )
-        self.num_running += 1
+        await self._count(1)
         try:
-            async with self._arrived:
-                self._arrived.notify_all()
             async with asyncio.timeout_at(request.deadline):
                 await self._gate.wait()
                 await asyncio.sleep(0)
@@ -115,12 +118,17 @@ class ScriptedGenerator:
             self.num_aborted += 1
             raise
         finally:
-            self.num_running -= 1
+            await self._count(-1)
         return self._next_reply(params)
 
     def finish_session(self, session_id: str) -> None:
         """Notes the end of a session."""
         self.finished_sessions.append(session_id)
+
+    async def _count(self, change: int) -> None:
+        self.num_running += change
+        async with self._changed:
+            self._changed.notify_all()
 
     def _next_reply(self, params: SamplingParams) -> Completion:
         scripted = next(self._replies, None)

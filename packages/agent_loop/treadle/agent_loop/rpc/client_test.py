@@ -1,0 +1,471 @@
+"""The client against real grpc.aio servers that follow a script."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from treadle.agent_loop import (
+    Completion,
+    ContractError,
+    FinishReason,
+    GenerationTimeoutError,
+    PromptTooLongError,
+    ReplicaUnavailableError,
+    RequestContext,
+    RequestRejectedError,
+    SamplingParams,
+    SetupError,
+    derive_seed,
+)
+from treadle.agent_loop.rpc import (
+    ChannelSecurity,
+    GrpcTokenGenerator,
+    Requirements,
+    RetryPolicy,
+    RpcDeadlines,
+    connect,
+)
+from treadle.agent_loop.testing import FakeClock
+from treadle.rollout.v1 import generation_service_pb2 as pb
+from treadle.rollout.v1 import (
+    generation_service_pb2_grpc,
+    server_service_pb2,
+    server_service_pb2_grpc,
+)
+
+pytestmark = pytest.mark.asyncio
+
+Context = Any
+Handler = Callable[[pb.GenerateRequest, Context], AsyncIterator[pb.GenerateResponse]]
+REGISTER: list[Any] = [
+    generation_service_pb2_grpc.add_GenerationServiceServicer_to_server,
+    server_service_pb2_grpc.add_ServerServiceServicer_to_server,
+]
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, stop_token_ids=(99,))
+STARTED = pb.GenerateResponse(started=pb.GenerateStarted(cached_prompt_tokens=2))
+
+
+def tokens(*ids: int, version: int = 1) -> pb.GenerateResponse:
+    logprobs = [-i / 8 for i in ids]
+    return pb.GenerateResponse(
+        tokens=pb.TokenChunk(token_ids=ids, logprobs=logprobs, weight_version=version)
+    )
+
+
+def finished(count: int, reason: Any = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
+    return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
+
+
+def says(*events: pb.GenerateResponse) -> Handler:
+    """A call that streams these and ends well."""
+
+    async def handle(
+        request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        for event in events:
+            yield event
+
+    return handle
+
+
+def fails(
+    code: grpc.StatusCode,
+    reason: str | None,
+    *events: pb.GenerateResponse,
+    retry_after_s: float | None = None,
+) -> Handler:
+    """A call that streams these and then fails."""
+
+    async def handle(
+        request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        for event in events:
+            yield event
+        status = status_pb2.Status(code=code.value[0], message="scripted")
+        details: list[Any] = []
+        if reason is not None:
+            details.append(error_details_pb2.ErrorInfo(reason=reason, domain="treadle.rollout.v1"))
+        if retry_after_s is not None:
+            delay = duration_pb2.Duration()
+            delay.FromNanoseconds(int(retry_after_s * 1e9))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        for detail in details:
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        await context.abort_with_status(rpc_status.to_status(status))
+
+    return handle
+
+
+class ScriptedServer(
+    generation_service_pb2_grpc.GenerationServiceServicer,
+    server_service_pb2_grpc.ServerServiceServicer,
+):
+    """Answers Generate with one handler after the other."""
+
+    def __init__(self, *handlers: Handler) -> None:
+        self.handlers = list(handlers)
+        self.requests: list[pb.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+        self.time_left: list[float | None] = []
+        self.address = ""
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.time_left.append(context.time_remaining())
+        assert self.handlers, "no handler left"
+        async for event in self.handlers.pop(0)(request, context):
+            yield event
+
+    async def GetServerInfo(self, request: Any, context: Context) -> Any:
+        return server_service_pb2.GetServerInfoResponse(
+            engine="scripted",
+            capabilities=server_service_pb2.Capabilities(sampled_logprobs=True),
+            model=server_service_pb2.ModelInfo(
+                architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"
+            ),
+        )
+
+
+@asynccontextmanager
+async def serving(*servers: ScriptedServer) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        for scripted in servers:
+            server = grpc.aio.server()
+            for register in REGISTER:
+                register(scripted, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            scripted.address = f"127.0.0.1:{port}"
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+        yield [server.address for server in servers]
+
+
+async def ask(
+    generator: GrpcTokenGenerator,
+    params: SamplingParams = PARAMS,
+    *,
+    deadline: float = math.inf,
+    session: str = "s",
+) -> Completion:
+    request = RequestContext(request_id="r", session_id=session, deadline=deadline)
+    return await generator.generate((1, 2, 3), params, request=request)
+
+
+async def test_a_completion_comes_whole_with_its_versions() -> None:
+    server = ScriptedServer(
+        says(
+            STARTED,
+            tokens(4, 5),
+            tokens(6),
+            tokens(7, version=2),
+            tokens(99, version=2),
+            finished(5),
+        )
+    )
+    async with serving(server) as addresses, connect(addresses) as generator:
+        completion = await ask(generator)
+    assert [(c.token_ids, c.weight_version) for c in completion.chunks] == [
+        ((4, 5, 6), 1),
+        ((7, 99), 2),
+    ]
+    assert completion.chunks[0].logprobs == (-0.5, -0.625, -0.75)
+    assert (completion.finish, completion.cached_prompt_tokens) == (FinishReason.STOP, 2)
+
+
+async def test_what_is_set_is_sent_and_what_is_not_is_absent() -> None:
+    server = ScriptedServer(says(STARTED, tokens(99), finished(1)))
+    async with serving(server) as addresses, connect(addresses) as generator:
+        await ask(generator)
+    (request,) = server.requests
+    assert list(request.prompt_token_ids) == [1, 2, 3]
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.temperature == 0.0
+    assert not request.sampling.HasField("top_p")
+    assert request.logprob_mode == pb.LOGPROB_MODE_SAMPLED
+    assert request.session_id == "s"
+    left = server.time_left[0]
+    assert left is not None
+    assert 0 < left < 2 * RpcDeadlines().generate_s
+
+
+@pytest.mark.parametrize("reason", ["SHUTTING_DOWN", "ENGINE_FAILED", "PAUSED", "OVERLOADED"])
+async def test_another_replica_takes_over_before_the_first_token(reason: str) -> None:
+    first = ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, reason))
+    second = ScriptedServer(says(STARTED, tokens(99), finished(1)))
+    async with serving(first, second) as addresses, connect(addresses) as generator:
+        completion = await ask(generator)
+    assert completion.token_ids == (99,)
+    assert len(first.requests) == len(second.requests) == 1
+    assert first.requests[0].request_id != second.requests[0].request_id
+
+
+async def test_after_a_lost_stream_the_next_call_is_the_prompt_plus_what_arrived() -> None:
+    first = ScriptedServer(
+        fails(grpc.StatusCode.UNAVAILABLE, None, STARTED, tokens(4, 5), tokens(6, version=2))
+    )
+    second = ScriptedServer(says(STARTED, tokens(7, version=1), tokens(99, version=1), finished(2)))
+    async with serving(first, second) as addresses, connect(addresses) as generator:
+        completion = await ask(generator)
+    (resumed,) = second.requests
+    assert list(resumed.prompt_token_ids) == [1, 2, 3, 4, 5, 6]
+    assert resumed.sampling.max_tokens == 5
+    assert resumed.sampling.seed == derive_seed(1, "resumed", 3)
+    assert [(c.token_ids, c.weight_version) for c in completion.chunks] == [
+        ((4, 5), 1),
+        ((6,), 2),
+        ((7, 99), 1),
+    ]
+    assert completion.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("last", "finish"), [((4, 99), FinishReason.STOP), (tuple(range(8)), FinishReason.LENGTH)]
+)
+async def test_a_stream_lost_after_its_last_token_is_complete(
+    last: tuple[int, ...], finish: FinishReason
+) -> None:
+    server = ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, None, STARTED, tokens(*last)))
+    async with serving(server) as addresses, connect(addresses) as generator:
+        completion = await ask(generator)
+    assert (completion.token_ids, completion.finish) == (last, finish)
+
+
+async def test_an_interrupted_completion_is_resumed() -> None:
+    interrupted = pb.FINISH_REASON_INTERRUPTED
+    server = ScriptedServer(
+        says(STARTED, finished(0, interrupted)),
+        says(STARTED, tokens(4), finished(1, interrupted)),
+        says(STARTED, tokens(5, version=2), tokens(99, version=2), finished(2)),
+    )
+    async with serving(server) as addresses, connect(addresses) as generator:
+        completion = await ask(generator)
+    assert [c.weight_version for c in completion.chunks] == [1, 2]
+    assert completion.token_ids == (4, 5, 99)
+
+
+async def test_endless_interruptions_are_an_error() -> None:
+    again = says(STARTED, finished(0, pb.FINISH_REASON_INTERRUPTED))
+    server = ScriptedServer(again, again, again)
+    async with serving(server) as addresses, connect(addresses, max_resumes=2) as generator:
+        with pytest.raises(ReplicaUnavailableError, match="interrupted 3 times; max_resumes is 2"):
+            await ask(generator)
+
+
+async def test_overload_is_waited_for_as_long_as_the_server_says() -> None:
+    clock = FakeClock()
+    busy = fails(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", retry_after_s=7.0)
+    server = ScriptedServer(*[busy] * 5, says(STARTED, tokens(99), finished(1)))
+    policy = RetryPolicy(max_failures=1, jitter=0.0, max_s=3.0)
+    async with (
+        serving(server) as addresses,
+        connect(addresses, clock=clock, retry=policy) as generator,
+    ):
+        call = asyncio.create_task(ask(generator))
+        for _ in range(5):
+            await clock.until_sleeping(1)
+            await clock.advance(7.0)
+        assert (await call).token_ids == (99,)
+    assert clock.slept == [7.0] * 5
+
+
+async def test_when_no_replica_is_left_all_are_named() -> None:
+    clock = FakeClock()
+    dead = [fails(grpc.StatusCode.UNAVAILABLE, None)] * 2
+    first, second = ScriptedServer(*dead), ScriptedServer(*dead)
+    policy = RetryPolicy(max_failures=2, jitter=0.0)
+    async with (
+        serving(first, second) as addresses,
+        connect(addresses, clock=clock, retry=policy) as generator,
+    ):
+        call = asyncio.create_task(ask(generator))
+        await clock.until_sleeping(1)
+        await clock.advance(10.0)
+        with pytest.raises(ReplicaUnavailableError, match="no replica is left") as caught:
+            await call
+        assert all(address in str(caught.value) for address in addresses)
+    assert len(first.requests) == len(second.requests) == 2
+
+
+async def test_a_resting_replica_gets_no_session_until_it_has_rested() -> None:
+    clock = FakeClock()
+    good = says(STARTED, tokens(99), finished(1))
+    first = ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN"), good)
+    second = ScriptedServer(*[good] * 4)
+    async with serving(first, second) as addresses, connect(addresses, clock=clock) as generator:
+        for i in range(3):
+            await ask(generator, session=f"s{i}")
+        assert (len(first.requests), len(second.requests)) == (1, 3)
+        await clock.advance(10.0)
+        await ask(generator, session="new")
+    assert len(first.requests) == 2
+
+
+async def test_a_session_stays_where_it_is_and_frees_its_place() -> None:
+    good = says(STARTED, tokens(99), finished(1))
+    first, second = ScriptedServer(*[good] * 3), ScriptedServer(*[good] * 3)
+    async with serving(first, second) as addresses, connect(addresses) as generator:
+        for _ in range(3):
+            await ask(generator, session="one")
+        assert sorted([len(first.requests), len(second.requests)]) == [0, 3]
+        generator.finish_session("one")
+        generator.finish_session("one")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG", PromptTooLongError),
+        (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", RequestRejectedError),
+        (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", RequestRejectedError),
+    ],
+)
+async def test_what_cannot_change_is_raised_at_once(
+    code: grpc.StatusCode, reason: str, error: type[Exception]
+) -> None:
+    first, second = ScriptedServer(fails(code, reason)), ScriptedServer(fails(code, reason))
+    async with serving(first, second) as addresses, connect(addresses) as generator:
+        with pytest.raises(error, match=rf"127\.0\.0\.1:\d+: {code.name} {reason}: scripted"):
+            await ask(generator)
+    assert len(first.requests) + len(second.requests) == 1
+
+
+class Hanging:
+    """A call that never ends by itself, and notes how it did end."""
+
+    def __init__(self) -> None:
+        self.began, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def __call__(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            yield STARTED
+            self.began.set()
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+async def test_the_deadline_ends_the_call_on_both_sides() -> None:
+    hanging = Hanging()
+    async with serving(ScriptedServer(hanging)) as addresses, connect(addresses) as generator:
+        with pytest.raises(GenerationTimeoutError, match="the deadline passed"):
+            await ask(generator, deadline=asyncio.get_running_loop().time() + 0.05)
+        await asyncio.wait_for(hanging.cancelled.wait(), 5)
+
+
+async def test_a_deadline_that_has_passed_sends_nothing() -> None:
+    server = ScriptedServer()
+    async with serving(server) as addresses, connect(addresses) as generator:
+        with pytest.raises(GenerationTimeoutError):
+            await ask(generator, deadline=asyncio.get_running_loop().time())
+    assert server.requests == []
+
+
+async def test_cancelling_reaches_the_server() -> None:
+    hanging = Hanging()
+    async with serving(ScriptedServer(hanging)) as addresses, connect(addresses) as generator:
+        call = asyncio.create_task(ask(generator))
+        await hanging.began.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(hanging.cancelled.wait(), 5)
+
+
+async def test_leaving_a_stream_early_cancels_it() -> None:
+    """A broken promise ends the reading; without cancel the server would go on generating."""
+    hanging = Hanging()
+
+    async def broken(
+        request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        yield tokens(4)
+        async for event in hanging(request, context):
+            yield event
+
+    async with serving(ScriptedServer(broken)) as addresses, connect(addresses) as generator:
+        with pytest.raises(ContractError, match="tokens came before started"):
+            await ask(generator)
+        await asyncio.wait_for(hanging.cancelled.wait(), 5)
+
+
+async def test_servers_that_do_not_fit_are_refused_at_start() -> None:
+    needs = Requirements(tokenizer_sha256=b"\x02", vocab_size=101, context_length=65)
+    async with serving(ScriptedServer()) as addresses:
+        with pytest.raises(SetupError) as caught:
+            async with connect(addresses, requirements=needs):
+                pass
+    text = str(caught.value)
+    assert "sha256 01, the renderer's has 02" in text
+    assert "vocabulary has 100 ids, the renderer's 101" in text
+    assert "holds 64 tokens, prompt and response need 65" in text
+
+
+async def test_a_server_that_does_not_answer_is_named() -> None:
+    async with serving(ScriptedServer()) as (address,):
+        pass
+    deadlines = RpcDeadlines(connect_s=0.0)
+    with pytest.raises(SetupError, match=rf"does not answer \(1 calls\): {address}"):
+        async with connect([address], deadlines=deadlines):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("addresses", "message"), [([], "no rollout server"), (["a:1", "a:1"], "given twice")]
+)
+async def test_a_list_of_servers_that_makes_no_sense(addresses: list[str], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        async with connect(addresses):
+            pass
+
+
+async def test_the_token_is_sent_and_never_in_plain_text() -> None:
+    server = ScriptedServer(says(STARTED, tokens(99), finished(1)))
+    security = ChannelSecurity(token="secret")
+    async with (
+        serving(server) as addresses,
+        connect(addresses, security=security) as generator,
+    ):
+        await ask(generator)
+    assert server.metadata[0]["authorization"] == "Bearer secret"
+    with pytest.raises(SetupError, match="plain text"):
+        async with connect(["example.org:1"], security=security):
+            pass
+
+
+async def test_many_calls_run_at_the_same_time() -> None:
+    gate = asyncio.Event()
+    waiting = asyncio.Semaphore(0)
+
+    async def gated(
+        request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        yield STARTED
+        waiting.release()
+        await gate.wait()
+        yield tokens(99)
+        yield finished(1)
+
+    async with serving(ScriptedServer(*[gated] * 32)) as addresses, connect(addresses) as generator:
+        calls: list[Awaitable[Completion]] = [
+            asyncio.create_task(ask(generator, session=f"s{i}")) for i in range(32)
+        ]
+        for _ in range(32):
+            await waiting.acquire()
+        gate.set()
+        assert all(c.token_ids == (99,) for c in await asyncio.gather(*calls))

@@ -1,0 +1,97 @@
+"""Tests of the checks on a completion's stream."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treadle.agent_loop import ContractError, FinishReason, SamplingParams
+from treadle.agent_loop.rpc.completion_stream import CompletionStream
+from treadle.rollout.v1 import generation_service_pb2 as pb
+
+STARTED = pb.GenerateResponse(started=pb.GenerateStarted())
+
+
+def chunk(*ids: int, version: int = 3, logprobs: int | None = None) -> pb.GenerateResponse:
+    count = len(ids) if logprobs is None else logprobs
+    return pb.GenerateResponse(
+        tokens=pb.TokenChunk(token_ids=ids, logprobs=[-1.0] * count, weight_version=version)
+    )
+
+
+def end(count: int, reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
+    return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
+
+
+def stream() -> CompletionStream:
+    return CompletionStream(
+        address="h:1",
+        params=SamplingParams(max_tokens=4, stop_token_ids=(9,)),
+        vocab_size=10,
+        min_weight_version=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "problem"),
+    [
+        ([chunk(1)], "tokens came before started"),
+        ([end(0)], "finished came before started"),
+        ([STARTED, STARTED], "started came twice"),
+        ([STARTED, chunk(1), end(2)], "1 tokens came, finished says 2"),
+        ([STARTED, chunk(1), end(1), chunk(2)], "tokens came after finished"),
+        ([STARTED, chunk(1, 2, logprobs=1)], "2 tokens came with 1 logprobs"),
+        ([STARTED, chunk()], "holds no token"),
+        ([STARTED, chunk(10)], "token 10 is outside the vocabulary of 10"),
+        ([STARTED, chunk(1, version=2)], "weight version 2 sampled where 3"),
+        ([STARTED, chunk(1, 2, 3), chunk(4, 5)], "more than max_tokens=4"),
+        ([STARTED, chunk(9, 1)], "token 1 was sampled after the stop id 9"),
+        ([STARTED, chunk(9), chunk(1)], "token 1 was sampled after the stop id 9"),
+        ([STARTED, end(0)], "finished says stop, and no token came"),
+        ([STARTED, chunk(1), end(1, pb.FINISH_REASON_UNSPECIFIED)], "unknown reason 0"),
+        ([STARTED, chunk(1, logprobs=1)], "without finished"),
+    ],
+)
+def test_broken_promises_are_named(events: list[pb.GenerateResponse], problem: str) -> None:
+    reader = stream()
+    with pytest.raises(ContractError, match=problem):
+        for event in events:
+            reader.accept(event)
+        reader.end()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
+def test_logprobs_are_numbers_of_probabilities(value: float) -> None:
+    reader = stream()
+    reader.accept(STARTED)
+    event = pb.GenerateResponse(
+        tokens=pb.TokenChunk(token_ids=[1], logprobs=[value], weight_version=3)
+    )
+    with pytest.raises(ContractError, match="logprob"):
+        reader.accept(event)
+
+
+def test_an_event_of_a_newer_server_is_passed_over() -> None:
+    reader = stream()
+    for event in (STARTED, pb.GenerateResponse(), chunk(9), end(1)):
+        reader.accept(event)
+    assert reader.end() is FinishReason.STOP
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), max_size=3))
+def test_any_grouping_of_the_tokens_gives_the_same_ids(groups: list[list[int]]) -> None:
+    ids = [i for group in groups for i in group]
+    reader = CompletionStream(
+        address="h:1",
+        params=SamplingParams(max_tokens=max(1, len(ids))),
+        vocab_size=10,
+        min_weight_version=0,
+    )
+    reader.accept(STARTED)
+    for group in groups:
+        reader.accept(chunk(*group))
+    reader.accept(end(len(ids), pb.FINISH_REASON_LENGTH))
+    assert reader.end() is FinishReason.LENGTH
+    assert [i for c in reader.chunks for i in c.token_ids] == ids
