@@ -1,0 +1,1 @@
+"""The calculator demo: its model, its data, and the scripts that made them."""
