@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.tools.arithmetic import (
@@ -63,6 +63,7 @@ expressions = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(expressions.filter(lambda expression: len(expression.text) <= MAX_LENGTH))
 def test_it_agrees_with_python(expression: Expression) -> None:
     try:
@@ -80,6 +81,7 @@ def test_it_agrees_with_python(expression: Expression) -> None:
     assert type(value) is type(expected)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 99), min_size=2, max_size=12),
     st.lists(st.sampled_from(["+", "-", "*"]), min_size=11, max_size=11),
@@ -97,6 +99,7 @@ def test_precedence_without_brackets(numbers: list[int], symbols: list[str]) -> 
     assert evaluate(text) == total + sign * product
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789.eE+-*/%() ,=x^", max_size=40) | st.text())
 def test_any_text_has_a_finite_value_or_is_refused(text: str) -> None:
     try:

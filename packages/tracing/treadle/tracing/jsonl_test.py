@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.tracing import FinishedSpan, JsonlSink, SinkReport, SpanError, jsonl, span, use_sink
@@ -142,6 +142,7 @@ def test_a_queue_of_nothing_is_refused(tmp_path: Path) -> None:
         JsonlSink(tmp_path / "spans.jsonl", capacity=0)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(), plain))
 def test_every_attribute_can_be_written(attributes: dict[str, object]) -> None:
     finished = make_span()

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.tracing import Metric, Reduce, aggregate
@@ -13,6 +13,7 @@ def reported(trajectories: list[list[float]], reduce: Reduce) -> list[list[Metri
     return [[Metric("x", value, reduce) for value in metrics] for metrics in trajectories]
 
 
+@settings(deadline=None)
 @given(values)
 def test_each_rule_agrees_with_its_definition(trajectories: list[list[float]]) -> None:
     flat = [value for metrics in trajectories for value in metrics]

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.tracing import MemorySink, SpanContext, extract, inject, span, use_parent, use_sink
@@ -55,6 +55,7 @@ def test_a_header_given_twice_or_as_bytes_is_absent() -> None:
     assert extract([]) is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.just("traceparent") | st.text(), st.text() | st.binary())))
 def test_no_metadata_raises(metadata: list[tuple[str, str | bytes]]) -> None:
     extract(metadata)

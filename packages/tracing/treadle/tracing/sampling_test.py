@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.tracing import TraceSampler
@@ -26,6 +26,7 @@ def test_the_choice_is_pinned_so_that_a_resumed_run_traces_the_same() -> None:
     assert [index for index in range(12) if sampler.wants(4, index)] == [0, 3, 4, 6, 7, 9, 10, 11]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_higher_rate_keeps_what_a_lower_one_chose(
     step: int, index: int, a: float, b: float

@@ -1,7 +1,7 @@
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.tools.rewards.gsm8k import MODES, Mode, extract, score
@@ -75,17 +75,20 @@ def test_fixed_needs_a_ground_truth_that_is_a_number() -> None:
         score("#### 42", "forty-two", mode="fixed")
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=string.ascii_letters + " .,", max_size=200), st.integers(-(10**9), 10**9))
 def test_every_mode_accepts_the_plain_answer(reasoning: str, answer: int) -> None:
     for mode in MODES:
         assert score(f"{reasoning}\n#### {answer}", str(answer), mode=mode) == 1.0
 
 
+@settings(deadline=None)
 @given(st.text(), st.sampled_from(MODES))
 def test_no_text_raises(text: str, mode: Mode) -> None:
     assert score(text, "42", mode=mode) in (0.0, 1.0)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789#.,$-* ", max_size=60))
 def test_fixed_accepts_whatever_strict_accepts(text: str) -> None:
     answer = extract(text, mode="strict")

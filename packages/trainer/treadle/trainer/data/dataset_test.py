@@ -4,7 +4,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -128,6 +128,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_rows([tmp_path / "none.jsonl"])
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["prompt", "data_source", "reward_model", "extra_info", "agent_name"]),

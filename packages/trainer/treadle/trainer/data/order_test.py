@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.trainer.data import DataError, DataOrder
@@ -15,6 +15,7 @@ orders = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(orders, st.integers(0, 5))
 def test_an_epoch_visits_every_row_at_most_once_and_all_but_the_rest(
     order: DataOrder, epoch: int
@@ -28,6 +29,7 @@ def test_an_epoch_visits_every_row_at_most_once_and_all_but_the_rest(
     assert all(len(order.batch(step)) == order.batch_size for step in steps)
 
 
+@settings(deadline=None)
 @given(orders, st.integers(1, 200))
 def test_a_step_has_the_same_rows_whatever_was_asked_before(order: DataOrder, step: int) -> None:
     again = DataOrder(

@@ -1,0 +1,85 @@
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import treadle.trainer.report
+from treadle.trainer.report import (
+    MetricsLog,
+    TrajectoryLog,
+    print_summary,
+    rollout_metrics,
+    write_reports,
+)
+from treadle.trainer.report.curves import draw_curves, running_mean
+from treadle.trainer.report.testing import make_trajectory
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_run_directory_gets_its_picture_and_its_report(tmp_path: Path) -> None:
+    trajectories = [make_trajectory(reward=1.0), make_trajectory(reward=0.0, calls_tool=False)]
+    with (
+        MetricsLog(tmp_path / "metrics.jsonl") as metrics,
+        TrajectoryLog(tmp_path / "trajectories.jsonl") as log,
+    ):
+        metrics.append(0, {"val/accuracy": 0.25, "time/validate_s": 1.0})
+        for step in range(1, 5):
+            log.append(step, trajectories, phase="train", limit=2)
+            times = {"time/rollout_s": 1.0, "time/train_s": 0.5, "time/step_s": 2.0}
+            metrics.append(step, {**rollout_metrics(trajectories), **times, "val/accuracy": 0.75})
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "unlikely-name"}}))
+    summary = write_reports(tmp_path, title="A run")
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "unlikely-name" in page
+    assert page.count('<details class="trajectory"') == 8
+    out = io.StringIO()
+    print_summary(summary, tmp_path, console=Console(file=out, width=200))
+    assert "held-out accuracy" in out.getvalue()
+    assert "25.0%" in out.getvalue()
+    assert "75.0%" in out.getvalue()
+    assert str(tmp_path) in out.getvalue()
+
+
+def test_a_run_that_was_killed_before_its_first_step_has_a_report(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / "metrics.jsonl").close()
+    assert write_reports(tmp_path, title="Nothing yet").num_steps == 0
+    assert (tmp_path / "report.html").exists()
+
+
+def test_without_metrics_there_is_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+        write_reports(tmp_path, title="No run")
+
+
+def test_curves_are_drawn_of_whatever_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "curves.png"
+    for records in (
+        [],
+        [{"step": 1.0, "reward/mean": math.nan}],
+        [{"step": 1.0, "reward/mean": -3.5, "time/step_s": 0.0, "time/rollout_s": 0.0}],
+    ):
+        draw_curves(records, path, title="Few & odd $numbers$")
+        assert path.read_bytes().startswith(PNG)
+
+
+def test_the_running_mean_looks_back_only() -> None:
+    assert running_mean([1.0, 2.0, 6.0, 0.0], 2) == [1.0, 1.5, 4.0, 3.0]
+    assert running_mean([], 3) == []
+
+
+def test_the_public_names_are_sorted_and_loading_them_is_cheap() -> None:
+    names = treadle.trainer.report.__all__
+    assert names == sorted(names)
+    script = (
+        "import sys, treadle.trainer.report, treadle.trainer.data\n"
+        "heavy = {'torch', 'matplotlib', 'numpy', 'jinja2', 'rich', 'pyarrow', 'transformers'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

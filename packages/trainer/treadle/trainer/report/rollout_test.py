@@ -1,0 +1,71 @@
+import pytest
+
+from treadle.agent_loop import StopReason, ToolError, Trajectory
+from treadle.tracing import Metric, Reduce
+from treadle.trainer.report import rollout_metrics, validation_metrics
+from treadle.trainer.report.testing import make_task, make_trajectory
+
+
+def test_rates_are_shares_of_the_trajectories_that_ended() -> None:
+    metrics = rollout_metrics(
+        [
+            make_trajectory(reward=1.0, calls_tool=True),
+            make_trajectory(reward=0.0, calls_tool=False),
+            make_trajectory(reward=0.5, calls_tool=True, stop=StopReason.RESPONSE_LENGTH),
+            Trajectory.failed(make_task(), ToolError("sandbox down")),
+        ]
+    )
+    assert metrics["rollout/num_trajectories"] == 4
+    assert metrics["rollout/num_failed"] == 1
+    assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/max"]) == (0.5, 0, 1)
+    assert metrics["tool/call_rate"] == pytest.approx(2 / 3)
+    assert metrics["stop/finished"] == pytest.approx(2 / 3)
+    assert metrics["stop/response_length"] == pytest.approx(1 / 3)
+    assert metrics["rollout/turns"] == pytest.approx((4 + 2 + 4) / 3)
+
+
+def test_tokens_are_counted_by_who_wrote_them() -> None:
+    metrics = rollout_metrics([make_trajectory(calls_tool=True), make_trajectory(calls_tool=False)])
+    assert metrics["tokens/prompt"] == 4 + 4
+    assert metrics["tokens/sampled"] == (3 + 2) + 2
+    assert metrics["tokens/observed"] == 5
+    assert metrics["rollout/response_tokens"] == (10 + 2) / 2
+
+
+def test_what_loops_and_tools_report_is_combined_by_its_own_rule() -> None:
+    report = (Metric("tool/calls", 2.0, Reduce.SUM), Metric("agent_loop/generate_s", 3.0))
+    metrics = rollout_metrics([make_trajectory(metrics=report), make_trajectory(metrics=report)])
+    assert metrics["tool/calls"] == 4.0
+    assert metrics["agent_loop/generate_s"] == 3.0
+
+
+def test_a_number_without_a_trajectory_to_take_it_from_is_absent() -> None:
+    failed = rollout_metrics([Trajectory.failed(make_task(), ToolError("down"))])
+    assert failed["rollout/num_failed"] == 1
+    assert "reward/mean" not in failed
+    assert "tool/call_rate" not in failed
+    assert "reward/mean" not in rollout_metrics([make_trajectory(reward=None)])
+
+
+def test_validation_counts_a_failed_trajectory_as_wrong() -> None:
+    metrics = validation_metrics(
+        [
+            make_trajectory(reward=1.0, calls_tool=True),
+            Trajectory.failed(make_task(), ToolError("down")),
+        ]
+    )
+    assert metrics == {
+        "val/accuracy": 0.5,
+        "val/tool_call_rate": 0.5,
+        "val/num_trajectories": 2,
+        "val/num_failed": 1,
+    }
+
+
+def test_a_call_in_the_given_messages_is_not_the_models() -> None:
+    given = make_trajectory(calls_tool=True)
+    task = make_task(messages=given.messages)
+    again = Trajectory(
+        task=task, tokens=given.tokens, messages=given.messages, stop=StopReason.FINISHED
+    )
+    assert rollout_metrics([again])["tool/call_rate"] == 0.0

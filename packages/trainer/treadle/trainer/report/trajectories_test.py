@@ -1,0 +1,143 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treadle.agent_loop import ToolError, Trajectory
+from treadle.tracing import MemorySink, Metric, span, use_sink
+from treadle.trainer.report import TrajectoryLog
+from treadle.trainer.report.testing import make_task, make_trajectory
+from treadle.trainer.report.trajectories import choose
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "trajectories.jsonl"
+    trajectory = make_trajectory(metrics=[Metric("tool/calls", 1.0)])
+    with TrajectoryLog(path, decode=lambda ids: f"<{ids[0]}..{ids[-1]}>") as log:
+        assert log.append(3, [trajectory], phase="train", limit=5) == 1
+    assert lines(path) == [
+        {
+            "step": 3,
+            "phase": "train",
+            "task_id": "train/0",
+            "rollout_index": 0,
+            "loop": "tool_agent",
+            "data_source": "treadle/calculator",
+            "ground_truth": "42",
+            "reward": 1.0,
+            "stop": "finished",
+            "error": None,
+            "num_turns": 4,
+            "messages": [
+                {"role": "user", "content": "What is 6 * 7?"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {"id": "0", "name": "calculator", "arguments": {"expression": "6*7"}}
+                    ],
+                },
+                {"role": "tool", "content": "42", "name": "calculator", "tool_call_id": "0"},
+                {"role": "assistant", "content": "#### 42"},
+            ],
+            "tokens": {
+                "ids": list(range(14)),
+                "logprobs": [0.0] * 4 + [-0.5] * 3 + [0.0] * 5 + [-0.5] * 2,
+                "spans": [
+                    {"origin": origin, "start": a, "stop": b, "weight_version": w, "text": text}
+                    for origin, a, b, w, text in [
+                        ("prompt", 0, 4, None, "<0..3>"),
+                        ("sampled", 4, 7, 1, "<4..6>"),
+                        ("observed", 7, 12, None, "<7..11>"),
+                        ("sampled", 12, 14, 1, "<12..13>"),
+                    ]
+                ],
+            },
+            "metrics": {"tool/calls": 1.0},
+            "trace": [],
+        }
+    ]
+
+
+def test_a_failed_trajectory_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TrajectoryLog(path) as log:
+        failed = Trajectory.failed(make_task(), ToolError("sandbox down"))
+        log.append(1, [failed], phase="val", limit=1)
+    (line,) = lines(path)
+    assert (line["error"], line["stop"]) == ("ToolError: sandbox down", "error")
+    assert line["tokens"] == {"ids": [], "logprobs": [], "spans": []}
+
+
+def test_without_a_decoder_spans_have_no_text(tmp_path: Path) -> None:
+    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+        log.append(1, [make_trajectory()], phase="train", limit=1)
+    assert {s["text"] for s in lines(tmp_path / "t.jsonl")[0]["tokens"]["spans"]} == {None}
+
+
+def test_each_line_gets_the_trace_of_its_own_trajectory(tmp_path: Path) -> None:
+    with use_sink(sink := MemorySink()):
+        for rollout_index in (0, 1):
+            with (
+                span("trajectory", task_id="train/0", rollout_index=rollout_index),
+                span("turn", nested={"ids": [rollout_index]}),
+            ):
+                pass
+    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+        trajectory = make_trajectory(task=make_task(rollout_index=1))
+        log.append(1, [trajectory], phase="train", limit=1, spans=sink.spans)
+    trace = lines(tmp_path / "t.jsonl")[0]["trace"]
+    assert [s["name"] for s in trace] == ["trajectory", "turn"]
+    assert trace[1]["attributes"] == {"nested": {"ids": [1]}}
+    assert trace[1]["parent_id"] == trace[0]["span_id"]
+
+
+def test_a_resumed_run_removes_what_comes_again(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TrajectoryLog(path) as log:
+        for step in (1, 2, 3):
+            log.append(step, [make_trajectory()] * 2, phase="train", limit=2)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "torn')
+    with TrajectoryLog(path, resume_after=2) as log:
+        log.append(3, [make_trajectory()], phase="train", limit=1)
+    assert [line["step"] for line in lines(path)] == [1, 1, 2, 2, 3]
+
+
+@settings(deadline=None)
+@given(st.lists(st.none() | st.floats(0, 1), max_size=20), st.integers(0, 25))
+def test_the_choice_is_bounded_and_shows_the_whole_range(
+    rewards: list[float | None], limit: int
+) -> None:
+    trajectories = [
+        Trajectory.failed(make_task(), ToolError("down"))
+        if r is None
+        else make_trajectory(reward=r)
+        for r in rewards
+    ]
+    chosen = choose(trajectories, limit)
+    assert len(chosen) == min(limit, len(trajectories))
+    assert len({id(trajectory) for trajectory in chosen}) == len(chosen)
+    if len(chosen) >= 2:
+        best = max((r for r in rewards if r is not None), default=None)
+        assert any(t.reward == best for t in chosen)
+        if None in rewards:
+            assert any(t.error for t in chosen)
+
+
+def test_a_limit_of_none_at_all_writes_nothing(tmp_path: Path) -> None:
+    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+        assert log.append(1, [make_trajectory()], phase="train", limit=0) == 0
+    assert (tmp_path / "t.jsonl").read_text() == ""
+
+
+def test_a_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        TrajectoryLog(tmp_path)
