@@ -1,42 +1,14 @@
-"""Small tools for tasks: deadlines, shielded clean-up, several coroutines as one.
+"""Small tools for tasks: shielded clean-up, and several coroutines as one.
 
 Invariant: every task made here ends before the function that made it returns, and a cancellation
 is delayed at most, never swallowed. Besides `runner` the only module that makes tasks.
 """
 
 import asyncio
-import math
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A moment on the event loop's clock.
-
-    Attributes:
-        at: `loop.time()` seconds; `math.inf` never comes.
-    """
-
-    at: float
-
-    @classmethod
-    def after(cls, seconds: float) -> "Deadline":
-        """The moment `seconds` from now."""
-        return cls(asyncio.get_running_loop().time() + seconds)
-
-    def left(self) -> float:
-        """Seconds until it comes; negative once it has."""
-        if self.at == math.inf:
-            return math.inf
-        return self.at - asyncio.get_running_loop().time()
-
-    def sooner(self, other: "Deadline") -> "Deadline":
-        """The one of the two that comes first."""
-        return self if self.at <= other.at else other
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:

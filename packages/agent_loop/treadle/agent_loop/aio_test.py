@@ -1,11 +1,10 @@
 """Tests of the task helpers."""
 
 import asyncio
-import math
 
 import pytest
 
-from treadle.agent_loop.aio import Deadline, concurrently, run_shielded
+from treadle.agent_loop.aio import concurrently, run_shielded
 
 pytestmark = pytest.mark.asyncio
 
@@ -68,9 +67,3 @@ async def test_concurrently_keeps_the_order_and_raises_the_failure_itself() -> N
     with pytest.raises(OSError, match="no"):
         await concurrently([late(), fail()])
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_deadlines() -> None:
-    assert Deadline(math.inf).left() == math.inf
-    assert 0 < Deadline.after(5).left() <= 5
-    assert Deadline.after(5).sooner(Deadline(math.inf)).left() <= 5

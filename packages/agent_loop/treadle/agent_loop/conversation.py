@@ -14,8 +14,8 @@ to speak last. Used as a context manager so that the generator learns when the s
 One task owns a conversation. It waits in `generate` only.
 """
 
+import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -90,7 +90,7 @@ class Conversation:
         self._parse_errors = 0
         self._generate_s = 0.0
         self._activity = "about to begin"
-        self.session_id = f"{task.task_id[:64]}/{task.rollout_index}/{uuid.uuid4().hex[:12]}"
+        self.session_id = f"{task.task_id[:64]}/{task.rollout_index}/{os.urandom(6).hex()}"
         prompt = self._transcript.num_prompt_tokens
         if services.limits.tokens_left(prompt=prompt, response=0) < 1:
             raise PromptTooLongError(

@@ -1,0 +1,114 @@
+"""Tests of the values' own checks, the error boundary and the seeds."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from treadle.agent_loop import (
+    AgentTask,
+    LoopLimits,
+    Message,
+    OverloadedError,
+    RequestContext,
+    SamplingParams,
+    Services,
+    SetupError,
+    StopReason,
+    TokenChunk,
+    Tokens,
+    ToolCall,
+    ToolError,
+    Trajectory,
+    boundary,
+    derive_seed,
+)
+from treadle.agent_loop.testing import ByteRenderer, EchoGenerator, ScriptedTool
+
+TASK = AgentTask(
+    task_id="t",
+    sample_index=0,
+    rollout_index=0,
+    loop="tool_agent",
+    messages=(Message(role="user", content="hi"),),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\]"),
+        ({"top_k": -1}, "top_k is -1; it must be at least 1, or None for all"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_sampling_out_of_range_is_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SamplingParams(max_tokens=1), **change)  # type: ignore[arg-type]
+
+
+def test_messages_that_make_no_sense_are_refused() -> None:
+    call = ToolCall(id="c", name="f", arguments={})
+    with pytest.raises(ValueError, match="role is 'robot'"):
+        Message(role="robot", content="")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a user message cannot carry tool calls"):
+        Message(role="user", content="", tool_calls=(call,))
+    with pytest.raises(ValueError, match="cannot answer a tool call"):
+        Message(role="user", content="", tool_call_id="c")
+    with pytest.raises(ValueError, match="task 't' has no message"):
+        replace(TASK, messages=())
+
+
+def test_chunks_and_requests_are_checked() -> None:
+    with pytest.raises(ValueError, match="2 tokens has 1 logprobs"):
+        TokenChunk(token_ids=(1, 2), logprobs=(0.0,), weight_version=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        TokenChunk(token_ids=(), logprobs=(), weight_version=0)
+    with pytest.raises(ValueError, match="request_id has 129 bytes"):
+        RequestContext(request_id="x" * 129, session_id="s", deadline=0.0)
+
+
+def test_error_and_stop_go_together() -> None:
+    good = Trajectory(task=TASK, tokens=Tokens.empty(), messages=(), stop=StopReason.FINISHED)
+    assert good.final_text == ""
+    with pytest.raises(ValueError, match="contradict"):
+        replace(good, stop=StopReason.ERROR)
+    with pytest.raises(ValueError, match="contradict"):
+        replace(good, error=OverloadedError("full"))
+
+
+def test_tools_are_filed_under_their_own_names() -> None:
+    with pytest.raises(ValueError, match="tool 'lookup' is filed under the name 'search'"):
+        Services(
+            generator=EchoGenerator(),
+            renderer=ByteRenderer(),
+            limits=LoopLimits(max_response_tokens=1),
+            sampling=SamplingParams(max_tokens=1),
+            tools={"search": ScriptedTool("lookup")},
+        )
+
+
+def test_a_boundary_translates_what_is_foreign_and_nothing_else() -> None:
+    with (
+        pytest.raises(ToolError, match="the tool: KeyError: 'x'") as caught,
+        boundary(ToolError, "the tool"),
+    ):
+        raise KeyError("x")
+    assert isinstance(caught.value.__cause__, KeyError)
+    for own in (OverloadedError("full"), SetupError("no"), asyncio.CancelledError()):
+        with pytest.raises(type(own)) as passed, boundary(ToolError, "the tool"):
+            raise own
+        assert passed.value is own
+
+
+def test_seeds_are_pinned_and_differ_with_every_part() -> None:
+    assert derive_seed(1, "a", 2) == PINNED
+    assert len({derive_seed(1, 2), derive_seed(12), derive_seed("1", 2), derive_seed(2, 1)}) == 4
+    assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))
+
+
+PINNED = 751158407608295134
