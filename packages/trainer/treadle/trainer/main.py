@@ -11,8 +11,9 @@ import contextlib
 import datetime
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
 
@@ -21,6 +22,8 @@ __all__ = ["DEMO", "main"]
 DEMO = Path(__file__).parent / "demo" / "calculator" / "config.yaml"
 """What runs when no configuration is named."""
 
+T = TypeVar("T")
+
 _USAGE = """\
 Trains a language model by reinforcement learning with tools. Without --config and model.path it
 trains the demo: a small model learns to use a calculator, on the CPU, in a few minutes."""
@@ -28,12 +31,18 @@ trains the demo: a small model learns to use a calculator, on the CPU, in a few 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="treadle", description=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="treadle",
+        description=_USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="this text and all keys")
     parser.add_argument(
-        "--config", action="append", default=[], type=Path, metavar="FILE",
+        "--config",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
         help="YAML file; may be repeated, later ones win",
     )
     parser.add_argument(
@@ -41,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="as rollout.temperature=0.7; wins over files"
+        "overrides", nargs="*", metavar="key=value", help="as rollout.top_p=0.9; wins over files"
     )
     return parser
 
@@ -128,7 +137,7 @@ class _Ended(Exception):
         self.number = number
 
 
-async def _until_signal(work):  # type: ignore[no-untyped-def]
+async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
     """Awaits the work; SIGINT and SIGTERM cancel it, so that it ends what it has started."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)

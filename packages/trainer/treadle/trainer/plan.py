@@ -56,7 +56,7 @@ class Plan:
             f"{self.num_train_rows} ({self.steps_per_epoch} steps of "
             f"{config.data.prompts_per_step} prompts an epoch)",
         )
-        yield "steps", f"{self.total_steps} ({self.total_steps / max(1, self.steps_per_epoch):.2g} epochs)"
+        yield "steps", f"{self.total_steps} ({self.total_steps / self.steps_per_epoch:.2g} epochs)"
         yield (
             "a step",
             f"{config.data.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
@@ -106,9 +106,7 @@ def _every(steps: int | None) -> str:
     return "never" if steps is None else f"every {steps} steps and after the last"
 
 
-def make_plan(
-    config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus: int
-) -> Plan:
+def make_plan(config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus: int) -> Plan:
     """The plan of a configuration over so many rows.
 
     Raises:

@@ -159,27 +159,31 @@ class PolicyGroup:
         """Sends each rank its command (None: nothing to do) and gathers the answers."""
         assert not self._broken, "a broken policy group can only be closed"
         loop = asyncio.get_running_loop()
-        payloads = {id(command): pickle.dumps(command) for command in commands}
+        payloads = {id(command): pickle.dumps(command) for command in commands}  # once for all
+
+        def exchange(rank: _Rank, command: Command) -> "asyncio.Future[Done | Failed | _Lost]":
+            payload = payloads[id(command)]
+            return loop.run_in_executor(self._pool, _round_trip, rank.connection, payload)
+
         waits = [
-            asyncio.ensure_future(
-                loop.run_in_executor(self._pool, _round_trip, rank.connection, payloads[id(command)])
-            )
+            exchange(rank, command)
             for rank, command in zip(self._ranks, commands, strict=True)
             if command is not None
         ]
         self._broken = True  # unless every answer arrives
         pending = set(waits)
         while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(not isinstance(task.result(), Done) for task in done):
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(not isinstance(task.result(), Done) for task in ended):
                 break
         if pending:  # the first failure may be the loss of the rank that is to blame
             await asyncio.wait(pending, timeout=_GRACE_S)
         answers = [task.result() if task.done() else None for task in waits]
-        if not all(isinstance(answer, Done) for answer in answers):
+        done = [answer for answer in answers if isinstance(answer, Done)]
+        if len(done) < len(answers):
             raise await self._explain(answers)
         self._broken = False
-        return [answer.value for answer in answers]
+        return [answer.value for answer in done]
 
     async def _explain(self, answers: Sequence[Done | Failed | _Lost | None]) -> PolicyError:
         """The failure that is not the consequence of another rank's."""

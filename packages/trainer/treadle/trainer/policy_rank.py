@@ -78,7 +78,8 @@ class PolicyRank:
 
                 return write_files(policy, command, rank=self._rank)
             case Save():
-                return policy.save(command.directory)
+                policy.save(command.directory)
+                return None
             case Load():
                 policy.load(command.directory)
                 return policy.step
@@ -159,8 +160,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     watch_parent(args.parent_pid)
     with Listener((args.host, 0), authkey=read_authkey()) as listener:
-        host, port = listener.address
-        write_ready(args.ready_file, f"{host}:{port}")
+        address: tuple[str, int] = listener.address  # type: ignore[assignment]
+        write_ready(args.ready_file, f"{address[0]}:{address[1]}")
         with listener.accept() as connection:
             return 0 if serve(connection, PolicyRank(args.host)) else 1
 

@@ -189,13 +189,10 @@ async def _set_up(
         policy, config.sync, element_type=config.rollout.dtype, directory=weights_directory
     )
     with progress.phase("start"):
-        (inputs, _, _) = await together(
-            [
-                asyncio.to_thread(_prepare, config, rows),
-                stack.enter_async_context(policy),
-                stack.enter_async_context(replicas),
-            ]
-        )
+        preparing = asyncio.to_thread(_prepare, config, rows)
+        starting = [stack.enter_async_context(part) for part in (policy, replicas)]
+        inputs, *_ = await together([preparing, *starting])
+        assert isinstance(inputs, _Inputs)
     for note in inputs.notes:
         progress.note(note)
     version = 0
@@ -296,17 +293,13 @@ def _prepare(config: RunConfig, rows: Rows) -> _Inputs:
         max_prompt_tokens=config.rollout.prompt_length,
         overlong=config.data.overlong_prompts,
     )
-    train_set = make_prompts(
-        rows.train, split="train", rules=rules, renderer=renderer, tools=tools
-    )
+    train_set = make_prompts(rows.train, split="train", rules=rules, renderer=renderer, tools=tools)
     notes = train_set.notes
     val: Sequence[Prompt] = ()
     if rows.val:
         val_set = make_prompts(rows.val, split="val", rules=rules, renderer=renderer, tools=tools)
         val, notes = val_set.prompts, (*notes, *val_set.notes)
-    return _Inputs(
-        renderer=renderer, tools=tools, train=train_set.prompts, val=val, notes=notes
-    )
+    return _Inputs(renderer=renderer, tools=tools, train=train_set.prompts, val=val, notes=notes)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ fixed: log-probabilities of the policy that starts the batch, where the ratio ne
 of the reference, where the loss does; then `epochs` x `mini_batches` optimizer steps.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSe
     """Contiguous parts whose lengths differ by one at most; never an empty one."""
     parts = min(parts, len(sequences))
     bounds = [len(sequences) * part // parts for part in range(parts + 1)]
-    return [sequences[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [sequences[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def run_update(

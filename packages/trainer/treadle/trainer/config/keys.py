@@ -55,10 +55,7 @@ class Leaf:
         """Whether one of its alternatives is one of `wanted`, or a literal of that type."""
         return any(
             member in wanted
-            or (
-                get_origin(member) is Literal
-                and isinstance(get_args(member)[0], wanted)
-            )
+            or (get_origin(member) is Literal and isinstance(get_args(member)[0], wanted))
             for member in self.alternatives
         )
 

@@ -87,7 +87,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise ConfigError(f"key {key!r} appears twice{key_node.start_mark}")
             seen.add(key)
@@ -96,7 +96,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _read_file(path: Path) -> Iterator[Assignment]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -154,8 +154,10 @@ def _unknown(assignment: Assignment) -> str:
     theirs = [key for key in known_keys() if key.partition(".")[0] == root]
     known = nearest(assignment.key, [*all_leaves(), *theirs])
     hint = f"; did you mean {' or '.join(known)}?" if known else "; `--help` lists the keys"
-    where = "" if assignment.source.startswith(("+", assignment.key)) else (
-        f" (in {assignment.source})"
+    where = (
+        ""
+        if assignment.source.startswith(("+", assignment.key))
+        else (f" (in {assignment.source})")
     )
     return f"unknown key {assignment.key}{where}{hint}"
 
@@ -168,9 +170,9 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
         raise ConfigError(f"{section.key}={value}: not one of {', '.join(section.kinds)}")
     if isinstance(value, bool) and not leaf.takes(bool):
         raise ConfigError(f"{leaf.key}={value}: not a truth value; {_expected(leaf)}")
-    if isinstance(value, int | float | bool) and assignment.text and leaf.takes(str, Path):
-        if not leaf.takes(int, float, bool):
-            value = assignment.text  # `run.name=007` stays as written
+    is_text = leaf.takes(str, Path) and not leaf.takes(int, float, bool)
+    if is_text and isinstance(value, int | float) and assignment.text:
+        value = assignment.text  # `run.name=007` stays as written
     item_types = [get_args(t)[0] for t in leaf.alternatives if get_origin(t) is tuple]
     if item_types and isinstance(value, str):
         value = [value]  # one file needs no brackets
@@ -236,4 +238,8 @@ def _existing_key(path: Sequence[str]) -> str:
             key = longer
     if not key:
         key = ".".join(path)
-    return key if key in all_leaves() or len(path) < 2 else ".".join([key, *path[key.count(".") + 1 :]])
+    return (
+        key
+        if key in all_leaves() or len(path) < 2
+        else ".".join([key, *path[key.count(".") + 1 :]])
+    )

@@ -1,27 +1,28 @@
 """Values as they are written after `key=` on a command line, in Hydra's forms.
 
-`null`, `true`/`False`, numbers (`1e-6`), quoted strings (`'error'`), lists (`['a', b]`) and
-mappings (`{a: 1}`). Everything else is a string, so that paths need no quotes.
+`null`, `true`/`False`, numbers (`1e-6`), quoted strings (`'error'`) and lists (`['a', b]`).
+Everything else is a string, so that paths need no quotes. Mappings are left out: no key takes one.
 """
 
 import re
 from collections.abc import Iterator
+from typing import TypeAlias
 
 __all__ = ["ScalarError", "parse_value"]
 
-Value = None | bool | int | float | str | list["Value"] | dict[str, "Value"]
+Value: TypeAlias = bool | int | float | str | list["Value"] | None
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<quoted>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
-    r"|(?P<mark>[\[\]{},:])"
-    r"|(?P<bare>[^\[\]{},:'\"\s](?:[^\[\]{},'\"]*[^\[\]{},'\"\s])?))"
+    r"|(?P<mark>[\[\],])"
+    r"|(?P<bare>[^\[\],'\"\s](?:[^\[\],'\"]*[^\[\],'\"\s])?))"
 )
 _INT = re.compile(r"[+-]?\d+(?:_\d+)*$")
 _FLOAT = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$")
 
 
 class ScalarError(ValueError):
-    """The text opens a list, mapping or quote that it does not close."""
+    """The text opens a list or quote that it does not close."""
 
 
 def parse_value(text: str) -> Value:
@@ -31,7 +32,7 @@ def parse_value(text: str) -> Value:
         ScalarError: a bracket or quote is not closed, or something follows it.
     """
     stripped = text.strip()
-    if not stripped.startswith(("[", "{", "'", '"')):
+    if not stripped.startswith(("[", "'", '"')):
         return _bare(stripped)
     tokens = list(_tokens(stripped))
     value, rest = _parse(tokens, 0, stripped)
@@ -62,8 +63,6 @@ def _parse(tokens: list[tuple[str, str]], at: int, text: str) -> tuple[Value, in
         return _bare(token), at + 1
     if token == "[":
         return _parse_list(tokens, at + 1, text)
-    if token == "{":
-        return _parse_mapping(tokens, at + 1, text)
     raise ScalarError(f"{text!r}: {token!r} where a value is expected")
 
 
@@ -73,23 +72,6 @@ def _parse_list(tokens: list[tuple[str, str]], at: int, text: str) -> tuple[Valu
         item, at = _parse(tokens, at, text)
         items.append(item)
         at = _after_item(tokens, at, "]", text)
-    return items, at + 1
-
-
-def _parse_mapping(tokens: list[tuple[str, str]], at: int, text: str) -> tuple[Value, int]:
-    items: dict[str, Value] = {}
-    while not _closes(tokens, at, "}", text):
-        kind, key = tokens[at]
-        if kind == "bare" and ":" in key:  # `a:1`, written without a space
-            key, _, value = key.partition(":")
-            items[key.strip()] = _bare(value.strip())
-            at += 1
-        else:
-            if kind == "mark" or at + 1 >= len(tokens) or tokens[at + 1][1] != ":":
-                raise ScalarError(f"{text!r}: expected `key: value`, found {key!r}")
-            name = key[1:-1] if kind == "quoted" else key
-            items[name], at = _parse(tokens, at + 2, text)
-        at = _after_item(tokens, at, "}", text)
     return items, at + 1
 
 

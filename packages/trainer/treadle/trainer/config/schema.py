@@ -83,7 +83,7 @@ class RewardConfig(Section):
 class AgentConfig(Section):
     """How one trajectory runs, and when it ends."""
 
-    default_loop: Literal["single_turn", "tool_agent"] = "single_turn"
+    default_loop: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
     """The loop of rows without an `agent_name`."""
     tool_catalogue: Path | None = None
     """YAML list of tools (verl's tool_config format). Null: no tools."""

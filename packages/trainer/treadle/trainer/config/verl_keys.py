@@ -51,6 +51,7 @@ _RENAMED = {
     "actor_rollout_ref.actor.optim.weight_decay": "policy.optimizer.weight_decay",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
     "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "agent.default_loop",
     "actor_rollout_ref.rollout.dtype": "rollout.dtype",
     "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_in_flight",
     "actor_rollout_ref.rollout.multi_turn.format": "agent.parser",
@@ -221,7 +222,7 @@ def _one_of(key: str, names: Mapping[Any, Any], fix: str) -> Converter:
 
 
 def _mini_batches(value: Any, verl: Verl) -> Mapping[str, Any]:
-    """verl counts a mini-batch in prompts; here a step has a number of updates."""
+    """Verl counts a mini-batch in prompts; here a step has a number of updates."""
     prompts = verl.get("data.train_batch_size", verl.get("data.prompts_per_step", 1024))
     if not isinstance(value, int) or not 1 <= value <= prompts or prompts % value:
         raise ConfigError(
@@ -297,11 +298,6 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": lambda value, _: {
         "policy.recompute": "full" if value else "none"
     },
-    "actor_rollout_ref.rollout.agent.default_agent_loop": _one_of(
-        "agent.default_loop",
-        {"single_turn_agent": "single_turn", "tool_agent": "tool_agent"},
-        "set agent.default_loop",
-    ),
     "actor_rollout_ref.rollout.name": _ENGINE,
     "actor_rollout_ref.rollout.top_k": _off_below_one("rollout.top_k"),
     "actor_rollout_ref.rollout.trace.backend": _TRACE,

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
 from treadle.trainer.checkpoint import Checkpoints
@@ -111,7 +112,9 @@ class Run:
 
     async def save(self, step: int, metrics: dict[str, float]) -> None:
         """Writes the checkpoint of `step`."""
+
+        async def save_policy(directory: Path) -> None:
+            await self.policy.call(Save(directory=directory))
+
         with self.progress.phase("save"):
-            await self.checkpoints.save(
-                step, metrics, lambda directory: self.policy.call(Save(directory=directory))
-            )
+            await self.checkpoints.save(step, metrics, save_policy)

@@ -33,11 +33,21 @@ def describe_exit(status: int) -> str:
 class LocalProcess:
     """A child of this process."""
 
-    def __init__(self, spec: ProcessSpec, directory: Path) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        directory: Path,
+        *,
+        executable: str = sys.executable,
+        python_path: str | None = None,
+    ) -> None:
+        """Args: python_path: of the child; None: that of this process."""
         self.name = spec.name
         self.log_path = directory / f"{spec.name}.log"
         self._ready_path = directory / f"{spec.name}.ready"
         self._spec = spec
+        self._executable = executable
+        self._python_path = child_python_path() if python_path is None else python_path
         self._child: asyncio.subprocess.Process | None = None
 
     async def start(self, host: str) -> None:
@@ -52,7 +62,7 @@ class LocalProcess:
         with self.log_path.open("ab") as log:
             try:
                 self._child = await asyncio.create_subprocess_exec(
-                    sys.executable,
+                    self._executable,
                     "-P",
                     "-m",
                     self._spec.module,
@@ -61,11 +71,13 @@ class LocalProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=_environment(self._spec.env),
+                    env=_environment(self._python_path, self._spec.env),
                     start_new_session=True,  # Ctrl-C is for the driver, which ends its children
                 )
             except OSError as error:
-                raise ProcessError(f"{self.name}: cannot run {sys.executable}: {error}") from error
+                raise ProcessError(
+                    f"{self.name}: cannot run {self._executable}: {error}"
+                ) from error
 
     @property
     def pid(self) -> int:
@@ -145,5 +157,5 @@ class LocalLauncher:
         return process
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": child_python_path(), "PYTHONUNBUFFERED": "1", **extra}
+def _environment(python_path: str, extra: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", **extra}

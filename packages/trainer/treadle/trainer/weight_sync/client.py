@@ -68,9 +68,7 @@ class WeightSyncClient:
             request.file.crc32.extend(crc32)
         # The server reads files before it answers, so this may take as long as a commit.
         deadline_s = self._control_s if directory is None else self._commit_s
-        return await self._call(
-            "BeginUpdate", self._sync.BeginUpdate(request, timeout=deadline_s)
-        )
+        return await self._call("BeginUpdate", self._sync.BeginUpdate(request, timeout=deadline_s))
 
     async def received(self, update_id: str) -> tuple[int, ...]:
         """Bytes held of each tensor; renews the lease."""

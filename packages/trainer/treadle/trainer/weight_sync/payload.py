@@ -40,11 +40,10 @@ def tensor_bytes(tensor: "Tensor", element_type: ElementType) -> memoryview:
 
     wanted = torch.float32 if element_type == "float32" else torch.bfloat16
     flat = tensor.detach().to(dtype=wanted, device="cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def slices(data: memoryview, size: int) -> Iterator[tuple[int, memoryview]]:
     """(offset, part of at most `size` bytes), in order."""
     for offset in range(0, len(data), size):
         yield offset, data[offset : offset + size]
-

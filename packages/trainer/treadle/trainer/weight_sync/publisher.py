@@ -86,9 +86,7 @@ class WeightPublisher:
         self._directory = directory
         self._specs: tuple[TensorSpec, ...] = ()
 
-    async def publish(
-        self, version: int, servers: Sequence[WeightSyncClient]
-    ) -> PublishReport:
+    async def publish(self, version: int, servers: Sequence[WeightSyncClient]) -> PublishReport:
         """Makes the servers sample from the policy's present weights, called `version`.
 
         Raises:

@@ -1,0 +1,132 @@
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.config.load import ConfigError, load_config
+from treadle.trainer.config.schema import FileTransportConfig, InlineTransportConfig
+
+_LEAST = ("model.path=/models/m", "data.train_files=/data/train.jsonl")
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_layers_win_in_order_and_every_leaf_knows_its_source(tmp_path: Path) -> None:
+    first = _write(
+        tmp_path / "a.yaml",
+        "model: {path: m}\ndata: {train_files: [t.jsonl]}\nrollout: {top_k: 5, top_p: 0.5}\n",
+    )
+    second = _write(tmp_path / "b.yaml", "rollout: {top_k: 6}\n")
+    loaded = load_config([first, second], ["rollout.temperature=0.7", "rollout.temperature=0.8"])
+    rollout = loaded.config.rollout
+    assert (rollout.top_p, rollout.top_k, rollout.temperature) == (0.5, 6, 0.8)
+    assert loaded.sources["rollout.top_p"] == str(first)
+    assert loaded.sources["rollout.top_k"] == str(second)
+    assert loaded.sources["rollout.temperature"] == "rollout.temperature=0.8"
+    assert loaded.sources["rollout.dtype"] == "default"
+
+
+def test_paths_in_a_file_are_relative_to_it_and_in_arguments_to_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    file = _write(
+        tmp_path / "configs" / "a.yaml", "model: {path: m}\ndata: {train_files: x.jsonl}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config([file], ["run.dir=out"])
+    assert loaded.config.model.path == tmp_path / "configs" / "m"
+    assert loaded.config.data.train_files == (tmp_path / "configs" / "x.jsonl",)
+    assert loaded.config.run.dir == tmp_path / "out"
+
+
+def test_the_default_file_counts_until_a_model_or_a_file_is_named(tmp_path: Path) -> None:
+    default = _write(
+        tmp_path / "d.yaml",
+        "model: {path: m}\ndata: {train_files: x.jsonl, prompts_per_step: 3}\n",
+    )
+    assert load_config([], [], default_file=default).config.data.prompts_per_step == 3
+    own = load_config([], _LEAST, default_file=default)
+    assert own.config.data.prompts_per_step == 16
+
+
+def test_plus_sets_an_existing_key_and_creates_none() -> None:
+    assert load_config([], [*_LEAST, "+run.seed=3"]).config.run.seed == 3
+    with pytest.raises(ConfigError, match=r"unknown key run\.sede; did you mean run\.seed"):
+        load_config([], [*_LEAST, "+run.sede=3"])
+
+
+def test_lists_are_replaced_and_one_value_needs_no_brackets() -> None:
+    config = load_config([], [*_LEAST, "data.train_files=[/a.jsonl,/b.jsonl]"]).config
+    assert config.data.train_files == (Path("/a.jsonl"), Path("/b.jsonl"))
+
+
+def test_numbers_stay_text_where_text_is_wanted() -> None:
+    assert load_config([], [*_LEAST, "run.name=007"]).config.run.name == "007"
+
+
+def test_a_variant_is_chosen_by_its_name_alone_and_starts_afresh(tmp_path: Path) -> None:
+    file = _write(
+        tmp_path / "a.yaml",
+        "model: {path: m}\ndata: {train_files: x}\nsync: {transport: {chunk_bytes: 5000}}\n",
+    )
+    assert load_config([file], []).config.sync.transport == InlineTransportConfig(chunk_bytes=5000)
+    config = load_config([file], ["sync.transport=file"]).config
+    assert config.sync.transport == FileTransportConfig()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("rollout.temprature=1", "did you mean rollout.temperature"),
+        ("actor_rollout_ref.rolout.n=1", "did you mean actor_rollout_ref.rollout.n"),
+        ("rollout.temperature=0", "rollout.temperature=0: Input should be greater than 0"),
+        ("data.prompts_per_step=True", "not a truth value"),
+        ("data.prompts_per_step=x", "data.prompts_per_step=x: .*valid integer"),
+        ("rollout=3", "rollout is a section"),
+        ("sync.transport=nccl", "not one of inline, file"),
+        ("launch.cpus_per_process=2", "belongs to kind ray only"),
+        ("schedule.val_every=3", "data.val_files is empty"),
+        ("policy.parallel.sequence=true", "needs tensor above 1"),
+        ("data.train_files=[a", "missing ']'"),
+        ("rollout.temperature", "is not key=value"),
+    ],
+)
+def test_a_bad_argument_is_named_with_cause_and_value(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([], [*_LEAST, argument])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {path: m}\nmodel: {path: n}\n", "'model' appears twice"),
+        ("[1, 2]\n", "expected a mapping"),
+        ("a: [\n", "is not YAML"),
+        ("rollout: {temprature: 1}\n", r"unknown key rollout.temprature \(in .*a.yaml\)"),
+        ("rollout: {top_p: 2}\n", r"rollout.top_p=2 \(in .*a.yaml\)"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([_write(tmp_path / "a.yaml", text)], _LEAST)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config([tmp_path / "nowhere.yaml"], [])
+
+
+def test_required_keys_are_listed() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [])
+    assert "data.train_files is required" in str(error.value)
+    assert "model.path is required" in str(error.value)
+
+
+def test_a_resolved_configuration_reproduces_itself(tmp_path: Path) -> None:
+    config = load_config([], [*_LEAST, "sync.transport=file", "rollout.top_k=3"]).config
+    saved = _write(tmp_path / "config.json", config.model_dump_json())
+    assert load_config([saved], []).config == config

@@ -1,0 +1,142 @@
+import pytest
+
+from treadle.trainer.config import verl_keys
+from treadle.trainer.config.keys import all_leaves
+from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
+
+# The arguments of a published verl command line for multi-turn GRPO, with the values that ask
+# for what is not part of this release replaced.
+_COMMAND = """
+algorithm.adv_estimator=grpo
+algorithm.use_kl_in_reward=False
+algorithm.kl_ctrl.kl_coef=0.0
+data.train_files=/data/BytedTsinghua-SIA/DAPO-Math-17k
+data.val_files=/data/Maxwell-Jia/AIME_2024
+data.return_raw_chat=True
+data.train_batch_size=32
+data.max_prompt_length=2048
+data.max_response_length=5000
+data.filter_overlong_prompts=True
+data.truncation='error'
+custom_reward_function.path=/recipe/retool.py
+custom_reward_function.name=compute_score
+actor_rollout_ref.model.path=font-info/qwen3-4b-sft
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.use_kl_loss=False
+actor_rollout_ref.actor.kl_loss_coef=0.0
+actor_rollout_ref.actor.clip_ratio_low=0.2
+actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0
+actor_rollout_ref.actor.optim.lr=1e-6
+algorithm.dynamic_filter.enable=False
+actor_rollout_ref.actor.use_dynamic_bsz=False
+actor_rollout_ref.actor.ppo_mini_batch_size=8
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024
+actor_rollout_ref.rollout.name=torch
+actor_rollout_ref.rollout.mode=async
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.gpu_memory_utilization=0.85
+actor_rollout_ref.rollout.multi_stage_wake_up=True
+actor_rollout_ref.rollout.multi_turn.enable=True
+actor_rollout_ref.rollout.multi_turn.max_user_turns=16
+actor_rollout_ref.rollout.multi_turn.max_assistant_turns=16
+actor_rollout_ref.rollout.multi_turn.tool_config_path=/recipe/tools.yaml
+actor_rollout_ref.rollout.multi_turn.format=hermes
+actor_rollout_ref.rollout.n=8
+actor_rollout_ref.rollout.val_kwargs.top_p=0.6
+actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+actor_rollout_ref.rollout.val_kwargs.n=1
+trainer.logger=['console','wandb']
+trainer.project_name=sglang-dapo-multiturn
+trainer.experiment_name=qwen2_5-3b_dapo_multiturn
+trainer.n_gpus_per_node=8
+trainer.log_val_generations=20
+trainer.val_before_train=True
+trainer.nnodes=1
+trainer.save_freq=-1
+trainer.test_freq=20
+trainer.total_epochs=15
++trainer.rollout_trace.token2text=True
+"""
+
+
+def _load(*arguments: str) -> LoadedConfig:
+    return load_config([], ["model.path=/m", "data.train_files=/t.jsonl", *arguments])
+
+
+def test_a_command_line_of_verl_means_here_what_it_meant_there() -> None:
+    loaded = load_config([], _COMMAND.split("\n")[1:-1])
+    config = loaded.config
+    assert config.data.prompts_per_step == 32
+    assert config.data.overlong_prompts == "drop"
+    assert (config.rollout.prompt_length, config.rollout.response_length) == (2048, 5000)
+    assert config.rollout.samples_per_prompt == 8
+    assert config.reward.name == "/recipe/retool.py:compute_score"
+    assert config.algorithm.mini_batches == 4
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
+    assert config.algorithm.clip_dual == 10.0
+    assert config.algorithm.kl_coef == 0.0
+    assert config.policy.recompute == "full"
+    assert config.policy.parallel.data == 8
+    assert config.agent.max_user_turns == config.agent.max_assistant_turns == 16
+    assert config.rollout.val.top_p == 0.6
+    assert config.schedule.val_every == 20
+    assert config.schedule.save_every is None
+    assert any("trainer.logger" in note for note in loaded.notes)
+
+
+def test_every_target_of_the_table_exists() -> None:
+    assert set(verl_keys._RENAMED.values()) <= set(all_leaves())
+
+
+def test_each_key_is_in_one_part_of_the_table() -> None:
+    keys = list(verl_keys.known_keys())
+    assert len(keys) == len(set(keys))
+
+
+def test_no_key_of_verl_hides_one_of_ours() -> None:
+    """Ours would never be reached; the few that are spelled alike mean the same."""
+    assert set(verl_keys.known_keys()) & set(all_leaves()) == set()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("algorithm.adv_estimator=gae", "'gae' is not available .only grpo"),
+        ("algorithm.use_kl_in_reward=True", "algorithm.kl_coef"),
+        ("algorithm.dynamic_filter.enable=True", "not part of this release"),
+        ("actor_rollout_ref.rollout.name=sglang", "set rollout.name=torch"),
+        ("actor_rollout_ref.rollout.mode=sync", "only async"),
+        ("actor_rollout_ref.rollout.trace.backend=weave", "tracing.backend=jsonl"),
+        ("data.custom_cls.path=a.py", r"\.jsonl or \.parquet"),
+        ("data.truncation=left", "only error"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "do not divide the step's 1024"),
+        ("actor_rollout_ref.rollout.top_k=x", "is not a number"),
+    ],
+)
+def test_what_is_not_offered_is_refused_with_a_way_out(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load(argument)
+
+
+def test_the_kl_loss_needs_its_switch() -> None:
+    prefix = "actor_rollout_ref.actor"
+    assert _load(f"{prefix}.kl_loss_coef=0.01").config.algorithm.kl_coef == 0.0
+    on = _load(f"{prefix}.use_kl_loss=True", f"{prefix}.kl_loss_coef=0.01")
+    assert on.config.algorithm.kl_coef == 0.01
+
+
+def test_micro_batches_by_tokens_need_their_switch() -> None:
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024"
+    assert _load(key).config.policy.micro_batch_tokens == 8192
+    on = _load(key, "actor_rollout_ref.actor.use_dynamic_bsz=True")
+    assert on.config.policy.micro_batch_tokens == 1024
+
+
+def test_off_is_null() -> None:
+    config = _load("actor_rollout_ref.rollout.top_k=-1", "trainer.save_freq=-1").config
+    assert config.rollout.top_k is None
+    assert config.schedule.save_every is None

@@ -1,0 +1,78 @@
+import pytest
+
+from treadle.agent_loop import (
+    AgentTask,
+    Completion,
+    FinishReason,
+    GenerationTimeoutError,
+    Message,
+    StopReason,
+    TokenChunk,
+    Trajectory,
+    Transcript,
+)
+from treadle.trainer.flow.groups import NoGroupLeftError, make_batch
+
+
+def _task(row: int, sample: int) -> AgentTask:
+    return AgentTask(
+        task_id=f"train/{row}",
+        sample_index=row,
+        rollout_index=sample,
+        loop="single_turn_agent",
+        messages=(Message(role="user", content="?"),),
+    )
+
+
+def _good(row: int, sample: int, reward: float) -> Trajectory:
+    transcript = Transcript([1, 2])
+    chunk = TokenChunk(token_ids=(7, 8), logprobs=(-0.5, -0.25), weight_version=3)
+    transcript.sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
+    return Trajectory(
+        task=_task(row, sample),
+        tokens=transcript.freeze(),
+        messages=(),
+        stop=StopReason.FINISHED,
+        reward=reward,
+    )
+
+
+def _bad(row: int, sample: int) -> Trajectory:
+    return Trajectory.failed(_task(row, sample), GenerationTimeoutError("too late"))
+
+
+def test_a_trajectory_becomes_a_sequence_with_its_advantage_on_every_token() -> None:
+    batch = make_batch([_good(0, 0, 1.0), _good(0, 1, 0.0)], norm_by_std=False)
+    first, second = batch.sequences
+    assert first.ids == (1, 2, 7, 8)
+    assert first.loss_mask == (False, False, True, True)
+    assert first.rollout_logprobs[2:] == (-0.5, -0.25)
+    assert first.advantages == (0.5,) * 4
+    assert second.advantages == (-0.5,) * 4
+
+
+def test_a_group_goes_on_without_its_failed_trajectories() -> None:
+    batch = make_batch(
+        [_good(0, 0, 1.0), _bad(0, 1), _good(0, 2, 0.0), _good(1, 0, 1.0), _good(1, 1, 1.0)],
+        norm_by_std=False,
+    )
+    assert [s.advantages[0] for s in batch.sequences] == [0.5, -0.5, 0.0, 0.0]
+    assert (batch.num_failed, batch.num_dropped_groups, batch.num_groups_with_signal) == (1, 0, 1)
+    assert batch.causes == ("1 x GenerationTimeoutError, as: too late",)
+
+
+def test_a_lone_survivor_has_nothing_to_be_compared_with() -> None:
+    batch = make_batch(
+        [_good(0, 0, 1.0), _bad(0, 1), _good(1, 0, 1.0), _good(1, 1, 0.0)], norm_by_std=True
+    )
+    assert len(batch.sequences) == 2
+    assert batch.metrics()["groups/dropped"] == 1
+
+
+def test_groups_of_one_are_trained_on_where_all_are() -> None:
+    assert len(make_batch([_good(0, 0, 1.0), _good(1, 0, 0.0)], norm_by_std=True).sequences) == 2
+
+
+def test_a_step_without_any_group_says_what_happened() -> None:
+    with pytest.raises(NoGroupLeftError, match="3 of 4 failed.*3 x GenerationTimeoutError"):
+        make_batch([_good(0, 0, 1.0), _bad(0, 1), _bad(1, 0), _bad(1, 1)], norm_by_std=True)

@@ -1,0 +1,253 @@
+"""The Ray launcher: one actor per process, which starts it on its node and watches over it.
+
+Ray places processes and carries neither tokens nor weights. The process is the same program that
+the local launcher starts, run by the *driver's* interpreter with the driver's import path; start
+fails, with both sides shown, where that interpreter is missing or sees other packages. (Ray
+itself runs actors with whatever interpreter its node was started with.)
+
+Invariant: a process lives no longer than its actor, whose pid it watches, and Ray ends the actors
+of a driver that died. A Ray that this launcher started is shut down with it.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from treadle.trainer.config.schema import RayLaunchConfig
+from treadle.trainer.launch.local import LocalProcess
+from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
+
+__all__ = ["RayLauncher", "RayProcess"]
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "grpcio", "protobuf", "pydantic")
+_OBJECT_STORE_BYTES = 128 << 20  # nothing of size goes through it
+_STARTED_CPUS = 1024
+_PROBE = (
+    "import importlib.metadata as m, json, platform, sys;"
+    "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()};"
+    "print(json.dumps({'python': platform.python_version(),"
+    " **{n: found.get(n, 'missing') for n in sys.argv[1:]}}))"
+)
+T = TypeVar("T")
+
+
+def _own_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    return versions
+
+
+class _Keeper:
+    """Runs in an actor: starts one process on this node and answers for it."""
+
+    def __init__(self, executable: str, python_path: str, versions: Mapping[str, str]) -> None:
+        self._executable = executable
+        self._python_path = python_path
+        self._versions = dict(versions)
+        self._process: LocalProcess | None = None
+
+    async def start(self, spec: ProcessSpec, directory: Path, host: str | None) -> None:
+        """Checks the interpreter and starts the process."""
+        import ray
+
+        await self._check_interpreter()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._process = LocalProcess(
+            spec, directory, executable=self._executable, python_path=self._python_path
+        )
+        await self._process.start(
+            host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        )
+
+    async def _check_interpreter(self) -> None:
+        here = f"node {platform.node()}, where Ray runs {sys.executable}"
+        if not os.access(self._executable, os.X_OK):
+            raise ProcessError(
+                f"{here}, has no {self._executable}, the driver's interpreter: install the same "
+                "environment there under the same path"
+            )
+        probe = await asyncio.create_subprocess_exec(
+            self._executable,
+            "-c",
+            _PROBE,
+            *_PACKAGES,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": self._python_path},
+        )
+        output, _ = await probe.communicate()
+        if probe.returncode != 0:
+            text = output.decode(errors="replace")
+            raise ProcessError(f"{here}: {self._executable} does not run: {text}")
+        found = json.loads(output)
+        different = [
+            f"{name} is {found[name]}, the driver has {wanted}"
+            for name, wanted in self._versions.items()
+            if found[name] != wanted
+        ]
+        if different:
+            raise ProcessError(
+                f"{here}: {self._executable} sees other packages than the driver's own "
+                f"{self._executable}: {'; '.join(different)}"
+            )
+
+    async def ready(self, deadline_s: float) -> str:
+        """See `Process.ready`."""
+        assert self._process is not None
+        return await self._process.ready(deadline_s)
+
+    async def poll(self) -> int | None:
+        """See `Process.poll`."""
+        assert self._process is not None
+        return await self._process.poll()
+
+    async def log_tail(self, lines: int) -> str:
+        """See `Process.log_tail`."""
+        assert self._process is not None
+        return await self._process.log_tail(lines)
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Process.stop`."""
+        if self._process is not None:
+            await self._process.stop(grace_s)
+
+
+class RayProcess:
+    """A process that an actor keeps."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+
+    async def start(self, spec: ProcessSpec, directory: Path, host: str | None) -> None:
+        """Starts it; called once."""
+        await self._ask(self._actor.start.remote(spec, directory, host))
+
+    async def ready(self, deadline_s: float) -> str:
+        """See `Process.ready`."""
+        return await self._ask(self._actor.ready.remote(deadline_s))
+
+    async def poll(self) -> int | None:
+        """See `Process.poll`; a process whose node is gone was ended by SIGKILL."""
+        try:
+            return await self._ask(self._actor.poll.remote())
+        except ProcessError:
+            return -9
+
+    async def log_tail(self, lines: int = 20) -> str:
+        """See `Process.log_tail`."""
+        try:
+            return await self._ask(self._actor.log_tail.remote(lines))
+        except ProcessError as error:
+            return f"(no log: {error})"
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """See `Process.stop`; ends the actor too."""
+        import ray
+
+        with contextlib.suppress(ProcessError):  # then the actor is gone, its process with it
+            await self._ask(self._actor.stop.remote(grace_s))
+        ray.kill(self._actor)
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        import ray
+
+        try:
+            return await answer
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ProcessError):
+                raise ProcessError(str(error.cause)) from None
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise ProcessError(f"{self.name}: its Ray actor is gone: {error}") from None
+
+
+class RayLauncher:
+    """Starts processes on a Ray cluster."""
+
+    def __init__(self, config: RayLaunchConfig, directory: Path) -> None:
+        """Args: directory: for the logs, on each node; made if missing."""
+        self._config = config
+        self._directory = directory
+        self._processes: list[RayProcess] = []
+        self._host: str | None = None
+
+    async def __aenter__(self) -> Self:
+        """Joins the cluster, or starts one on this machine.
+
+        Raises:
+            ProcessError: the cluster cannot be reached, or spans hosts without leave to.
+        """
+        await asyncio.to_thread(self._join)
+        return self
+
+    def _join(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        own: dict[str, Any] = {}
+        if self._config.address is None:  # one machine: Ray is not to ration its CPUs
+            own = {"num_cpus": _STARTED_CPUS, "object_store_memory": _OBJECT_STORE_BYTES}
+        try:
+            ray.init(
+                address=self._config.address or "local",
+                include_dashboard=False if own else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **own,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ProcessError(
+                f"Ray at {self._config.address or 'this machine'}: {error}"
+            ) from None
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        if len(alive) == 1:
+            self._host = "127.0.0.1"
+        elif not self._config.allow_plaintext_on_network:
+            ray.shutdown()
+            raise ProcessError(
+                f"the Ray cluster has {len(alive)} hosts, between which tokens and weights would "
+                "travel without TLS: on a trusted network, set "
+                "launch.allow_plaintext_on_network=true"
+            )
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Ends every process that still runs, and leaves the cluster."""
+        import ray
+
+        await asyncio.gather(*(process.stop() for process in self._processes))
+        await asyncio.to_thread(ray.shutdown)
+
+    async def start(self, spec: ProcessSpec) -> RayProcess:
+        """See `Launcher.start`."""
+        import ray
+
+        actor = (
+            ray.remote(_Keeper)
+            .options(num_cpus=self._config.cpus_per_process, num_gpus=spec.gpus, max_restarts=0)
+            .remote(sys.executable, child_python_path(), _own_versions())
+        )
+        process = RayProcess(spec.name, actor)
+        self._processes.append(process)
+        try:
+            async with asyncio.timeout(self._config.start_deadline_s):
+                await process.start(spec, self._directory, self._host)
+        except TimeoutError:
+            raise ProcessError(
+                f"{spec.name} was not placed within {self._config.start_deadline_s:g} s: it needs "
+                f"{self._config.cpus_per_process:g} CPUs and {spec.gpus:g} GPUs, and the cluster "
+                f"has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
+            ) from None
+        return process

@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from treadle.trainer.plan import make_plan
+
+
+def _config(**schedule: int) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(train_files=(Path("t.jsonl"),), prompts_per_step=4),
+        model=ModelConfig(path=Path("m")),
+        schedule=ScheduleConfig.model_validate(schedule),
+    )
+
+
+def test_steps_follow_from_epochs_and_full_batches() -> None:
+    plan = make_plan(_config(total_epochs=3), num_train_rows=11, num_val_rows=0, cpus=2)
+    assert (plan.steps_per_epoch, plan.total_steps) == (2, 6)
+    assert plan.trajectories_per_step == 32
+
+
+def test_total_steps_overrides_epochs() -> None:
+    plan = make_plan(_config(total_steps=7), num_train_rows=11, num_val_rows=0, cpus=2)
+    assert plan.total_steps == 7
+    assert "a step" in plan.text()
+    assert "4 prompts x 8 samples = 32 trajectories" in plan.text()
+
+
+def test_too_few_rows_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"prompts_per_step=4 exceeds the 3 training rows"):
+        make_plan(_config(), num_train_rows=3, num_val_rows=0, cpus=2)

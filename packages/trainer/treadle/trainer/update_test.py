@@ -1,0 +1,110 @@
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy import (
+    LossAggregation,
+    LossFn,
+    NamedTensor,
+    StepStats,
+    TensorSpec,
+    TrainSequence,
+)
+from treadle.trainer.update import cut, run_update
+
+
+class _Policy:
+    """Notes what it is asked; its log-probabilities are -1, the reference's -2."""
+
+    step = 0
+
+    def __init__(self) -> None:
+        self.trained: list[Sequence[TrainSequence]] = []
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+        return [(-1.0,) * len(sequence.ids) for sequence in sequences]
+
+    def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+        return [(-2.0,) * len(sequence.ids) for sequence in sequences]
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+    ) -> StepStats:
+        self.trained.append(sequences)
+        return StepStats(
+            step=len(self.trained),
+            loss=0.0,
+            grad_norm=0.0,
+            skipped=False,
+            learning_rate=0.0,
+            num_sequences=len(sequences),
+            num_computed=len(sequences),
+            num_tokens=0,
+            num_loss_tokens=0,
+            num_micro_batches=1,
+            time_s=0.0,
+        )
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        raise NotImplementedError
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def load(self, directory: Path) -> None:
+        raise NotImplementedError
+
+
+_SEQUENCES = tuple(
+    TrainSequence(
+        ids=(1, 2), loss_mask=(False, True), rollout_logprobs=(0.0, -0.5), advantages=(n, n)
+    )
+    for n in (1.0, 2.0, 3.0)
+)
+
+
+def test_one_update_needs_no_log_probabilities_beforehand() -> None:
+    policy = _Policy()
+    stats = run_update(policy, _SEQUENCES, AlgorithmConfig())
+    assert policy.trained == [list(_SEQUENCES)]
+    assert len(stats.steps) == 1
+
+
+def test_several_updates_are_measured_against_the_policy_that_began() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, mini_batches=2))
+    assert [len(part) for part in policy.trained] == [1, 2, 1, 2]
+    assert all(s.old_logprobs == (-1.0, -1.0) for part in policy.trained for s in part)
+
+
+def test_the_ratio_may_be_taken_against_the_rollout() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(old_logprobs="rollout"))
+    assert all(s.old_logprobs == (0.0, -0.5) for s in policy.trained[0])
+
+
+def test_a_kl_term_gets_the_reference() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(kl_coef=0.1))
+    assert all(s.ref_logprobs == (-2.0, -2.0) for s in policy.trained[0])
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_parts_are_contiguous_even_and_never_empty(length: int, parts: int) -> None:
+    sequences = [_SEQUENCES[n % 3] for n in range(length)]
+    cuts = cut(sequences, parts)
+    assert [s for part in cuts for s in part] == sequences
+    sizes = [len(part) for part in cuts]
+    assert len(sizes) == min(parts, length)
+    assert max(sizes) - min(sizes) <= 1
