@@ -27,7 +27,6 @@ from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
 
 _SINGLE_TURN = "single_turn_agent"
-_ALIASES: Mapping[str, str] = {"single_turn": _SINGLE_TURN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +81,7 @@ class PromptRules:
 
     Attributes:
         loops: The loops that there are.
-        default_loop: The loop of rows without `agent_name`; "single_turn" is understood as the
-            registry's "single_turn_agent", here and in the rows.
+        default_loop: The loop of rows without `agent_name`.
         max_prompt_tokens: Bound of the rendered prompt.
         overlong: What becomes of a row beyond it.
     """
@@ -151,8 +149,7 @@ def _messages(row: Row) -> tuple[Message, ...]:
 
 def _loop(row: Row, rules: PromptRules) -> str:
     name = row.columns.get("agent_name")
-    chosen = name if isinstance(name, str) else rules.default_loop
-    return _ALIASES.get(chosen, chosen)
+    return name if isinstance(name, str) else rules.default_loop
 
 
 def _check_loops(rows: Sequence[Row], *, split: str, rules: PromptRules, has_tools: bool) -> None:

@@ -32,7 +32,7 @@ def make_row(
 def prepare(
     *rows: Row,
     tools: Mapping[str, Tool] = CALCULATOR,
-    default_loop: str = "single_turn",
+    default_loop: str = "single_turn_agent",
     max_prompt_tokens: int = 10_000,
     overlong: Literal["error", "drop"] = "error",
 ) -> PromptSet:
@@ -123,7 +123,7 @@ def test_without_tools_or_with_a_default_that_uses_them_no_name_is_needed() -> N
 def test_tools_that_no_row_reaches_are_an_error() -> None:
     with pytest.raises(DataError, match="agent_name of every train row is 'single_turn_agent'"):
         prepare(make_row(agent_name="single_turn_agent"))
-    mixed = prepare(make_row(0), make_row(1, agent_name="single_turn"))
+    mixed = prepare(make_row(0), make_row(1, agent_name="single_turn_agent"))
     assert [prompt.loop for prompt in mixed.prompts] == ["tool_agent", "single_turn_agent"]
 
 
@@ -149,7 +149,7 @@ def test_a_prompt_that_the_template_refuses_is_named() -> None:
 
     rules = PromptRules(
         loops=default_loops(),
-        default_loop="single_turn",
+        default_loop="single_turn_agent",
         max_prompt_tokens=10,
         overlong="error",
     )
