@@ -36,7 +36,6 @@ from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check
 from treadle.agent_loop.rpc.replica import Replica, RpcDeadlines
 from treadle.agent_loop.rpc.retry import Clock, LoopClock, RetryPolicy
 from treadle.agent_loop.rpc.security import ChannelSecurity
-from treadle.agent_loop.seeds import derive_seed
 from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
@@ -203,16 +202,9 @@ class _Work:
         return (*self.prompt, *self.token_ids)
 
     def next_params(self) -> SamplingParams:
-        """What is left to sample. A resumed call must not repeat the noise of the first."""
-        done = len(self.token_ids)
-        if done == 0:
-            return self.params
-        seed = self.params.seed
-        return replace(
-            self.params,
-            max_tokens=self.params.max_tokens - done,
-            seed=None if seed is None else derive_seed(seed, "resumed", done),
-        )
+        """What is left to sample. The seed stays: a token's draw depends on it and on the
+        token's place in the sequence, so a resumed completion is the undisturbed one."""
+        return replace(self.params, max_tokens=self.params.max_tokens - len(self.token_ids))
 
     def next_request_id(self) -> str:
         """Unique per call, as the contract asks."""

@@ -24,7 +24,6 @@ from treadle.agent_loop import (
     RequestRejectedError,
     SamplingParams,
     SetupError,
-    derive_seed,
 )
 from treadle.agent_loop.rpc import (
     ChannelSecurity,
@@ -223,7 +222,7 @@ async def test_after_a_lost_stream_the_next_call_is_the_prompt_plus_what_arrived
     (resumed,) = second.requests
     assert list(resumed.prompt_token_ids) == [1, 2, 3, 4, 5, 6]
     assert resumed.sampling.max_tokens == 5
-    assert resumed.sampling.seed == derive_seed(1, "resumed", 3)
+    assert resumed.sampling.seed == first.requests[0].sampling.seed == 1
     assert [(c.token_ids, c.weight_version) for c in completion.chunks] == [
         ((4, 5), 1),
         ((6,), 2),
