@@ -5,10 +5,10 @@ renamed into it by rank 0 when every rank has written its part; whatever fails o
 all of them with the same message, and what was there before stays as it was.
 
 The format is Megatron's `torch_dist`: every tensor is stored by its name and its place in the
-whole, so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state has the
-same names under Megatron's plain and its distributed optimizer, so that may change too. Nothing in
-the policy draws random numbers and the learning rate is a function of the step, so the step counter
-is all there is besides tensors.
+whole, so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state
+has the same names under Megatron's plain and its distributed optimizer, so that may change too.
+Nothing in the policy draws random numbers and the learning rate is a function of the step, so the
+step counter is all there is besides tensors.
 
 Tensors are written by `torch.distributed.checkpoint` in the calling thread. Megatron's own writer
 forks, which a process that also speaks gRPC must not do.

@@ -142,6 +142,10 @@ def build(architecture: Architecture, config: PolicyConfig, world: World) -> Pol
     return model
 
 
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
 def padded_vocab(vocab_size: int, tensor: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks."""
     multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tensor == 0 else VOCAB_MULTIPLE * tensor
@@ -183,7 +187,12 @@ def transformer_config(
         tensor_model_parallel_size=world.tensor,
         pipeline_model_parallel_size=world.pipeline,
         sequence_parallel=world.sequence_parallel,
-        perform_initialization=False,  # every parameter is read from the model folder
+        # Every parameter is read from the model folder. Initialising must stay on all the same: it
+        # is where Megatron marks parameters as tensor-parallel, which the gradient norm goes by.
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         use_cpu_initialization=False,
         # Fusions need Apex or Transformer Engine.
         gradient_accumulation_fusion=False,

@@ -75,6 +75,7 @@ class PolicyOptimizer:
                 use_distributed_optimizer=self.distributed,
             ),
             [net],
+            use_gloo_process_groups=False,
         )
         (self.megatron,) = chained.chained_optimizers
         self._start_adam()

@@ -2,15 +2,15 @@
 
 `start` is collective over all ranks: it joins the process group and returns when every rank has.
 One world lives in a process at a time; `World.close` ends it. NCCL with one GPU per rank where CUDA
-is, gloo elsewhere. The environment is the caller's business: launch code reads RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT into a `Rendezvous`, which has no other source.
+is, gloo elsewhere. The environment is not read: who starts a rank says where it meets the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks meet."""
+    """Where the ranks meet: at an address, through a shared file, or, if alone, nowhere."""
 
     rank: int = 0
     world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """0 is for a world of one, which needs no meeting place."""
+    """Rank 0 listens here until all have come. Not used with `shared_file` or by a world of one."""
+    shared_file: Path | None = None
+    """For ranks on one machine: a path that does not exist yet."""
     local_rank: int = 0
     """Which GPU of its machine this rank uses."""
     timeout_s: float = 600.0
     """A collective operation that waits longer for another rank fails."""
+
+    def store(self) -> Any:
+        """The key-value store that torch's process group starts from."""
+        if self.world_size == 1:
+            return dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
+        if self.shared_file is not None:
+            return dist.FileStore(  # type: ignore[attr-defined]  # torch does not declare it
+                str(self.shared_file), self.world_size
+            )
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not declare it
+            self.master_addr,
+            self.master_port,
+            self.world_size,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +120,7 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        create_gloo_process_groups=False,  # for Megatron's memory-saving checkpoints, unused here
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return World(
@@ -121,23 +140,10 @@ def _join(rendezvous: Rendezvous) -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(rendezvous.local_rank)
-    timeout = timedelta(seconds=rendezvous.timeout_s)
-    alone = rendezvous.world_size == 1
-    store = (
-        dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
-        if alone
-        else dist.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.master_addr,
-            rendezvous.master_port,
-            rendezvous.world_size,
-            is_master=rendezvous.rank == 0,
-            timeout=timeout,
-        )
-    )
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=store,
+        store=rendezvous.store(),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
     )

@@ -1,8 +1,8 @@
 """The statistics of a step: sums over loss tokens, reduced over ranks once at the end.
 
 Invariant: a metric is a mean over the loss tokens that went through the model, exact for any cut of
-the batch. The difference to the rollout engine is kept per token, since a percentile cannot be
-reduced from parts.
+the batch; if none did, there are no metrics. The difference to the rollout engine is kept per
+token, since a percentile cannot be reduced from parts.
 
 Shape suffixes: T loss tokens of a micro-batch, M loss tokens of the batch.
 """
@@ -66,9 +66,11 @@ class StatsCollector:
         dist.all_reduce(count, dist.ReduceOp.MAX)
         dist.all_reduce(self._sums)
         loss, *sums = self._sums.tolist()
-        tokens = max(1, len(self._slots_M))
+        tokens = len(self._slots_M)
+        if not tokens:
+            return Collected(loss=loss, num_micro_batches=0, metrics={})
         metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
-        if self._has_rollout and len(self._slots_M):
+        if self._has_rollout:
             dist.all_reduce(self._gaps_M)
             metrics |= rollout_metrics(self._gaps_M[self._slots_M])
         return Collected(loss=loss, num_micro_batches=int(count), metrics=metrics)
