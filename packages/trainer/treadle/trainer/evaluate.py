@@ -21,9 +21,15 @@ async def validate(run: Run, *, step: int, timer: Timer) -> dict[str, float]:
     sampling = sampling_params(
         config, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k
     )
-    with timer.phase("validate"):
+    with timer.phase("validate"), run.trajectory_log.recording() as recorded:
         trajectories = await run.sample("validate", tasks, sampling)
-    run.trajectory_log.append(step, trajectories, phase="val", limit=config.run.val_trajectories)
+    run.trajectory_log.append(
+        step,
+        trajectories,
+        phase="val",
+        limit=config.run.val_trajectories,
+        spans=recorded.spans,
+    )
     metrics = validation_metrics(trajectories)
     if failed := metrics["val/num_failed"]:
         run.progress.note(f"validation at step {step}: {failed:.0f} trajectories failed")

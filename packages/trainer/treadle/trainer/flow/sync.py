@@ -49,10 +49,14 @@ async def _train_step(run: Run, step: int) -> None:
     sampling = sampling_params(
         config, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
     )
-    with timer.phase("rollout"):
+    with timer.phase("rollout"), run.trajectory_log.recording() as recorded:
         trajectories = await run.sample("rollout", tasks, sampling)
     run.trajectory_log.append(
-        step, trajectories, phase="train", limit=config.run.trajectories_per_step
+        step,
+        trajectories,
+        phase="train",
+        limit=config.run.trajectories_per_step,
+        spans=recorded.spans,
     )
     batch = make_batch(trajectories, norm_by_std=config.algorithm.norm_by_std)
     _report_losses(run, step, batch)

@@ -13,13 +13,21 @@ A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal, Self
 
 from treadle.agent_loop import Message, Trajectory
-from treadle.tracing import FinishedSpan, aggregate
+from treadle.tracing import (
+    Fanout,
+    FinishedSpan,
+    MemorySink,
+    aggregate,
+    current_sink,
+    use_sink,
+)
 from treadle.trainer.report.metrics import keep_lines
 
 Phase = Literal["train", "val"]
@@ -45,6 +53,13 @@ class TrajectoryLog:
         self._decode = decode
         self._file: BinaryIO = path.open("wb" if resume_after is None else "ab", buffering=0)
 
+    @contextmanager
+    def recording(self) -> Iterator[MemorySink]:
+        """Keep what is traced in this block, beside where it goes anyway, for `append`."""
+        recorded = MemorySink()
+        with use_sink(Fanout(current_sink(), recorded)):
+            yield recorded
+
     def append(
         self,
         step: int,
@@ -61,7 +76,7 @@ class TrajectoryLog:
             trajectories: Of the whole step or validation.
             phase: What they were sampled for.
             limit: See `choose` for which ones are written.
-            spans: What was traced in the step, of any trajectory; each line gets its own.
+            spans: What was recorded while they were sampled; each line gets its own part.
 
         Returns:
             How many were written.

@@ -83,20 +83,21 @@ def test_without_a_decoder_spans_have_no_text(tmp_path: Path) -> None:
 
 
 def test_each_line_gets_the_trace_of_its_own_trajectory(tmp_path: Path) -> None:
-    with use_sink(sink := MemorySink()):
-        for rollout_index in (0, 1):
-            with (
-                span("trajectory", task_id="train/0", rollout_index=rollout_index),
-                span("turn", nested={"ids": [rollout_index]}),
-            ):
-                pass
-    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+    with TrajectoryLog(tmp_path / "t.jsonl") as log, use_sink(elsewhere := MemorySink()):
+        with log.recording() as recorded:
+            for rollout_index in (0, 1):
+                with (
+                    span("trajectory", task_id="train/0", rollout_index=rollout_index),
+                    span("turn", nested={"ids": [rollout_index]}),
+                ):
+                    pass
         trajectory = make_trajectory(task=make_task(rollout_index=1))
-        log.append(1, [trajectory], phase="train", limit=1, spans=sink.spans)
+        log.append(1, [trajectory], phase="train", limit=1, spans=recorded.spans)
     trace = lines(tmp_path / "t.jsonl")[0]["trace"]
     assert [s["name"] for s in trace] == ["trajectory", "turn"]
     assert trace[1]["attributes"] == {"nested": {"ids": [1]}}
     assert trace[1]["parent_id"] == trace[0]["span_id"]
+    assert elsewhere.spans == recorded.spans
 
 
 def test_a_resumed_run_removes_what_comes_again(tmp_path: Path) -> None:
