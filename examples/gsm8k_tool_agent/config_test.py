@@ -1,0 +1,21 @@
+from pathlib import Path
+
+import pytest
+
+from treadle.tools import Gsm8kTool, load_catalogue
+from treadle.trainer.config.load import load_config
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "tiny.yaml"])
+def test_the_configurations_are_valid_and_name_files_of_the_example(name: str) -> None:
+    config = load_config([HERE / name], []).config
+    assert config.agent.tool_catalogue == HERE / "tools.yaml"
+    assert config.data.train_files == (HERE / "data" / "train.parquet",)
+    assert config.reward.name == "gsm8k"
+
+
+def test_the_catalogue_is_verls_tool_word_for_word() -> None:
+    (tool,) = load_catalogue(HERE / "tools.yaml").values()
+    assert tool.spec == Gsm8kTool().spec
