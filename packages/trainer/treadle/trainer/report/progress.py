@@ -18,9 +18,7 @@ everything else gets one line per step, per note and per validation, flushed at 
 from __future__ import annotations
 
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Protocol, Self
@@ -85,7 +83,7 @@ def open_progress(
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(total_steps=total_steps, first_step=first_step, console=console)
-    return PlainProgress(total_steps=total_steps, first_step=first_step, stream=console.file)
+    return PlainProgress(total_steps=total_steps, stream=console.file)
 
 
 def step_line(step: int, total_steps: int, values: Record) -> str:
@@ -110,47 +108,35 @@ def step_line(step: int, total_steps: int, values: Record) -> str:
 
 
 class Eta:
-    """The seconds that the remaining steps will take, at the mean pace of those done here."""
+    """The seconds that the remaining steps will take, at the mean pace of those done so far."""
 
-    def __init__(
-        self, *, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, total_steps: int) -> None:
         self._total = total_steps
-        self._first = first_step
-        self._clock = clock
-        self._started: float | None = None
-        self._done = 0
-        self._paced_s = 0.0
+        self._left = total_steps
+        self._durations: list[float] = []
 
-    def begin(self) -> None:
-        """The first step begins."""
-        if self._started is None:
-            self._started = self._clock()
-
-    def step_done(self, step: int) -> None:
-        """Step `step` has ended."""
-        if self._started is not None and step >= self._first:
-            self._done = step - self._first + 1
-            self._paced_s = self._clock() - self._started
+    def step_done(self, step: int, values: Record) -> None:
+        """Step `step` has ended; the validation before training has no pace."""
+        self._left = self._total - step
+        seconds = values.get(STEP_S, math.nan)
+        if math.isfinite(seconds):
+            self._durations.append(seconds)
 
     @property
     def remaining_s(self) -> float | None:
         """None before the first step has ended."""
-        if self._done == 0:
+        if not self._durations:
             return None
-        left = self._total - (self._first + self._done - 1)
-        return self._paced_s / self._done * left
+        return sum(self._durations) / len(self._durations) * self._left
 
 
 class PlainProgress:
     """One line per note and per step."""
 
-    def __init__(
-        self, *, total_steps: int, first_step: int = 1, stream: IO[str] = sys.stdout
-    ) -> None:
+    def __init__(self, *, total_steps: int, stream: IO[str]) -> None:
         self._total = total_steps
         self._stream = stream
-        self._eta = Eta(total_steps=total_steps, first_step=first_step)
+        self._eta = Eta(total_steps=total_steps)
 
     def note(self, text: str) -> None:
         """Write the line."""
@@ -159,7 +145,6 @@ class PlainProgress:
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
         """Phases are not shown."""
-        self._eta.begin()
         yield
 
     def advance(self, count: int = 1) -> None:
@@ -167,7 +152,7 @@ class PlainProgress:
 
     def step_done(self, step: int, values: Record) -> None:
         """Write the line of the step, with the time that is left."""
-        self._eta.step_done(step)
+        self._eta.step_done(step, values)
         left = self._eta.remaining_s
         line = step_line(step, self._total, values)
         self._write(line if not left else f"{line}  (about {format_seconds(left)} left)")
@@ -204,7 +189,7 @@ class LiveProgress:
 
         self._console = console
         self._total = total_steps
-        self._eta = Eta(total_steps=total_steps, first_step=first_step)
+        self._eta = Eta(total_steps=total_steps)
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -228,7 +213,6 @@ class LiveProgress:
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
         """Show the phase with a bar of its own."""
-        self._eta.begin()
         self._bars.reset(self._phase, description=name, total=total, completed=0, more="")
         try:
             yield
@@ -241,7 +225,7 @@ class LiveProgress:
 
     def step_done(self, step: int, values: Record) -> None:
         """Move the bar of the run; a step that validated leaves its line behind."""
-        self._eta.step_done(step)
+        self._eta.step_done(step, values)
         left = self._eta.remaining_s
         more = f"about {format_seconds(left)} left" if left else ""
         self._bars.update(self._run, completed=step, more=more)

@@ -36,7 +36,9 @@ def test_without_a_terminal_there_is_a_line_per_step_and_note() -> None:
     note, zero, first, second = out.getvalue().splitlines()
     assert note == "8 rows [left] out"
     assert zero == "step 0/2  held-out accuracy 50.0%"
-    assert first.startswith("step 1/2  reward 0.750  tool rate 62%  1,500 tok/s  3.2 s  (about")
+    assert first.startswith(
+        "step 1/2  reward 0.750  tool rate 62%  1,500 tok/s  3.2 s  (about 3.2 s left)"
+    )
     assert second == "step 2/2  reward 0.750  tool rate 62%  1,500 tok/s  3.2 s"
 
 
@@ -82,14 +84,11 @@ def test_a_step_line_shows_only_what_was_measured() -> None:
     assert step_line(7, 100, {"reward/mean": float("nan")}) == "step   7/100"
 
 
-def test_the_time_left_is_at_the_pace_of_this_process() -> None:
-    now = 100.0
-    eta = Eta(total_steps=10, first_step=5, clock=lambda: now)
+def test_the_time_left_is_at_the_mean_pace_of_the_steps() -> None:
+    eta = Eta(total_steps=10)
+    eta.step_done(0, {"val/accuracy": 0.5})
     assert eta.remaining_s is None
-    eta.begin()
-    now = 104.0
-    eta.step_done(5)
+    eta.step_done(5, {"time/step_s": 4.0})
     assert eta.remaining_s == pytest.approx(4.0 * 5)
-    now = 106.0
-    eta.step_done(6)
+    eta.step_done(6, {"time/step_s": 2.0})
     assert eta.remaining_s == pytest.approx(3.0 * 4)
