@@ -5,7 +5,6 @@ with `testing.FakeClock` decides when each timer fires and no test sleeps. The r
 event loop is a `Clock`.
 """
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -25,16 +24,3 @@ class Clock(Protocol):
 
     def call_at(self, when: float, callback: Callable[[], None], /) -> Timer:
         """Runs `callback` on the event loop once `time()` reaches `when`."""
-
-
-async def sleep_until(clock: Clock, when: float) -> None:
-    """Waits for an instant; gives other tasks a turn even when it has passed."""
-    if clock.time() >= when:
-        await asyncio.sleep(0)
-        return
-    reached = asyncio.get_running_loop().create_future()
-    timer = clock.call_at(when, lambda: reached.done() or reached.set_result(None))
-    try:
-        await reached
-    finally:
-        timer.cancel()

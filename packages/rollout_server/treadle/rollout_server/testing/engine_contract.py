@@ -1,3 +1,4 @@
+# ruff: noqa: D102  (a test's name says what it shows)
 """The engine contract: what every `Engine` must do, as tests to inherit.
 
     class TestMyEngine(EngineContract):

@@ -1,0 +1,133 @@
+"""Admission: which completions run, which wait, which are turned away.
+
+Invariant: at most `max_in_flight` tickets run and at most `max_queued` wait, and no ticket
+waits while a place is free unless admission is held. Places go to the highest priority,
+then to the first come, so equal priorities never starve one another.
+
+Pure: every method takes the time and returns what changed; `gate.py` lets tasks wait for it.
+"""
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+_MIN_RETRY_S = 0.05
+_MAX_RETRY_S = 30.0
+_UNKNOWN_SERVICE_S = 1.0  # assumed for a completion before one has ended
+_SMOOTHING = 0.1  # weight of the newest completion in the mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Runs now."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """Waits until a call returns its ticket as admitted."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Turned away; a place in the queue is likely in `retry_after_s` seconds."""
+
+    retry_after_s: float
+
+
+class Admission:
+    """See the module docstring.
+
+    Args:
+        max_in_flight: Most tickets that run, at least 1.
+        max_queued: Most tickets that wait.
+    """
+
+    def __init__(self, *, max_in_flight: int, max_queued: int) -> None:
+        self.max_in_flight = max_in_flight
+        self.max_queued = max_queued
+        self._numbers = itertools.count()
+        self._running: dict[int, float] = {}
+        self._queue: list[tuple[int, int]] = []
+        self._waiting: set[int] = set()
+        self._held = False
+        self._service_s: float | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Tickets that run."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Tickets that wait."""
+        return len(self._waiting)
+
+    @property
+    def held(self) -> bool:
+        """Whether free places are kept back."""
+        return self._held
+
+    def admit(self, priority: int, now: float) -> Admitted | Queued | Rejected:
+        """Takes in one completion, or turns it away."""
+        if not self._held and not self._waiting and self.in_flight < self.max_in_flight:
+            ticket = next(self._numbers)
+            self._running[ticket] = now
+            return Admitted(ticket=ticket)
+        if self.queued >= self.max_queued:
+            return Rejected(retry_after_s=self.retry_after_s())
+        ticket = next(self._numbers)
+        self._waiting.add(ticket)
+        heapq.heappush(self._queue, (-priority, ticket))
+        return Queued(ticket=ticket)
+
+    def finish(self, ticket: int, now: float) -> tuple[int, ...]:
+        """Ends a running ticket; returns those that run instead."""
+        service_s = now - self._running.pop(ticket)
+        old = service_s if self._service_s is None else self._service_s
+        self._service_s = old + _SMOOTHING * (service_s - old)
+        return self._fill(now)
+
+    def cancel(self, ticket: int) -> None:
+        """Forgets a waiting ticket."""
+        self._waiting.remove(ticket)
+
+    def hold(self) -> None:
+        """Keeps places free: everything new waits. Idempotent."""
+        self._held = True
+
+    def release(self, now: float) -> tuple[int, ...]:
+        """Ends `hold`; returns the tickets that run now."""
+        self._held = False
+        return self._fill(now)
+
+    def empty_queue(self) -> tuple[int, ...]:
+        """Forgets every waiting ticket and returns them, first to run first."""
+        tickets = tuple(ticket for _, ticket in sorted(self._queue) if ticket in self._waiting)
+        self._waiting.clear()
+        self._queue.clear()
+        return tickets
+
+    def retry_after_s(self) -> float:
+        """When a place in the queue is likely: the mean time between two completions.
+
+        With `max_in_flight` running for `s` seconds each on average, one ends every
+        ``s / max_in_flight`` seconds. All that were turned away together return
+        together, so the wait grows with the queue in front of them.
+        """
+        service_s = _UNKNOWN_SERVICE_S if self._service_s is None else self._service_s
+        estimate = service_s * (self.queued + 1) / self.max_in_flight
+        return min(max(estimate, _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def _fill(self, now: float) -> tuple[int, ...]:
+        admitted: list[int] = []
+        while self._queue and not self._held and self.in_flight < self.max_in_flight:
+            ticket = heapq.heappop(self._queue)[1]
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+                self._running[ticket] = now
+                admitted.append(ticket)
+        return tuple(admitted)

@@ -1,0 +1,123 @@
+"""The process: configuration, signals, ready file, end.
+
+Invariant: exit code 0 only after a graceful shutdown; 2 for a configuration that is not
+valid; 1 for one that cannot be served, with one line that says why. The ready file exists
+exactly while the server serves.
+
+Who waits: the main task, for SIGTERM, SIGINT, or the end of the parent process. A second
+signal does not hurry the shutdown; its bound is `shutdown_grace_s`.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from treadle.rollout_server.command_line import PROGRAM, ConfigError, parse
+from treadle.rollout_server.config import ServerConfig
+
+_log = logging.getLogger(__name__)
+_PARENT_POLL_S = 1.0  # where the kernel has no pidfd
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server; returns the exit code."""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 2
+    logging.basicConfig(
+        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(_run(config))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 1
+    return 0
+
+
+async def _run(config: ServerConfig) -> None:
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    with ExitStack() as stack:
+        if config.parent_pid is not None:
+            stack.enter_context(_watching(config.parent_pid, ending))
+        serving = asyncio.create_task(_serve(config))
+        ended = asyncio.create_task(ending.wait())
+        # Cancelled, not asked: a signal while the engine loads must end the load.
+        await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        serving.cancel()
+        try:
+            await serving
+        except asyncio.CancelledError:
+            _log.info("ended by a signal, or with the parent process")
+
+
+async def _serve(config: ServerConfig) -> None:
+    # Late, so that --help needs no gRPC.
+    from treadle.rollout_server.server import serve
+
+    async with serve(config) as server:
+        with _ready_file(config.ready_file, server.address):
+            await asyncio.Event().wait()
+
+
+@contextmanager
+def _ready_file(path: Path | None, address: str) -> Iterator[None]:
+    """The file appears whole and goes away at the end."""
+    if path is None:
+        yield
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    partial.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _watching(pid: int, ending: asyncio.Event) -> Iterator[None]:
+    """Sets `ending` when the process is gone, at once where the kernel tells."""
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        ending.set()
+        yield
+        return
+    except (AttributeError, OSError):
+        poll = loop.create_task(_poll(pid, ending))
+        try:
+            yield
+        finally:
+            poll.cancel()
+        return
+    try:
+        loop.add_reader(descriptor, ending.set)
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _poll(pid: int, ending: asyncio.Event) -> None:
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            _log.warning("parent process %d is gone", pid)
+            ending.set()
+            return
+        await asyncio.sleep(_PARENT_POLL_S)

@@ -1,0 +1,1 @@
+"""gRPC and protobuf: decode, call the replica, encode."""

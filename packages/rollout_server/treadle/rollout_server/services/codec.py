@@ -1,0 +1,240 @@
+"""The codec: protobuf messages <-> the server's own types.
+
+Invariant: what decodes is valid, and what is not valid names the field, the value and what
+is accepted. An unset optional scalar becomes the default of `engine.Sampling`; a set one
+is used as it is, 0 included. The zero of every enum is refused.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from google.protobuf import duration_pb2
+
+from treadle.rollout.v1 import generation_service_pb2 as gen
+from treadle.rollout.v1 import server_service_pb2 as srv
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.engine import (
+    ElementType,
+    EngineEvent,
+    EngineInfo,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    MemoryKind,
+    ModelInfo,
+    Sampling,
+    Started,
+    TensorSpec,
+    Tokens,
+)
+from treadle.rollout_server.errors import CapabilityMissing, InvalidField, PromptTooLong
+from treadle.rollout_server.lifecycle import ServerState
+
+MAX_ID_BYTES = 128
+
+_IN_FLIGHT: Mapping[int, InFlightPolicy] = {
+    sync.IN_FLIGHT_POLICY_DRAIN: InFlightPolicy.DRAIN,
+    sync.IN_FLIGHT_POLICY_INTERRUPT: InFlightPolicy.INTERRUPT,
+    sync.IN_FLIGHT_POLICY_CONTINUE: InFlightPolicy.CONTINUE,
+}
+_ELEMENT_TYPES = {
+    sync.ELEMENT_TYPE_FLOAT32: ElementType.FLOAT32,
+    sync.ELEMENT_TYPE_BFLOAT16: ElementType.BFLOAT16,
+    sync.ELEMENT_TYPE_FLOAT16: ElementType.FLOAT16,
+    sync.ELEMENT_TYPE_FLOAT8_E4M3FN: ElementType.FLOAT8_E4M3FN,
+}
+_MEMORY_KINDS: Mapping[int, MemoryKind] = {
+    srv.MEMORY_KIND_WEIGHTS: MemoryKind.WEIGHTS,
+    srv.MEMORY_KIND_KV_CACHE: MemoryKind.KV_CACHE,
+}
+_STATES = {
+    ServerState.LOADING: srv.SERVER_STATE_LOADING,
+    ServerState.SERVING: srv.SERVER_STATE_SERVING,
+    ServerState.PAUSED: srv.SERVER_STATE_PAUSED,
+    ServerState.UPDATING: srv.SERVER_STATE_UPDATING,
+    ServerState.FAILED: srv.SERVER_STATE_FAILED,
+    ServerState.STOPPING: srv.SERVER_STATE_STOPPING,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: gen.FINISH_REASON_STOP,
+    FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
+    FinishReason.INTERRUPTED: gen.FINISH_REASON_INTERRUPTED,
+}
+# Field -> whether a value is accepted, and what is.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_tokens": (lambda x: x >= 1, "at least 1"),
+    "temperature": (lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "top_k": (lambda x: x >= 1, "at least 1; unset for the whole vocabulary"),
+    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "a finite number above 0"),
+}
+_SCALARS = (*_RANGES, "seed", "ignore_eos")
+
+
+def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineRequest:
+    """A request that every engine can run as it is.
+
+    `max_tokens` is cut to what the context leaves, so that prompt plus completion fits.
+
+    Raises:
+        InvalidField: A value is not accepted.
+        PromptTooLong: The prompt leaves no room for a token.
+        CapabilityMissing: The engine cannot do what is asked.
+    """
+    _check_id("request_id", request.request_id, least=1)
+    _check_id("session_id", request.session_id, least=0)
+    prompt = tuple(request.prompt_token_ids)
+    _check_tokens("prompt_token_ids", prompt, info.model.vocab_size, least=1)
+    if len(prompt) >= info.model.context_length:
+        raise PromptTooLong(len(prompt), info.model.context_length)
+    logprobs = _decode_logprob_mode(request.logprob_mode)
+    if logprobs and not info.capabilities.sampled_logprobs:
+        raise CapabilityMissing(info.name, "sampled_logprobs")
+    if request.priority and not info.capabilities.priority:
+        raise CapabilityMissing(info.name, "priority")
+    return EngineRequest(
+        request_id=request.request_id,
+        session_id=request.session_id,
+        prompt=prompt,
+        sampling=_decode_sampling(request.sampling, info.model, len(prompt)),
+        logprobs=logprobs,
+        priority=request.priority,
+    )
+
+
+def encode_event(
+    event: EngineEvent, *, queue_s: float, engine_s: float, num_tokens: int
+) -> gen.GenerateResponse:
+    """One message of the stream; the numbers go where the message has room for them."""
+    match event:
+        case Started():
+            return gen.GenerateResponse(
+                started=gen.GenerateStarted(
+                    cached_prompt_tokens=event.cached_prompt_tokens, queue_time=duration(queue_s)
+                )
+            )
+        case Tokens():
+            return gen.GenerateResponse(
+                tokens=gen.TokenChunk(
+                    token_ids=event.token_ids,
+                    logprobs=event.logprobs,
+                    weight_version=event.weight_version,
+                )
+            )
+        case Finished():
+            return gen.GenerateResponse(
+                finished=gen.GenerateFinished(
+                    reason=_FINISH_REASONS[event.reason],
+                    num_tokens=num_tokens,
+                    engine_time=duration(engine_s),
+                )
+            )
+
+
+def decode_in_flight(value: int) -> InFlightPolicy:
+    """The policy, which must be named."""
+    if value not in _IN_FLIGHT:
+        raise InvalidField("in_flight", value, "DRAIN (1), INTERRUPT (2) or CONTINUE (3)")
+    return _IN_FLIGHT[value]
+
+
+def decode_memory_kinds(values: Sequence[int]) -> frozenset[MemoryKind]:
+    """At least one kind."""
+    unknown = [value for value in values if value not in _MEMORY_KINDS]
+    if unknown or not values:
+        raise InvalidField("kinds", list(values), "at least one of WEIGHTS (1), KV_CACHE (2)")
+    return frozenset(_MEMORY_KINDS[value] for value in values)
+
+
+def decode_tensors(specs: Sequence[sync.TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The announced tensors, at least one."""
+    if not specs:
+        raise InvalidField("tensors", "empty", "every tensor of the model")
+    return tuple(_decode_tensor(index, spec) for index, spec in enumerate(specs))
+
+
+def decode_update_id(value: str) -> str:
+    """An update's name."""
+    _check_id("update_id", value, least=1)
+    return value
+
+
+def decode_lease(request: sync.BeginUpdateRequest, *, max_s: float) -> float:
+    """Seconds of the lease."""
+    lease_s = request.lease.ToTimedelta().total_seconds() if request.HasField("lease") else None
+    if lease_s is None or not 0 < lease_s <= max_s:
+        shown = "unset" if lease_s is None else f"{lease_s} s"
+        raise InvalidField("lease", shown, f"above 0 and at most {max_s} s")
+    return lease_s
+
+
+def encode_model(model: ModelInfo) -> srv.ModelInfo:
+    """What clients compare themselves with."""
+    return srv.ModelInfo(
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        tokenizer_sha256=model.tokenizer_sha256,
+    )
+
+
+def encode_state(state: ServerState) -> srv.ServerState:
+    """The state on the wire."""
+    return _STATES[state]
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a protobuf duration, to the microsecond."""
+    result = duration_pb2.Duration()
+    result.FromMicroseconds(round(seconds * 1_000_000))
+    return result
+
+
+def _decode_sampling(params: gen.SamplingParams, model: ModelInfo, prompt_tokens: int) -> Sampling:
+    values = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
+    for name, (accepted, expected) in _RANGES.items():
+        if name in values and not accepted(values[name]):
+            raise InvalidField(f"sampling.{name}", values[name], expected)
+    if "max_tokens" not in values:
+        raise InvalidField("sampling.max_tokens", "unset", "at least 1")
+    values["max_tokens"] = min(values["max_tokens"], model.context_length - prompt_tokens)
+    stops = tuple(params.stop_token_ids)
+    _check_tokens("sampling.stop_token_ids", stops, model.vocab_size, least=0)
+    return Sampling(**values, stop_token_ids=frozenset(stops))
+
+
+def _decode_logprob_mode(mode: int) -> bool:
+    if mode not in (gen.LOGPROB_MODE_NONE, gen.LOGPROB_MODE_SAMPLED):
+        raise InvalidField("logprob_mode", mode, "NONE (1) or SAMPLED (2)")
+    return mode == gen.LOGPROB_MODE_SAMPLED
+
+
+def _decode_tensor(index: int, spec: sync.TensorSpec) -> TensorSpec:
+    if not spec.name:
+        raise InvalidField(f"tensors[{index}].name", "empty", "a parameter's name")
+    if spec.element_type not in _ELEMENT_TYPES:
+        expected = ", ".join(f"{t.name} ({n})" for n, t in _ELEMENT_TYPES.items())
+        raise InvalidField(f"tensors[{index}].element_type", spec.element_type, expected)
+    return TensorSpec(
+        name=spec.name,
+        element_type=_ELEMENT_TYPES[spec.element_type],
+        shape=tuple(spec.shape),
+    )
+
+
+def _check_id(field: str, value: str, *, least: int) -> None:
+    size = len(value.encode())
+    if not least <= size <= MAX_ID_BYTES:
+        raise InvalidField(field, f"{size} bytes long", f"{least} to {MAX_ID_BYTES} bytes")
+
+
+def _check_tokens(field: str, token_ids: Sequence[int], vocab_size: int, *, least: int) -> None:
+    if len(token_ids) < least:
+        raise InvalidField(field, "empty", "at least one token id")
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise InvalidField(
+            f"{field}[{index}]", token_ids[index], f"below the vocabulary's {vocab_size}"
+        )

@@ -1,0 +1,102 @@
+"""ServerService: the handshake, and stopping and starting the engine.
+
+Invariant: GetServerInfo answers in every state, so that a client can wait for a server
+that loads; the other calls need an engine.
+"""
+
+import grpc.aio
+
+from treadle.rollout.v1 import server_service_pb2 as pb
+from treadle.rollout.v1 import server_service_pb2_grpc as pb_grpc
+from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.services.codec import (
+    decode_in_flight,
+    decode_memory_kinds,
+    encode_model,
+    encode_state,
+)
+
+
+class ServerServicer(pb_grpc.ServerServiceServicer):
+    """Serves the replica's lifecycle.
+
+    Args:
+        replica: What is served.
+        server_version: Of this package.
+    """
+
+    def __init__(self, replica: Replica, server_version: str) -> None:
+        self._replica = replica
+        self._server_version = server_version
+
+    async def GetServerInfo(
+        self,
+        request: pb.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetServerInfoRequest, pb.GetServerInfoResponse],
+    ) -> pb.GetServerInfoResponse:
+        """What this server is, can do, and does now."""
+        replica = self._replica
+        response = pb.GetServerInfoResponse(
+            server_version=self._server_version,
+            engine=replica.config.engine,
+            state=encode_state(replica.state),
+            limits=pb.AdmissionLimits(
+                max_in_flight=replica.admission.max_in_flight,
+                max_queued=replica.admission.max_queued,
+            ),
+        )
+        engine = replica.loaded_engine
+        if engine is not None:
+            info = engine.info
+            response.engine = info.name
+            response.engine_version = info.version
+            response.model.CopyFrom(encode_model(info.model))
+            response.weight_version = engine.weight_version
+            response.capabilities.CopyFrom(
+                pb.Capabilities(
+                    sampled_logprobs=info.capabilities.sampled_logprobs,
+                    priority=info.capabilities.priority,
+                    in_flight_continue=info.capabilities.in_flight_continue,
+                    inline_transport=True,
+                    file_transport=replica.config.weights.directory is not None,
+                    collective_transport=False,
+                    release_memory=info.capabilities.release_memory,
+                )
+            )
+        return response
+
+    async def Pause(
+        self,
+        request: pb.PauseRequest,
+        context: grpc.aio.ServicerContext[pb.PauseRequest, pb.PauseResponse],
+    ) -> pb.PauseResponse:
+        """Stops generation."""
+        await self._replica.pause(decode_in_flight(request.in_flight))
+        return pb.PauseResponse()
+
+    async def Resume(
+        self,
+        request: pb.ResumeRequest,
+        context: grpc.aio.ServicerContext[pb.ResumeRequest, pb.ResumeResponse],
+    ) -> pb.ResumeResponse:
+        """Starts generation again."""
+        await self._replica.resume()
+        return pb.ResumeResponse()
+
+    async def ReleaseMemory(
+        self,
+        request: pb.ReleaseMemoryRequest,
+        context: grpc.aio.ServicerContext[pb.ReleaseMemoryRequest, pb.ReleaseMemoryResponse],
+    ) -> pb.ReleaseMemoryResponse:
+        """Gives device memory away."""
+        await self._replica.release_memory(decode_memory_kinds(request.kinds))
+        return pb.ReleaseMemoryResponse()
+
+    async def RestoreMemory(
+        self,
+        request: pb.RestoreMemoryRequest,
+        context: grpc.aio.ServicerContext[pb.RestoreMemoryRequest, pb.RestoreMemoryResponse],
+    ) -> pb.RestoreMemoryResponse:
+        """Takes device memory back."""
+        await self._replica.restore_memory(decode_memory_kinds(request.kinds))
+        return pb.RestoreMemoryResponse()

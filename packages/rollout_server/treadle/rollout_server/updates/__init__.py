@@ -1,0 +1,1 @@
+"""Moving new weights into the server: the transaction and the bytes."""

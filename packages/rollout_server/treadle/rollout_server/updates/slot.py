@@ -1,0 +1,137 @@
+"""The update slot: room for one update at a time.
+
+Invariant: at most one session is live; a second update is refused with the first one's
+name and remaining lease. How the last updates ended is remembered, so that a late call
+learns why its update is gone.
+
+Who waits: nobody. A timer on the clock ends the session of a silent trainer and frees its
+memory; every call looks at the lease first, so none outlives it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from treadle.rollout_server.clock import Clock, Timer
+from treadle.rollout_server.engine import TensorSpec
+from treadle.rollout_server.errors import InvalidField, UpdateInProgress, UpdateUnknown
+from treadle.rollout_server.updates.session import UpdateSession, UpdateState
+
+_REMEMBERED = 16
+
+
+class UpdateSlot:
+    """Holds the live session.
+
+    Args:
+        clock: Times the leases.
+        max_chunk_bytes: Longest chunk taken.
+    """
+
+    def __init__(self, clock: Clock, *, max_chunk_bytes: int) -> None:
+        self.max_chunk_bytes = max_chunk_bytes
+        self._clock = clock
+        self._session: UpdateSession | None = None
+        self._timer: Timer | None = None
+        self._ended: OrderedDict[str, tuple[UpdateState, int]] = OrderedDict()
+
+    @property
+    def session(self) -> UpdateSession | None:
+        """The live session."""
+        if self._session is not None:
+            self._session.tick(self._clock.time())
+            self._retire()
+        return self._session
+
+    def begin(
+        self, update_id: str, weight_version: int, tensors: Sequence[TensorSpec], lease_s: float
+    ) -> UpdateSession:
+        """Opens a session, or finds the one that has this id and renews its lease.
+
+        Raises:
+            UpdateInProgress: Another update is live.
+            InvalidField: This id is live for another version or other tensors.
+        """
+        now = self._clock.time()
+        live = self.session
+        if live is None:
+            self._session = UpdateSession(
+                update_id=update_id,
+                weight_version=weight_version,
+                tensors=tensors,
+                lease_s=lease_s,
+                max_chunk_bytes=self.max_chunk_bytes,
+                now=now,
+            )
+            self._watch()
+            return self._session
+        if live.update_id != update_id:
+            raise UpdateInProgress(live.update_id, live.lease_left_s(now))
+        if (live.weight_version, live.tensors) != (weight_version, tuple(tensors)):
+            raise InvalidField(
+                "update_id", repr(update_id), "a new id: its version or its tensors are others"
+            )
+        live.renew(now)
+        return live
+
+    def find(self, update_id: str) -> UpdateSession:
+        """The live session of this id, its lease renewed.
+
+        Raises:
+            UpdateUnknown: It was never begun, or it ended.
+        """
+        live = self.session
+        if live is None or live.update_id != update_id:
+            state, _ = self._ended.get(update_id, (None, 0))
+            raise UpdateUnknown(update_id, "was never begun" if state is None else state.value)
+        live.renew(self._clock.time())
+        return live
+
+    def committed_version(self, update_id: str) -> int | None:
+        """The version that an update of this id brought, if it was committed."""
+        state, version = self._ended.get(update_id, (None, 0))
+        return version if state is UpdateState.COMMITTED else None
+
+    def abort(self, update_id: str) -> None:
+        """Drops the session of this id.
+
+        Raises:
+            UpdateUnknown: It was never begun, or it ended otherwise than by abort.
+        """
+        if self._ended.get(update_id, (None, 0))[0] is UpdateState.ABORTED:
+            return
+        self.find(update_id).abort()
+        self._retire()
+
+    def committed(self) -> None:
+        """Ends the live session, which the engine has taken."""
+        assert self._session is not None
+        self._session.committed()
+        self._retire()
+
+    def close(self) -> None:
+        """Drops whatever is live, as at shutdown."""
+        live = self.session
+        if live is not None and live.state is not UpdateState.COMMITTING:
+            self.abort(live.update_id)
+
+    def _retire(self) -> None:
+        """Lets go of a session that ended."""
+        session = self._session
+        if session is None or not session.state.ended:
+            return
+        self._session = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._ended[session.update_id] = (session.state, session.weight_version)
+        self._ended.move_to_end(session.update_id)
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _watch(self) -> None:
+        """Looks again when the lease would end; a renewed lease only moves that look."""
+        session = self.session
+        if session is None:
+            return
+        now = self._clock.time()
+        self._timer = self._clock.call_at(now + session.lease_left_s(now), self._watch)
