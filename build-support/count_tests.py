@@ -1,0 +1,50 @@
+"""Sum up a CI run: `count_tests.py REPORTS NAME=STATUS...` prints `N passed, N failed`.
+
+REPORTS is a folder of JUnit reports.  A NAME is a command that ran and STATUS how it exited; one
+that failed although no report has a failure for it (a lint error, a crash, a timeout) counts as one
+failure.  Standard library only, any Python from 3.8.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+TESTS = "test"  # the command whose failures the reports explain
+
+
+def count(reports: Path) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, over all reports of a folder."""
+    totals = {"passed": 0, "failed": 0, "skipped": 0}
+    for path in sorted(reports.rglob("*.xml")):
+        for case in ElementTree.parse(path).iter("testcase"):
+            outcomes = {child.tag for child in case}
+            if outcomes & {"failure", "error"}:
+                totals["failed"] += 1
+            elif "skipped" in outcomes:
+                totals["skipped"] += 1
+            else:
+                totals["passed"] += 1
+    return totals
+
+
+def main(argv: list[str]) -> int:
+    """Print the summary as the last line; return the exit status."""
+    totals = count(Path(argv[0]))
+    failed_tests = totals["failed"]
+    for command in argv[1:]:
+        name, _, status = command.rpartition("=")
+        print(f"{name}: {'ok' if status == '0' else f'exit status {status}'}")
+        if status != "0" and not (name == TESTS and failed_tests):
+            totals["failed"] += 1
+    if not totals["passed"] and not totals["failed"]:
+        print(f"no test report below {argv[0]}")
+        totals["failed"] += 1
+    summary = f"{totals['passed']} passed, {totals['failed']} failed"
+    print(summary + (f", {totals['skipped']} skipped" if totals["skipped"] else ""))
+    return 1 if totals["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""What `import treadle.agent_loop` costs a program that only wants agent loops: no heavy library.
+
+The import runs in a clean interpreter that notes every module looked for, so that an optional
+import, which would go unseen where the library is missing, counts as well.  How long it takes is in
+benchmarks/import_time.py.
+"""
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import treadle.agent_loop
+import treadle.tools
+import treadle.tracing
+from treadle.rollout.v1 import errors_pb2
+
+HEAVY = {
+    "jinja2",
+    "megatron",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "ray",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+}
+JYTHON_PROBE = "org"  # the standard library's pickle looks for it
+CHILD = """
+import json, sys
+
+looked_for = set()
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        looked_for.add(name)
+
+module, sys.path[:0] = sys.argv[1], json.loads(sys.argv[2])
+sys.meta_path.insert(0, Watch())
+__import__(module)
+print(json.dumps([sys.modules[module].__file__, sorted(looked_for)]))
+"""
+
+
+def source_roots() -> list[str]:
+    """Return the folders our packages lie in, absolute: the child runs elsewhere."""
+    files = [treadle.agent_loop.__file__, treadle.tools.__file__, treadle.tracing.__file__]
+    roots = [Path(file).absolute().parents[2] for file in files]
+    return [str(root) for root in [*roots, Path(errors_pb2.__file__).absolute().parents[3]]]
+
+
+def imported(module: str, search_path: list[str], tmp_path: Path) -> tuple[str, set[str]]:
+    """Return the file of a module and the top-level names that importing it looked for."""
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    child = subprocess.run(
+        [sys.executable, "-I", "-c", CHILD, module, json.dumps([*search_path, *libraries])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    file, names = json.loads(child.stdout)
+    return file, {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("module", ["treadle.agent_loop", "treadle.tools", "treadle.tracing"])
+def test_a_light_package_looks_for_no_heavy_library(module: str, tmp_path: Path) -> None:
+    _, names = imported(module, source_roots(), tmp_path)
+    assert names & HEAVY == set()
+
+
+def test_agent_loop_without_its_client_needs_the_standard_library_only(tmp_path: Path) -> None:
+    _, names = imported("treadle.agent_loop", source_roots(), tmp_path)
+    assert names - sys.stdlib_module_names - {JYTHON_PROBE} == {"treadle"}
+
+
+def test_its_client_adds_grpc_but_nothing_heavy(tmp_path: Path) -> None:
+    _, names = imported("treadle.agent_loop.rpc", source_roots(), tmp_path)
+    assert "grpc" in names
+    assert names & HEAVY == set()
+
+
+def test_the_wheel_is_as_light(tmp_path: Path) -> None:
+    wheels = [str(path.absolute()) for path in Path().glob("treadle_*.whl")]
+    if not wheels:
+        pytest.skip("no wheels in the working directory; `./pants test` builds them")
+    file, names = imported("treadle.agent_loop.rpc", wheels, tmp_path)
+    assert ".whl" in file and sysconfig.get_path("purelib") not in file
+    assert names & HEAVY == set()

@@ -1,0 +1,154 @@
+"""The wheels: what is in them, what they require, and that both agree with the code.
+
+`./pants test` builds them into the working directory; elsewhere these tests are skipped.
+"""
+
+import ast
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+PACKAGES = ("agent_loop", "proto", "rollout_server", "tools", "tracing", "trainer")
+# Where the distribution is not named like the module.
+DISTRIBUTION_OF = {
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "megatron": "megatron-core",
+    "pydantic_core": "pydantic",
+    "treadle.rollout": "treadle-proto",
+    "yaml": "pyyaml",
+}
+# Required though never imported: started as a process, or used by a library that does not say so.
+USED_WITHOUT_IMPORT = {
+    "agent_loop": {"jinja2"},
+    "rollout_server": set[str](),
+    "trainer": {"treadle-rollout-server"},
+}
+# Needed by what a package offers to tests, where pytest is there anyway.
+TEST_TIME = {"pytest"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One wheel, read."""
+
+    files: dict[str, bytes]
+    metadata: Message
+
+    @property
+    def requirements(self) -> dict[str, str]:
+        """Every requirement, those of extras too: name -> its whole line."""
+        lines = self.metadata.get_all("Requires-Dist") or []
+        return {re.split(r"[^\w.-]", line, maxsplit=1)[0].lower(): line for line in lines}
+
+
+def read_wheel(package: str) -> Wheel:
+    paths = list(Path().glob(f"treadle_{package}-*.whl"))
+    if not paths:
+        pytest.skip("no wheels in the working directory; `./pants test` builds them")
+    (path,) = paths
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    (metadata,) = (text for name, text in files.items() if name.endswith(".dist-info/METADATA"))
+    return Wheel(files, Parser().parsestr(metadata.decode()))
+
+
+def distributions_imported(wheel: Wheel, package: str) -> Iterator[str]:
+    """Yield the distributions that the modules of a wheel import, lazily or not."""
+    own = f"treadle.{'rollout' if package == 'proto' else package}"
+    for name, text in wheel.files.items():
+        if not name.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                # `from google import rpc` names a module in its second half.
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for module in modules:
+                top, two = module.split(".")[0], ".".join(module.split(".")[:2])
+                if top in sys.stdlib_module_names or two == own:
+                    continue
+                default = two.replace(".", "-") if top == "treadle" else top
+                found = DISTRIBUTION_OF.get(two) or DISTRIBUTION_OF.get(top) or default
+                yield found.replace("_", "-")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_holds_its_package_typed_and_without_tests(package: str) -> None:
+    wheel = read_wheel(package)
+    folder = "treadle/rollout" if package == "proto" else f"treadle/{package}"
+    assert f"{folder}/py.typed" in wheel.files
+    assert "treadle/__init__.py" not in wheel.files
+    stray = [
+        name
+        for name in wheel.files
+        if not name.startswith(f"{folder}/") and ".dist-info/" not in name
+    ]
+    tests = [name for name in wheel.files if name.endswith("_test.py") or "conftest" in name]
+    assert (stray, tests) == ([], [])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_describes_itself(package: str) -> None:
+    metadata = read_wheel(package).metadata
+    assert metadata["Name"] == f"treadle-{package.replace('_', '-')}"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Summary"]
+    assert str(metadata.get_payload()).startswith("# ")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_requires_what_it_imports_and_nothing_else(package: str) -> None:
+    wheel = read_wheel(package)
+    imported = set(distributions_imported(wheel, package)) - TEST_TIME
+    required = set(wheel.requirements) - USED_WITHOUT_IMPORT.get(package, set())
+    assert required == imported
+
+
+def test_packages_move_apart_within_compatible_versions() -> None:
+    for package in PACKAGES:
+        for name, line in read_wheel(package).requirements.items():
+            if name.startswith("treadle-"):
+                assert "~=" in line, line
+
+
+def test_heavy_requirements_of_the_light_packages_are_extras() -> None:
+    for package in ("agent_loop", "tools", "tracing", "proto"):
+        for name, line in read_wheel(package).requirements.items():
+            if name in {"jinja2", "transformers"}:
+                assert "extra ==" in line, line
+
+
+def test_the_contracts_wheel_ships_sources_stubs_and_types() -> None:
+    names = read_wheel("proto").files
+    suffixes = {PurePosixPath(name).name.partition("generation_service")[2] for name in names}
+    assert {".proto", "_pb2.py", "_pb2.pyi", "_pb2_grpc.py"} <= suffixes
+
+
+def test_the_trainers_wheel_ships_the_demo_and_the_report() -> None:
+    names = read_wheel("trainer").files
+    demo = "treadle/trainer/demo/calculator"
+    assert {
+        f"{demo}/config.yaml",
+        f"{demo}/model/model.safetensors",
+        f"{demo}/model/tokenizer.json",
+        f"{demo}/tools.yaml",
+        f"{demo}/train.jsonl",
+        f"{demo}/val.jsonl",
+        "treadle/trainer/report/report.html.j2",
+    } <= set(names)
