@@ -104,7 +104,7 @@ def _report_losses(run: Run, step: int, batch: StepBatch) -> None:
 def _update_metrics(stats: UpdateStats) -> dict[str, float]:
     """Means over the optimizer steps of one batch; sums of counts."""
     steps = stats.steps
-    names = {name for step in steps for name in step.metrics}
+    names = sorted({name for step in steps for name in step.metrics})
     metrics = {
         name: sum(step.metrics.get(name, 0.0) for step in steps) / len(steps) for name in names
     }

@@ -1,0 +1,109 @@
+"""The trainer as its users start it: a process with arguments, an exit status and a run directory."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.trainer.launch.process import child_python_path
+
+SMALL = (
+    "schedule.total_steps=2",
+    "schedule.val_every=2",
+    "schedule.save_every=null",
+    "data.prompts_per_step=4",
+    "data.max_val_rows=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.threads=1",
+    "launch.policy_threads=1",
+)
+"""The demo, so small that a run is mostly the start of its processes."""
+
+
+class Trainer:
+    """A trainer under way."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "treadle.trainer.main", f"run.dir={run_dir}", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": child_python_path()},
+        )
+        self.lines: list[str] = []
+
+    def read_until(self, words: str) -> str:
+        """Waits for a line with these words."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return line
+        raise AssertionError(f"the trainer ended without saying {words!r}:\n{self.output}")
+
+    def wait(self) -> int:
+        """Waits for the end; the exit status."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout
+        return self.process.wait()
+
+    @property
+    def output(self) -> str:
+        """What it has said so far."""
+        return "".join(self.lines)
+
+    def metrics(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics.jsonl."""
+        text = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def trajectories(self) -> list[Mapping[str, Any]]:
+        """The lines of trajectories.jsonl."""
+        text = (self.run_dir / "trajectories.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def pid_of(self, name: str) -> int:
+        """Of one of its processes that others can reach."""
+        return int(json.loads((self.run_dir / "logs" / f"{name}.ready").read_text())["pid"])
+
+
+StartTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def start_trainer(tmp_path: Path) -> Iterator[StartTrainer]:
+    """Starts the trainer with arguments, by default of the small demo, in a directory."""
+    started: list[Trainer] = []
+
+    def start(*arguments: str, name: str = "run", base: Sequence[str] = SMALL) -> Trainer:
+        trainer = Trainer(tmp_path / name, [*base, *arguments])
+        started.append(trainer)
+        return trainer
+
+    yield start
+    for trainer in started:
+        if trainer.process.poll() is None:
+            trainer.process.kill()
+        trainer.process.wait()
+        assert trainer.process.stdout is not None
+        trainer.process.stdout.close()
+
+
+@pytest.fixture
+def train(start_trainer: StartTrainer) -> Callable[..., Trainer]:
+    """Runs the trainer to its end and expects it to succeed."""
+
+    def run(*arguments: str, name: str = "run", base: Sequence[str] = SMALL) -> Trainer:
+        trainer = start_trainer(*arguments, name=name, base=base)
+        status = trainer.wait()
+        assert status == 0, trainer.output
+        return trainer
+
+    return run

@@ -1,0 +1,111 @@
+"""What dies: the trainer, a rollout server, the user's patience."""
+
+import os
+import signal
+
+import pytest
+
+from .conftest import StartTrainer, Trainer
+
+pytestmark = pytest.mark.timeout(240)
+
+_STEPS = ("schedule.total_steps=4", "schedule.save_every=2", "schedule.val_every=4")
+
+
+def _curve(trainer: Trainer) -> list[tuple[int, float, float]]:
+    names = ("step", "reward/mean", "tokens/sampled")
+    return [tuple(line[name] for name in names) for line in trainer.metrics() if line["step"]]
+
+
+def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartTrainer) -> None:
+    whole = start_trainer(*_STEPS, name="whole")
+    killed = start_trainer(*_STEPS, name="killed")
+    killed.read_until("step 3/4")
+    server = os.pidfd_open(killed.pid_of("rollout-0"))
+    rank = os.pidfd_open(killed.pid_of("policy-0"))
+    killed.process.kill()
+    killed.process.wait()
+    _await_end(server)
+    _await_end(rank)
+
+    resumed = start_trainer(*_STEPS, name="killed")
+    resumed.read_until("resuming after step 2")
+    assert resumed.wait() == 0, resumed.output
+    assert whole.wait() == 0, whole.output
+    assert _curve(resumed) == _curve(whole)
+    for one, two in zip(whole.metrics(), resumed.metrics(), strict=True):
+        if one["step"]:
+            assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-4)
+    ids = [[line["tokens"]["ids"] for line in t.trajectories()] for t in (whole, resumed)]
+    assert ids[0] == ids[1]
+
+    finished = start_trainer(*_STEPS, name="killed")
+    assert finished.wait() == 0, finished.output
+    assert "nothing to train: step 4 has been reached" in finished.output
+
+
+def _await_end(pidfd: int) -> None:
+    """Waits for the end of a process that is not our child."""
+    import select
+
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    assert poller.poll(20_000), "the process has outlived the trainer"
+    os.close(pidfd)
+
+
+def test_a_step_goes_on_without_a_server_that_died(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer("rollout.num_replicas=2", "schedule.total_steps=3")
+    trainer.read_until("step 1/3")
+    os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
+    assert trainer.wait() == 0, trainer.output
+    assert "rollout-0" in trainer.output
+    assert "was ended by SIGKILL" in trainer.output
+    assert [line["rollout/num_failed"] for line in trainer.metrics() if line["step"]] == [0, 0, 0]
+
+
+def test_the_only_server_is_started_again_with_the_present_weights(
+    start_trainer: StartTrainer,
+) -> None:
+    trainer = start_trainer("schedule.total_steps=3")
+    trainer.read_until("step 2/3")
+    os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
+    assert trainer.wait() == 0, trainer.output
+    assert "started again: rollout-0" in trainer.output
+    sampled = [
+        span["weight_version"]
+        for line in trainer.trajectories()
+        for span in line["tokens"]["spans"]
+        if line["step"] == 3 and line["phase"] == "train" and span["origin"] == "sampled"
+    ]
+    assert set(sampled) == {2}
+
+
+def test_a_run_whose_servers_may_not_be_started_again_ends_and_names_them(
+    start_trainer: StartTrainer,
+) -> None:
+    trainer = start_trainer("rollout.max_restarts=0", "schedule.total_steps=3")
+    trainer.read_until("step 1/3")
+    os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
+    assert trainer.wait() == 1
+    assert "no rollout server is left" in trainer.output
+    assert "rollout-0 (127.0.0.1:" in trainer.output
+
+
+def test_a_policy_rank_that_dies_ends_the_run_and_is_named(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer("schedule.total_steps=3")
+    trainer.read_until("step 1/3")
+    os.kill(trainer.pid_of("policy-0"), signal.SIGKILL)
+    assert trainer.wait() == 1
+    assert "policy rank 0 was ended by SIGKILL" in trainer.output
+
+
+def test_an_interrupt_ends_everything_and_says_how_to_go_on(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer("schedule.total_steps=3")
+    trainer.read_until("step 1/3")
+    server = os.pidfd_open(trainer.pid_of("rollout-0"))
+    trainer.process.send_signal(signal.SIGINT)
+    assert trainer.wait() == 130
+    assert f"to go on: run.dir={trainer.run_dir}" in trainer.output
+    assert "Traceback" not in trainer.output
+    _await_end(server)
