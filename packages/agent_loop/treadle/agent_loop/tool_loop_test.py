@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from treadle.agent_loop import (
     AgentTask,
@@ -29,8 +31,7 @@ from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator, Scripted
 from treadle.agent_loop.testing.byte_renderer import END, decode
 from treadle.agent_loop.testing.scripted import Reply
 
-pytestmark = pytest.mark.asyncio
-
+TOOL_START = 260
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": 1}}\n</tool_call>'
 TASK = AgentTask(
     task_id="t",
@@ -69,6 +70,7 @@ def answers(trajectory: Trajectory) -> list[str]:
     return [m.content for m in trajectory.messages if m.role == "tool"]
 
 
+@pytest.mark.asyncio
 async def test_a_call_is_answered_and_the_model_ends() -> None:
     tool = ScriptedTool(results=[ToolResult(content="42", reward=0.5)])
     kit, generator = services([CALL, "It is 42."], tool)
@@ -89,6 +91,7 @@ async def test_a_call_is_answered_and_the_model_ends() -> None:
     assert len({r.context.request_id for r in generator.requests}) == 2
 
 
+@pytest.mark.asyncio
 async def test_1_finished_wins_over_the_limits() -> None:
     """An answer that just fits, in the last turn allowed, is an answer."""
     kit, _ = services(["four"], max_response_tokens=5, max_assistant_turns=1)
@@ -96,6 +99,7 @@ async def test_1_finished_wins_over_the_limits() -> None:
     assert trajectory.stop is StopReason.FINISHED
 
 
+@pytest.mark.asyncio
 async def test_2_response_length_is_shared_by_model_and_tools() -> None:
     tool = ScriptedTool(results=["x" * 50])
     budget = len(CALL) + 1 + 50 + 3 + 4
@@ -108,6 +112,7 @@ async def test_2_response_length_is_shared_by_model_and_tools() -> None:
     check_boundaries(trajectory, generator)
 
 
+@pytest.mark.asyncio
 async def test_3_context_length_counts_the_prompt() -> None:
     kit, generator = services(["123456789"], max_context_tokens=9)
     trajectory = await ToolAgentLoop().run(TASK, kit)
@@ -116,6 +121,7 @@ async def test_3_context_length_counts_the_prompt() -> None:
     assert trajectory.stop is StopReason.CONTEXT_LENGTH
 
 
+@pytest.mark.asyncio
 async def test_4_a_cut_turn_ends_the_trajectory_even_with_a_call_in_it() -> None:
     tool = ScriptedTool()
     kit, _ = services([CALL + " and more"], tool, sampling_max=len(CALL) + 2)
@@ -125,6 +131,7 @@ async def test_4_a_cut_turn_ends_the_trajectory_even_with_a_call_in_it() -> None
     assert trajectory.tokens.ids[-1] != END
 
 
+@pytest.mark.asyncio
 async def test_5_assistant_turns() -> None:
     tool = ScriptedTool(results=["a"])
     kit, generator = services([CALL, CALL], tool, max_assistant_turns=2)
@@ -134,6 +141,7 @@ async def test_5_assistant_turns() -> None:
     check_boundaries(trajectory, generator)
 
 
+@pytest.mark.asyncio
 async def test_6_user_turns() -> None:
     tool = ScriptedTool(results=["a"])
     kit, generator = services([CALL, CALL], tool, max_user_turns=1)
@@ -142,6 +150,7 @@ async def test_6_user_turns() -> None:
     check_boundaries(trajectory, generator)
 
 
+@pytest.mark.asyncio
 async def test_sixteen_and_sixteen_turns_are_thirty_two() -> None:
     tool = ScriptedTool(results=["a"] * 20)
     kit, _ = services([CALL] * 20, tool, max_assistant_turns=16, max_user_turns=16)
@@ -149,6 +158,7 @@ async def test_sixteen_and_sixteen_turns_are_thirty_two() -> None:
     assert trajectory.num_turns == 32
 
 
+@pytest.mark.asyncio
 async def test_7_a_tool_can_stop() -> None:
     tool = ScriptedTool(results=[ToolResult(content="submitted", reward=1.0, stop=True)])
     kit, generator = services([CALL], tool)
@@ -159,6 +169,7 @@ async def test_7_a_tool_can_stop() -> None:
     check_boundaries(trajectory, generator)
 
 
+@pytest.mark.asyncio
 async def test_8_an_answer_without_room_is_not_appended() -> None:
     tool = ScriptedTool(results=["x" * 20])
     kit, generator = services([CALL], tool, max_response_tokens=len(CALL) + 1 + 23)
@@ -171,6 +182,7 @@ async def test_8_an_answer_without_room_is_not_appended() -> None:
     check_boundaries(trajectory, generator)
 
 
+@pytest.mark.asyncio
 async def test_9_an_answer_beyond_the_context_is_not_appended() -> None:
     tool = ScriptedTool(results=["x" * 20])
     prompt = len(ByteRenderer().render(TASK.messages, tools=[tool.spec]))
@@ -180,6 +192,7 @@ async def test_9_an_answer_beyond_the_context_is_not_appended() -> None:
     check_boundaries(trajectory, generator)
 
 
+@pytest.mark.asyncio
 async def test_10_only_the_first_calls_of_a_turn_run() -> None:
     tool = ScriptedTool(results=["a", "b"])
     kit, _ = services([CALL * 3, "done"], tool, max_parallel_calls=2)
@@ -188,6 +201,7 @@ async def test_10_only_the_first_calls_of_a_turn_run() -> None:
     assert ("tool/over_cap", 1) in [(m.name, m.value) for m in trajectory.metrics]
 
 
+@pytest.mark.asyncio
 async def test_11_calls_of_a_turn_run_at_the_same_time_and_answer_in_order() -> None:
     first, second = asyncio.Event(), asyncio.Event()
     slow, fast = ScriptedTool("slow", [first]), ScriptedTool("fast", [second])
@@ -204,6 +218,7 @@ async def test_11_calls_of_a_turn_run_at_the_same_time_and_answer_in_order() -> 
     assert [m.name for m in trajectory.messages if m.role == "tool"] == ["slow", "fast"]
 
 
+@pytest.mark.asyncio
 async def test_12_a_malformed_call_is_answered() -> None:
     bad = '<tool_call>{"name": "lookup", "arguments": {"key": }}</tool_call>'
     kit, _ = services([bad, "sorry"], ScriptedTool())
@@ -214,6 +229,7 @@ async def test_12_a_malformed_call_is_answered() -> None:
     assert ("tool/parse_errors", 1) in [(m.name, m.value) for m in trajectory.metrics]
 
 
+@pytest.mark.asyncio
 async def test_13_a_malformed_call_can_be_ignored() -> None:
     kit, _ = services(["<tool_call>{oops}</tool_call>"], ScriptedTool())
     trajectory = await ToolAgentLoop(on_malformed_call=OnMalformedCall.IGNORE).run(TASK, kit)
@@ -221,6 +237,7 @@ async def test_13_a_malformed_call_can_be_ignored() -> None:
     assert ("tool/parse_errors", 1) in [(m.name, m.value) for m in trajectory.metrics]
 
 
+@pytest.mark.asyncio
 async def test_14_an_unknown_tool_is_answered() -> None:
     call = '<tool_call>{"name": "nope", "arguments": {}}</tool_call>'
     kit, _ = services([call, "sorry"], ScriptedTool())
@@ -229,12 +246,14 @@ async def test_14_an_unknown_tool_is_answered() -> None:
     assert trajectory.tool_rewards == (0.0,)
 
 
+@pytest.mark.asyncio
 async def test_15_a_tool_failure_is_answered() -> None:
     kit, _ = services([CALL, "sorry"], ScriptedTool(results=[ToolFailure("no such key")]))
     trajectory = await ToolAgentLoop().run(TASK, kit)
     assert answers(trajectory) == ["Error executing tool 'lookup': no such key"]
 
 
+@pytest.mark.asyncio
 async def test_16_a_broken_tool_fails_the_attempt_and_is_closed() -> None:
     tool = ScriptedTool(results=[ConnectionError("sandbox is down")])
     kit, generator = services([CALL], tool)
@@ -244,6 +263,7 @@ async def test_16_a_broken_tool_fails_the_attempt_and_is_closed() -> None:
     assert len(generator.finished_sessions) == 1
 
 
+@pytest.mark.asyncio
 async def test_17_a_tool_that_hangs_is_cut_and_the_model_is_told() -> None:
     tool = ScriptedTool(results=[asyncio.Event()])
     kit, _ = services([CALL, "sorry"], tool, tool_timeout_s=0.01)
@@ -252,6 +272,7 @@ async def test_17_a_tool_that_hangs_is_cut_and_the_model_is_told() -> None:
     assert tool.num_closed == 1
 
 
+@pytest.mark.asyncio
 async def test_18_one_session_per_trajectory_opened_at_the_first_call() -> None:
     tool = ScriptedTool(results=["a", "b", "c"])
     kit, _ = services([CALL, CALL * 2, "done"], tool, max_parallel_calls=2)
@@ -263,6 +284,7 @@ async def test_18_one_session_per_trajectory_opened_at_the_first_call() -> None:
     assert unused.num_opened == 0
 
 
+@pytest.mark.asyncio
 async def test_19_cancellation_closes_the_tools() -> None:
     tool = ScriptedTool(results=[asyncio.Event()])
     kit, generator = services([CALL], tool)
@@ -275,6 +297,7 @@ async def test_19_cancellation_closes_the_tools() -> None:
     assert len(generator.finished_sessions) == 1
 
 
+@pytest.mark.asyncio
 async def test_20_long_texts_are_cut_after_the_reward_is_kept() -> None:
     tool = ScriptedTool(results=["abcdefghij"])
     kit, _ = services([CALL, "done"], tool, max_tool_response_chars=4)
@@ -282,6 +305,7 @@ async def test_20_long_texts_are_cut_after_the_reward_is_kept() -> None:
     assert answers(trajectory) == ["ab...(truncated)...ij"]
 
 
+@pytest.mark.asyncio
 async def test_21_a_prompt_that_fills_the_context_fails_the_attempt() -> None:
     kit, generator = services([], max_context_tokens=5)
     with pytest.raises(PromptTooLongError, match="prompt of task 't' has 5 tokens"):
@@ -289,6 +313,7 @@ async def test_21_a_prompt_that_fills_the_context_fails_the_attempt() -> None:
     assert generator.requests == []
 
 
+@pytest.mark.asyncio
 async def test_22_seeds_differ_by_turn_and_attempt_and_repeat() -> None:
     async def seeds(task: AgentTask) -> list[int | None]:
         kit, generator = services([CALL, "done"], ScriptedTool(results=["a"]))
@@ -301,6 +326,59 @@ async def test_22_seeds_differ_by_turn_and_attempt_and_repeat() -> None:
     assert await seeds(TASK) == [None, None]
 
 
+pieces = st.sampled_from(
+    [CALL, CALL * 2, "text", "", "<tool_call>{oops}</tool_call>", CALL.replace("lookup", "nope")]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(pieces, max_size=3).map("".join), min_size=12, max_size=12),
+    st.lists(st.text("ab", max_size=40), min_size=40, max_size=40),
+    st.integers(1, 400),
+    st.integers(170, 700) | st.none(),
+    st.integers(1, 150),
+    st.integers(1, 6) | st.none(),
+    st.integers(1, 6) | st.none(),
+    st.integers(1, 3),
+)
+def test_24_the_invariants_hold_for_any_script_and_any_limits(
+    replies: list[str],
+    results: list[str],
+    max_response: int,
+    max_context: int | None,
+    max_tokens: int,
+    max_assistant: int | None,
+    max_user: int | None,
+    max_parallel: int,
+) -> None:
+    tool = ScriptedTool(results=results)
+    kit, generator = services(
+        replies,
+        tool,
+        sampling_max=max_tokens,
+        max_response_tokens=max_response,
+        max_context_tokens=max_context,
+        max_assistant_turns=max_assistant or 12,
+        max_user_turns=max_user,
+        max_parallel_calls=max_parallel,
+    )
+    trajectory = asyncio.run(ToolAgentLoop().run(TASK, kit))
+    check_boundaries(trajectory, generator)
+    tokens = trajectory.tokens
+    assert len(tokens.response_ids) <= max_response
+    assert max_context is None or len(tokens.ids) <= max_context
+    assert trajectory.assistant_turns == len(generator.requests)
+    assert trajectory.assistant_turns == trajectory.user_turns + 1
+    assert trajectory.assistant_turns <= (max_assistant or 12)
+    assert max_user is None or trajectory.user_turns <= max_user
+    said = [m.content for m in trajectory.messages if m.role == "tool"]
+    assert tokens.response_ids.count(TOOL_START) == len(said)
+    assert len(said) <= max_parallel * trajectory.user_turns
+    assert tool.num_opened == tool.num_closed <= 1
+
+
+@pytest.mark.asyncio
 async def test_23_a_generator_that_gives_too_much_is_refused() -> None:
     full = await ScriptedGenerator(["too long"]).generate(
         [1],

@@ -202,8 +202,11 @@ class _Work:
         return (*self.prompt, *self.token_ids)
 
     def next_params(self) -> SamplingParams:
-        """What is left to sample. The seed stays: a token's draw depends on it and on the
-        token's place in the sequence, so a resumed completion is the undisturbed one."""
+        """What is left to sample.
+
+        The seed stays: a token's draw depends on it and on the token's place in the sequence, so
+        that a resumed completion is the undisturbed one.
+        """
         return replace(self.params, max_tokens=self.params.max_tokens - len(self.token_ids))
 
     def next_request_id(self) -> str:

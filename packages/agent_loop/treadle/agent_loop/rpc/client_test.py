@@ -2,16 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
 
 import grpc
-import grpc.aio
 import pytest
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from treadle.agent_loop import (
     Completion,
@@ -33,124 +27,22 @@ from treadle.agent_loop.rpc import (
     RpcDeadlines,
     connect,
 )
+from treadle.agent_loop.rpc.testing import (
+    STARTED,
+    Context,
+    ScriptedServer,
+    fails,
+    finished,
+    says,
+    serving,
+    tokens,
+)
 from treadle.agent_loop.testing import FakeClock
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout.v1 import (
-    generation_service_pb2_grpc,
-    server_service_pb2,
-    server_service_pb2_grpc,
-)
 
 pytestmark = pytest.mark.asyncio
 
-Context = Any
-Handler = Callable[[pb.GenerateRequest, Context], AsyncIterator[pb.GenerateResponse]]
-REGISTER: list[Any] = [
-    generation_service_pb2_grpc.add_GenerationServiceServicer_to_server,
-    server_service_pb2_grpc.add_ServerServiceServicer_to_server,
-]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, stop_token_ids=(99,))
-STARTED = pb.GenerateResponse(started=pb.GenerateStarted(cached_prompt_tokens=2))
-
-
-def tokens(*ids: int, version: int = 1) -> pb.GenerateResponse:
-    logprobs = [-i / 8 for i in ids]
-    return pb.GenerateResponse(
-        tokens=pb.TokenChunk(token_ids=ids, logprobs=logprobs, weight_version=version)
-    )
-
-
-def finished(count: int, reason: Any = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
-    return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
-
-
-def says(*events: pb.GenerateResponse) -> Handler:
-    """A call that streams these and ends well."""
-
-    async def handle(
-        request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        for event in events:
-            yield event
-
-    return handle
-
-
-def fails(
-    code: grpc.StatusCode,
-    reason: str | None,
-    *events: pb.GenerateResponse,
-    retry_after_s: float | None = None,
-) -> Handler:
-    """A call that streams these and then fails."""
-
-    async def handle(
-        request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        for event in events:
-            yield event
-        status = status_pb2.Status(code=code.value[0], message="scripted")
-        details: list[Any] = []
-        if reason is not None:
-            details.append(error_details_pb2.ErrorInfo(reason=reason, domain="treadle.rollout.v1"))
-        if retry_after_s is not None:
-            delay = duration_pb2.Duration()
-            delay.FromNanoseconds(int(retry_after_s * 1e9))
-            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-        for detail in details:
-            packed = any_pb2.Any()
-            packed.Pack(detail)
-            status.details.append(packed)
-        await context.abort_with_status(rpc_status.to_status(status))
-
-    return handle
-
-
-class ScriptedServer(
-    generation_service_pb2_grpc.GenerationServiceServicer,
-    server_service_pb2_grpc.ServerServiceServicer,
-):
-    """Answers Generate with one handler after the other."""
-
-    def __init__(self, *handlers: Handler) -> None:
-        self.handlers = list(handlers)
-        self.requests: list[pb.GenerateRequest] = []
-        self.metadata: list[dict[str, str]] = []
-        self.time_left: list[float | None] = []
-        self.address = ""
-
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
-        self.time_left.append(context.time_remaining())
-        assert self.handlers, "no handler left"
-        async for event in self.handlers.pop(0)(request, context):
-            yield event
-
-    async def GetServerInfo(self, request: Any, context: Context) -> Any:
-        return server_service_pb2.GetServerInfoResponse(
-            engine="scripted",
-            capabilities=server_service_pb2.Capabilities(sampled_logprobs=True),
-            model=server_service_pb2.ModelInfo(
-                architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"
-            ),
-        )
-
-
-@asynccontextmanager
-async def serving(*servers: ScriptedServer) -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        for scripted in servers:
-            server = grpc.aio.server()
-            for register in REGISTER:
-                register(scripted, server)
-            port = server.add_insecure_port("127.0.0.1:0")
-            scripted.address = f"127.0.0.1:{port}"
-            await server.start()
-            stack.push_async_callback(server.stop, None)
-        yield [server.address for server in servers]
 
 
 async def ask(

@@ -1,0 +1,148 @@
+"""A rollout server that follows a script, over real gRPC: what the client's tests talk to.
+
+Invariant: every Generate call takes the next handler of the script and a call that the script does
+not foresee fails; requests, metadata and remaining times are kept as they came.
+
+    server = ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, "PAUSED"), says(STARTED, ...))
+    async with serving(server) as addresses, connect(addresses) as generator:
+        ...
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from treadle.agent_loop.rpc.errors import DOMAIN
+from treadle.rollout.v1 import generation_service_pb2 as pb
+from treadle.rollout.v1 import (
+    generation_service_pb2_grpc,
+    server_service_pb2,
+    server_service_pb2_grpc,
+)
+
+Context = Any
+Handler = Callable[[pb.GenerateRequest, Context], AsyncIterator[pb.GenerateResponse]]
+_REGISTER: list[Any] = [
+    generation_service_pb2_grpc.add_GenerationServiceServicer_to_server,
+    server_service_pb2_grpc.add_ServerServiceServicer_to_server,
+]
+STARTED = pb.GenerateResponse(started=pb.GenerateStarted(cached_prompt_tokens=2))
+
+
+def tokens(*ids: int, version: int = 1) -> pb.GenerateResponse:
+    """A chunk of these ids; the log-probability of id i is -i / 8."""
+    logprobs = [-i / 8 for i in ids]
+    return pb.GenerateResponse(
+        tokens=pb.TokenChunk(token_ids=ids, logprobs=logprobs, weight_version=version)
+    )
+
+
+def finished(count: int, reason: Any = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
+    """The end of a stream of so many tokens."""
+    return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
+
+
+def says(*events: pb.GenerateResponse) -> Handler:
+    """A call that streams these and ends well."""
+
+    async def handle(
+        request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        for event in events:
+            yield event
+
+    return handle
+
+
+def fails(
+    code: grpc.StatusCode,
+    reason: str | None,
+    *events: pb.GenerateResponse,
+    retry_after_s: float | None = None,
+) -> Handler:
+    """A call that streams these and then fails."""
+
+    async def handle(
+        request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        for event in events:
+            yield event
+        status = status_pb2.Status(code=code.value[0], message="scripted")
+        details: list[Any] = []
+        if reason is not None:
+            details.append(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+        if retry_after_s is not None:
+            delay = duration_pb2.Duration()
+            delay.FromNanoseconds(int(retry_after_s * 1e9))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        for detail in details:
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        await context.abort_with_status(rpc_status.to_status(status))
+
+    return handle
+
+
+class ScriptedServer(
+    generation_service_pb2_grpc.GenerationServiceServicer,
+    server_service_pb2_grpc.ServerServiceServicer,
+):
+    """Answers Generate with one handler after the other.
+
+    Attributes:
+        handlers: What is left of the script.
+        requests: Every call's request.
+        metadata: Every call's metadata.
+        time_left: Every call's remaining seconds; None without a deadline.
+        address: host:port, once it is served.
+    """
+
+    def __init__(self, *handlers: Handler) -> None:
+        self.handlers = list(handlers)
+        self.requests: list[pb.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+        self.time_left: list[float | None] = []
+        self.address = ""
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Takes the next handler."""
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.time_left.append(context.time_remaining())
+        assert self.handlers, "no handler left"
+        async for event in self.handlers.pop(0)(request, context):
+            yield event
+
+    async def GetServerInfo(self, request: Any, context: Context) -> Any:
+        """Says what it is: 100 ids, a context of 64 tokens."""
+        return server_service_pb2.GetServerInfoResponse(
+            engine="scripted",
+            capabilities=server_service_pb2.Capabilities(sampled_logprobs=True),
+            model=server_service_pb2.ModelInfo(
+                architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"
+            ),
+        )
+
+
+@asynccontextmanager
+async def serving(*servers: ScriptedServer) -> AsyncIterator[list[str]]:
+    """Serves them on free loopback ports; yields their addresses."""
+    async with AsyncExitStack() as stack:
+        for scripted in servers:
+            server = grpc.aio.server()
+            for register in _REGISTER:
+                register(scripted, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            scripted.address = f"127.0.0.1:{port}"
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+        yield [server.address for server in servers]
