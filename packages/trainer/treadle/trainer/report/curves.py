@@ -113,7 +113,7 @@ def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
         return
     axes.set_ylim(-0.03, 1.06)
     _percent(axes)
-    axes.legend(loc="lower right", frameon=False, labelcolor=_INK)
+    axes.legend(loc="best", frameon=False, labelcolor=_INK)
 
 
 def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:

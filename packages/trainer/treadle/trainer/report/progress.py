@@ -119,7 +119,7 @@ class Eta:
         """Step `step` has ended; the validation before training has no pace."""
         self._left = self._total - step
         seconds = values.get(STEP_S, math.nan)
-        if math.isfinite(seconds):
+        if step > 0 and math.isfinite(seconds):
             self._durations.append(seconds)
 
     @property
@@ -212,12 +212,10 @@ class LiveProgress:
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
-        """Show the phase with a bar of its own."""
-        self._bars.reset(self._phase, description=name, total=total, completed=0, more="")
-        try:
-            yield
-        finally:
-            self._bars.update(self._phase, description="between")
+        """Show the phase with a bar of its own, until the next one begins."""
+        self._bars.remove_task(self._phase)
+        self._phase = self._bars.add_task(name, total=total, more="")
+        yield
 
     def advance(self, count: int = 1) -> None:
         """Move the bar of the phase."""
@@ -249,4 +247,5 @@ class LiveProgress:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._bars.remove_task(self._phase)
         self._live.__exit__(kind, error, tb)

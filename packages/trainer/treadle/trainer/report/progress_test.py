@@ -86,7 +86,7 @@ def test_a_step_line_shows_only_what_was_measured() -> None:
 
 def test_the_time_left_is_at_the_mean_pace_of_the_steps() -> None:
     eta = Eta(total_steps=10)
-    eta.step_done(0, {"val/accuracy": 0.5})
+    eta.step_done(0, {"time/step_s": 99.0})
     assert eta.remaining_s is None
     eta.step_done(5, {"time/step_s": 4.0})
     assert eta.remaining_s == pytest.approx(4.0 * 5)
