@@ -6,6 +6,11 @@ where more padding would cost more than another kernel call. A sequence that rea
 prompt and one that decodes differ in nothing but their number of query tokens, so prompts
 are read in chunks next to running sequences.
 
+Rows that begin with the same ids hold the same keys and values there. Decoding is bound by
+reading them, so a group of decoding rows reads such a shared beginning once, from its first
+row, as one matrix product (Juravsky et al. 2024, arXiv 2402.05099). Measured on a CPU, 64
+rows of 210 positions of which 140 are shared: 2.7 times as fast.
+
 transformers calls `cached_attention` in every layer (its `AttentionInterface`), with the
 `StepLayout` passed through the model's keyword arguments.
 
@@ -46,7 +51,8 @@ class _Group:
     tokens: slice  # Of the flat row of tokens.
     num_queries: int  # Q
     kv_length: int  # N
-    mask: torch.Tensor  # [R, 1, 1 or G * Q, N], added to the scores.
+    mask: torch.Tensor  # [R, 1, 1 or G * Q, N], or shared [R * K, 1, N - shared]: of the scores.
+    shared: int  # Leading positions that are read from the first row only.
     scatter: tuple[torch.Tensor, torch.Tensor] | None  # Row and query of each token; None: dense.
 
 
@@ -66,13 +72,16 @@ class StepLayout:
     groups: tuple[_Group, ...]
 
     @classmethod
-    def build(cls, cache: KvRows, spans: Sequence[RowSpan], queries_per_head: int) -> "StepLayout":
+    def build(
+        cls, cache: KvRows, spans: Sequence[RowSpan], *, queries_per_head: int, shared: int
+    ) -> "StepLayout":
         """Lays out a step.
 
         Args:
             cache: Has room for every span.
             spans: Of rows 0, 1, 2 and so on; each has at least one token.
             queries_per_head: G.
+            shared: Leading positions that hold the same in every row, where they are filled.
         """
         device = cache.shape.device
         rows = [row for row, span in enumerate(spans) for _ in range(span.num_tokens)]
@@ -80,7 +89,9 @@ class StepLayout:
         groups: list[_Group] = []
         first_token = 0
         for first, stop in _split(spans):
-            group = _make_group(cache, spans[first:stop], first, first_token, queries_per_head)
+            group = _make_group(
+                cache, spans[first:stop], first, first_token, queries_per_head, shared
+            )
             first_token = group.tokens.stop
             groups.append(group)
         return cls(
@@ -109,7 +120,12 @@ def _split(spans: Sequence[RowSpan]) -> list[tuple[int, int]]:
 
 
 def _make_group(
-    cache: KvRows, spans: Sequence[RowSpan], first_row: int, first_token: int, queries_per_head: int
+    cache: KvRows,
+    spans: Sequence[RowSpan],
+    first_row: int,
+    first_token: int,
+    queries_per_head: int,
+    shared: int,
 ) -> _Group:
     dtype, device = cache.shape.dtype, cache.shape.device
     counts = torch.tensor([span.num_tokens for span in spans])
@@ -121,8 +137,12 @@ def _make_group(
     position_RQ = starts[:, None] + torch.minimum(query, counts[:, None] - 1)
     hidden_RQN = torch.arange(kv_length) > position_RQ[:, :, None]
     mask_RQN = torch.zeros(hidden_RQN.shape, dtype=dtype).masked_fill_(hidden_RQN, -torch.inf)
-    if num_queries > 1:
-        mask_RQN = mask_RQN.repeat(1, queries_per_head, 1)
+    mask = mask_RQN.unsqueeze(1)
+    shared = _worth_sharing(shared, spans, num_queries, dtype)
+    if shared:
+        mask = mask_RQN[:, :, shared:].repeat_interleave(cache.shape.num_heads, dim=0)
+    elif num_queries > 1:
+        mask = mask_RQN.repeat(1, queries_per_head, 1).unsqueeze(1)
     scatter = None
     if int(counts.min()) != num_queries:
         row, column = (query < counts[:, None]).nonzero(as_tuple=True)
@@ -132,9 +152,24 @@ def _make_group(
         tokens=slice(first_token, first_token + int(counts.sum())),
         num_queries=num_queries,
         kv_length=kv_length,
-        mask=mask_RQN.unsqueeze(1).to(device),
+        mask=mask.to(device),
+        shared=shared,
         scatter=scatter,
     )
+
+
+def _worth_sharing(
+    shared: int, spans: Sequence[RowSpan], num_queries: int, dtype: torch.dtype
+) -> int:
+    """How much of a shared beginning a group reads once; 0: none, it is not worth it.
+
+    Half precision never shares: scores written out would be rounded, the fused kernel's are
+    not.
+    """
+    if num_queries > 1 or dtype is not torch.float32:
+        return 0
+    shared = min(shared, *(span.start for span in spans))
+    return shared if shared * (len(spans) - 1) >= _CALL_COST else 0
 
 
 def cached_attention(
@@ -162,42 +197,83 @@ def cached_attention(
     Returns:
         ``[1, T, H, D]``, and None for the weights.
     """
-    keys_RNKD, values_RNKD = step.cache.layer(int(module.layer_idx))  # type: ignore[arg-type]
-    keys_RNKD[step.cache_rows, step.positions] = key[0].transpose(0, 1)
-    values_RNKD[step.cache_rows, step.positions] = value[0].transpose(0, 1)
+    keys_RKND, values_RKND = step.cache.layer(int(module.layer_idx))  # type: ignore[arg-type]
+    keys_RKND[step.cache_rows, :, step.positions] = key[0].transpose(0, 1)
+    values_RKND[step.cache_rows, :, step.positions] = value[0].transpose(0, 1)
     query_THD = query[0].transpose(0, 1)
-    parts = [_attend(group, query_THD, keys_RNKD, values_RNKD, scaling) for group in step.groups]
+    parts = [
+        (_attend_shared if group.shared else _attend)(
+            query_THD[group.tokens],
+            keys_RKND[group.rows, :, : group.kv_length],
+            values_RKND[group.rows, :, : group.kv_length],
+            scaling,
+            group,
+        )
+        for group in step.groups
+    ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
 def _attend(
-    group: _Group,
     query_THD: torch.Tensor,
-    keys_RNKD: torch.Tensor,
-    values_RNKD: torch.Tensor,
+    keys_RKND: torch.Tensor,
+    values_RKND: torch.Tensor,
     scaling: float,
+    group: _Group,
 ) -> torch.Tensor:
     """Attention of one group, ``[its tokens, H, D]``.
 
     The G query heads of a key-value head are folded into the query axis, so that grouped
     heads need no repeated keys (Ainslie et al. 2023, arXiv 2305.13245).
     """
-    keys = keys_RNKD[group.rows, : group.kv_length].transpose(1, 2)
-    values = values_RNKD[group.rows, : group.kv_length].transpose(1, 2)
-    num_rows, num_kv_heads = keys.shape[:2]
-    tokens_THD = query_THD[group.tokens]
-    num_heads, head_dim = tokens_THD.shape[1:]
+    num_rows, num_kv_heads = keys_RKND.shape[:2]
+    num_heads, head_dim = query_THD.shape[1:]
     if group.scatter is None:
-        padded_RQHD = tokens_THD.reshape(num_rows, group.num_queries, num_heads, head_dim)
+        padded_RQHD = query_THD.reshape(num_rows, group.num_queries, num_heads, head_dim)
     else:
-        padded_RQHD = tokens_THD.new_zeros(num_rows, group.num_queries, num_heads, head_dim)
-        padded_RQHD[group.scatter] = tokens_THD
-    fold = (num_rows, num_kv_heads, -1, head_dim)
-    folded = padded_RQHD.transpose(1, 2).reshape(fold)
+        padded_RQHD = query_THD.new_zeros(num_rows, group.num_queries, num_heads, head_dim)
+        padded_RQHD[group.scatter] = query_THD
+    folded = padded_RQHD.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
     out = functional.scaled_dot_product_attention(
-        folded, keys, values, attn_mask=group.mask, scale=scaling
+        folded, keys_RKND, values_RKND, attn_mask=group.mask, scale=scaling
     )
     out_RQHD = out.reshape(num_rows, num_heads, group.num_queries, head_dim).transpose(1, 2)
     if group.scatter is None:
         return out_RQHD.reshape(-1, num_heads, head_dim)
     return out_RQHD[group.scatter]
+
+
+def _attend_shared(
+    query_RHD: torch.Tensor,
+    keys_RKND: torch.Tensor,
+    values_RKND: torch.Tensor,
+    scaling: float,
+    group: _Group,
+) -> torch.Tensor:
+    """Attention of decoding rows, one query each, that share their first `group.shared` keys.
+
+    One softmax over the scores of both parts, so nothing has to be merged afterwards.
+    """
+    shared, (num_rows, num_kv_heads) = group.shared, keys_RKND.shape[:2]
+    num_heads, head_dim = query_RHD.shape[1:]
+    per_head = num_heads // num_kv_heads
+    query_RKGD = query_RHD.reshape(num_rows, num_kv_heads, per_head, head_dim)
+    together = (num_kv_heads, num_rows * per_head, -1)  # K, R * G, shared or D
+    apart = (num_rows * num_kv_heads, per_head, -1)  # R * K, G, N or D
+
+    query = query_RKGD.transpose(0, 1).reshape(together)
+    scores = torch.bmm(query, keys_RKND[0, :, :shared].transpose(1, 2)).mul_(scaling)
+    shared_scores = scores.view(num_kv_heads, num_rows, per_head, shared).transpose(0, 1)
+    own_scores = torch.baddbmm(
+        group.mask,
+        query_RKGD.reshape(apart),
+        keys_RKND[:, :, shared:].flatten(0, 1).transpose(1, 2),
+        alpha=scaling,
+    )
+    weights = torch.cat((shared_scores.reshape(apart), own_scores), dim=-1).softmax(-1)
+
+    own = torch.bmm(weights[:, :, shared:], values_RKND[:, :, shared:].flatten(0, 1))
+    weights_RKGS = weights[:, :, :shared].view(num_rows, num_kv_heads, per_head, shared)
+    common = torch.bmm(weights_RKGS.transpose(0, 1).reshape(together), values_RKND[0, :, :shared])
+    common_RKGD = common.view(num_kv_heads, num_rows, per_head, head_dim).transpose(0, 1)
+    return (own.view_as(query_RKGD) + common_RKGD).reshape(query_RHD.shape)

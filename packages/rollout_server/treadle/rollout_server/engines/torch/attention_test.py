@@ -26,18 +26,21 @@ def expected(
 
 
 @pytest.mark.parametrize("call_cost", [0, 4096], ids=["many groups", "one group"])
+@pytest.mark.parametrize("shared", [0, 3], ids=["nothing shared", "shared prefix"])
 @pytest.mark.parametrize(
     "spans",
     [
         [(0, 1)],
         [(9, 10), (3, 4), (0, 1)],
         [(0, 5), (0, 5)],
+        [(20, 21), (20, 21), (20, 21)],
         [(20, 21), (7, 8), (0, 12), (4, 7), (0, 1)],
         [(60, 61), (2, 3), (61, 62), (0, 30)],
+        [(20, 21), (7, 8), (11, 12), (40, 41), (3, 4)],
     ],
 )
 def test_every_token_sees_its_own_sequence_up_to_itself(
-    spans: list[tuple[int, int]], call_cost: int, monkeypatch: pytest.MonkeyPatch
+    spans: list[tuple[int, int]], shared: int, call_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_CALL_COST", call_cost)
     torch.manual_seed(0)
@@ -54,13 +57,20 @@ def test_every_token_sees_its_own_sequence_up_to_itself(
     )
     cache.reserve(8, 64)
     full = [torch.randn(2, stop, KV_HEADS, DIM) for _, stop in spans]
-    for row, (start, _) in enumerate(spans):
+    longest = max(full, key=lambda known: known.shape[1])
+    for row, (start, stop) in enumerate(spans):
+        full[row][:, :shared] = longest[:, : min(shared, stop)]
         for held, known in zip(cache.layer(1), full[row], strict=True):
             held[row] = 1e4  # Stale positions must not matter.
-            held[row, :start] = known[:start]
+            held[row, :, :start] = known[:start].transpose(0, 1)
     new = torch.cat([known[:, start:] for known, (start, _) in zip(full, spans, strict=True)], 1)
     query = torch.randn(1, HEADS, new.shape[1], DIM)
-    step = StepLayout.build(cache, [RowSpan(*span) for span in spans], HEADS // KV_HEADS)
+    step = StepLayout.build(
+        cache,
+        [RowSpan(*span) for span in spans],
+        queries_per_head=HEADS // KV_HEADS,
+        shared=shared,
+    )
     module: Any = SimpleNamespace(layer_idx=1)
     key, value = (x.transpose(0, 1).unsqueeze(0) for x in new)
     out, _ = cached_attention(module, query, key, value, None, scaling=0.5, step=step)

@@ -36,7 +36,7 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
 from treadle.rollout_server.engines.torch.kv_rows import KvRows
 from treadle.rollout_server.engines.torch.model import CachedModel
-from treadle.rollout_server.engines.torch.prefix import PrefixCache, prefix_key
+from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens, prefix_key
 from treadle.rollout_server.engines.torch.sampling import SamplingBatch
 from treadle.rollout_server.engines.torch.scheduler import Scheduler, Work
 from treadle.rollout_server.engines.torch.sequence import Sequence, Sink
@@ -242,8 +242,20 @@ class EngineCore:
                 sampling.append(sequence)
                 wanted.append(len(ids) - 1)
         self._kv.reserve(len(spans), max(span.stop for span in spans))
-        layout = StepLayout.build(self._kv, spans, self._model.queries_per_head)
+        layout = StepLayout.build(
+            self._kv,
+            spans,
+            queries_per_head=self._model.queries_per_head,
+            shared=self._shared_tokens([sequence for sequence, _ in work]),
+        )
         return self._model.forward(ids, layout, wanted), sampling
+
+    def _shared_tokens(self, sequences: list[Sequence]) -> int:
+        """How many leading ids, and so cache entries, these sequences have in common."""
+        if any(sequence.epoch != self._epoch for sequence in sequences):
+            return 0
+        keys = [sequence.prompt_key for sequence in sequences]
+        return common_tokens(min(keys), max(keys))
 
     def _accept(self, sequence: Sequence, token_id: int, logprob: float) -> FinishReason | None:
         """Appends a sampled token; says whether it is the last."""

@@ -171,8 +171,12 @@ async def test_greedy_equals_transformers(architecture: str, model_dir: ModelDir
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("call_cost", [1, 1024], ids=["reads prefix once", "reads all"])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-async def test_logprobs_equal_a_forward_pass(architecture: str, model_dir: ModelDir) -> None:
+async def test_logprobs_equal_a_forward_pass(
+    architecture: str, call_cost: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.rollout_server.engines.torch.attention._CALL_COST", call_cost)
     path = model_dir(architecture)
     sampling = Sampling(max_tokens=20, seed=5, ignore_eos=True)
     asked = prompts(6, shared=9)

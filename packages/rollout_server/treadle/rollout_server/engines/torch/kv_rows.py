@@ -38,17 +38,17 @@ class KvRows:
 
     def __init__(self, shape: KvShape) -> None:
         self.shape = shape
-        self._buffer_L2RNHD = self._allocate(0, 0)
+        self._buffer_L2RHND = self._allocate(0, 0)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, ``[R, N, H, D]`` each, views of the buffer."""
-        keys, values = self._buffer_L2RNHD[index].unbind(0)
+        """Keys and values of one layer, ``[R, H, N, D]`` each, views of the buffer."""
+        keys, values = self._buffer_L2RHND[index].unbind(0)
         return keys, values
 
     @property
     def capacity(self) -> tuple[int, int]:
         """Rows and positions that there is memory for."""
-        return self._buffer_L2RNHD.shape[2], self._buffer_L2RNHD.shape[3]
+        return self._buffer_L2RHND.shape[2], self._buffer_L2RHND.shape[4]
 
     def reserve(self, rows: int, length: int) -> None:
         """Makes room for that many rows and positions, keeping what is there."""
@@ -58,29 +58,29 @@ class KvRows:
         shape = self.shape
         want_rows = _grown(has_rows, rows, _FIRST_ROWS, shape.max_rows)
         want_length = _grown(has_length, length, _FIRST_LENGTH, shape.max_length)
-        old, self._buffer_L2RNHD = self._buffer_L2RNHD, self._allocate(want_rows, want_length)
-        self._buffer_L2RNHD[:, :, :has_rows, :has_length] = old
+        old, self._buffer_L2RHND = self._buffer_L2RHND, self._allocate(want_rows, want_length)
+        self._buffer_L2RHND[:, :, :has_rows, :, :has_length] = old
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of one row over another."""
-        rows = self._buffer_L2RNHD
-        rows[:, :, target, :length] = rows[:, :, source, :length]
+        rows = self._buffer_L2RHND
+        rows[:, :, target, :, :length] = rows[:, :, source, :, :length]
 
     def snapshot(self, row: int, length: int) -> torch.Tensor:
-        """Returns a copy of the first `length` positions, ``[L, 2, length, H, D]``."""
-        return self._buffer_L2RNHD[:, :, row, :length].clone()
+        """Returns a copy of the first `length` positions, ``[L, 2, H, length, D]``."""
+        return self._buffer_L2RHND[:, :, row, :, :length].clone()
 
     def restore(self, row: int, snapshot: torch.Tensor, length: int) -> None:
         """Writes the first `length` positions of a snapshot into a row."""
-        self._buffer_L2RNHD[:, :, row, :length] = snapshot[:, :, :length]
+        self._buffer_L2RHND[:, :, row, :, :length] = snapshot[:, :, :, :length]
 
     def release(self) -> None:
         """Gives the memory away; `reserve` takes it again."""
-        self._buffer_L2RNHD = self._allocate(0, 0)
+        self._buffer_L2RHND = self._allocate(0, 0)
 
     def _allocate(self, rows: int, length: int) -> torch.Tensor:
         s = self.shape
-        size = (s.num_layers, 2, rows, length, s.num_heads, s.head_dim)
+        size = (s.num_layers, 2, rows, s.num_heads, length, s.head_dim)
         return torch.zeros(size, dtype=s.dtype, device=s.device)
 
 

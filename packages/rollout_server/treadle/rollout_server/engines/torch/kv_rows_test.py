@@ -21,12 +21,12 @@ def test_growing_keeps_what_is_there_and_stays_finite() -> None:
     kv = rows()
     kv.reserve(1, 10)
     keys, values = kv.layer(1)
-    keys[0, :10], values[0, :10] = 1.0, 2.0
+    keys[0, :, :10], values[0, :, :10] = 1.0, 2.0
     kv.reserve(9, 300)
     assert kv.capacity == (16, 512)
     keys, values = kv.layer(1)
-    assert (keys[0, :10] == 1.0).all() and (values[0, :10] == 2.0).all()
-    assert not keys[0, 10:].any() and not keys[1:].any()
+    assert (keys[0, :, :10] == 1.0).all() and (values[0, :, :10] == 2.0).all()
+    assert not keys[0, :, 10:].any() and not keys[1:].any()
 
 
 def test_growth_stops_at_the_bounds() -> None:
@@ -42,12 +42,12 @@ def test_rows_are_copied_snapshotted_and_restored() -> None:
     keys[2] = torch.randn_like(keys[2])
     values[2] = torch.randn_like(values[2])
     kv.copy_row(2, 0, 5)
-    assert torch.equal(keys[0, :5], keys[2, :5]) and not keys[0, 5:].any()
+    assert torch.equal(keys[0, :, :5], keys[2, :, :5]) and not keys[0, :, 5:].any()
     snapshot = kv.snapshot(2, 6)
     assert snapshot.nbytes == 6 * kv.shape.bytes_per_token
     keys[2] = 0.0
     kv.restore(1, snapshot, 4)
-    assert torch.equal(values[1, :4], snapshot[0, 1, :4]) and not values[1, 4:].any()
+    assert torch.equal(values[1, :, :4], snapshot[0, 1, :, :4]) and not values[1, :, 4:].any()
 
 
 def test_released_memory_can_be_reserved_again() -> None:

@@ -1,0 +1,204 @@
+"""Tokens per second of the torch engine against transformers' `generate`, same shapes, same run.
+
+The workload is that of the calculator demo: groups of samples share a prompt, all prompts
+share a system prefix, and every sequence has a second turn that extends its first by a tool
+result. The model has the demo's size and random weights; every completion has the same
+number of tokens, which favours `generate`: it never waits for a straggler.
+
+    python benchmarks/engine_throughput.py [--rounds 3] [--threads 2] [--sequences 64]
+
+`generate` runs each turn as one left-padded batch with its own cache, the engine as
+concurrent requests. The two take turns, so that a noisy machine hits both; what is printed
+is the median and the range over the rounds, and their ratio round by round.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from treadle.rollout_server.engine import ElementType, EngineRequest, Sampling, Started, Tokens
+from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
+
+SYSTEM_TOKENS, QUESTION_TOKENS, RESULT_TOKENS, COMPLETION_TOKENS = 140, 40, 15, 30
+GROUP_SIZE = 8
+VOCAB_SIZE = 1050
+
+
+def write_model(directory: Path) -> None:
+    """Writes a model of the demo's size with random weights."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(directory)
+
+
+def prompts_of(num_sequences: int, seed: int) -> list[list[int]]:
+    """First-turn prompts: one system prefix, one question a group."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return [int(x) for x in torch.randint(4, VOCAB_SIZE, (length,), generator=generator)]
+
+    system = draw(SYSTEM_TOKENS)
+    groups = [
+        system + draw(QUESTION_TOKENS - g % 5) for g in range(-(-num_sequences // GROUP_SIZE))
+    ]
+    return [groups[i // GROUP_SIZE] for i in range(num_sequences)]
+
+
+def second_turn(prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
+    """The next prompt: what there was, and a tool result that differs by its question."""
+    return [*prompt, *completion, *[4 + (prompt[-1] + i) % 1000 for i in range(RESULT_TOKENS)]]
+
+
+def run_generate(model: Any, prompts: list[list[int]]) -> int:
+    """Both turns with `generate`; returns the tokens sampled."""
+    sampled = 0
+    for turn in range(2):
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=COMPLETION_TOKENS,
+                max_new_tokens=COMPLETION_TOKENS,
+                pad_token_id=0,
+            )
+        completions = out[:, longest:].tolist()
+        sampled += sum(map(len, completions))
+        if turn == 0:
+            prompts = [second_turn(p, c) for p, c in zip(prompts, completions, strict=True)]
+    return sampled
+
+
+async def run_engine(engine: TorchEngine, prompts: list[list[int]]) -> tuple[int, int, int]:
+    """Both turns with the engine; returns tokens sampled, prompt tokens, and those cached."""
+
+    async def complete(prompt: list[int], name: str) -> tuple[list[int], int]:
+        sampling = Sampling(max_tokens=COMPLETION_TOKENS, ignore_eos=True)
+        request = EngineRequest(
+            request_id=name, prompt=tuple(prompt), sampling=sampling, logprobs=True
+        )
+        ids: list[int] = []
+        cached = 0
+        async for event in engine.generate(request):
+            if isinstance(event, Started):
+                cached = event.cached_prompt_tokens
+            elif isinstance(event, Tokens):
+                ids += event.token_ids
+        return ids, cached
+
+    async def trajectory(index: int, prompt: list[int]) -> tuple[int, int, int]:
+        first, first_cached = await complete(prompt, f"{index}/0")
+        longer = second_turn(prompt, first)
+        second, second_cached = await complete(longer, f"{index}/1")
+        read = len(prompt) + len(longer)
+        return len(first) + len(second), read, first_cached + second_cached
+
+    counts = await asyncio.gather(*[trajectory(i, p) for i, p in enumerate(prompts)])
+    sampled, read, cached = (sum(column) for column in zip(*counts, strict=True))
+    return sampled, read, cached
+
+
+def spread(values: Sequence[float], form: str = "{:,.0f}") -> str:
+    """Median and range."""
+    middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
+    return f"{middle} ({low} to {high})"
+
+
+async def measure(path: Path, args: argparse.Namespace) -> dict[str, object]:
+    """Runs the rounds; returns what is to be reported."""
+    auto: Any = AutoModelForCausalLM
+    model: Any = auto.from_pretrained(path, attn_implementation="sdpa").eval()
+    engine = await TorchEngine.load(
+        ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu"),
+        max_num_seqs=args.sequences,
+        num_threads=args.threads,
+    )
+    rates: dict[str, list[float]] = {"generate": [], "engine": []}
+    cached_share = 0.0
+
+    def timed(name: str, seconds: float, sampled: int) -> None:
+        rates[name].append(sampled / seconds)
+
+    try:
+        for number in range(-1, args.rounds):  # The first round warms both up.
+            prompts = prompts_of(args.sequences, seed=number + 1)
+            began = time.perf_counter()
+            sampled = await asyncio.to_thread(
+                _with_threads, args.threads, run_generate, model, prompts
+            )
+            middle = time.perf_counter()
+            counts = await run_engine(engine, prompts)
+            ended = time.perf_counter()
+            if number >= 0:
+                timed("generate", middle - began, sampled)
+                timed("engine", ended - middle, counts[0])
+                cached_share = counts[2] / counts[1]
+    finally:
+        await engine.aclose()
+    ratios = [e / g for e, g in zip(rates["engine"], rates["generate"], strict=True)]
+    return {
+        "sequences": args.sequences,
+        "threads": args.threads,
+        "tokens_per_s": rates,
+        "ratio": ratios,
+        "cached_prompt_share": cached_share,
+    }
+
+
+def _with_threads(num_threads: int, function: Callable[..., int], *args: object) -> int:
+    torch.set_num_threads(num_threads)
+    return function(*args)
+
+
+def main() -> None:
+    """Parses the arguments, runs, prints, and writes JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        result = asyncio.run(measure(Path(directory), args))
+    rates: Any = result["tokens_per_s"]
+    ratios: Any = result["ratio"]
+    print(
+        f"{args.sequences} sequences, 2 turns of {COMPLETION_TOKENS} tokens, {args.threads} threads"
+    )
+    print(f"  transformers generate  {spread(rates['generate'])} tokens/s")
+    print(f"  torch engine           {spread(rates['engine'])} tokens/s")
+    print(f"  ratio                  {spread(ratios, '{:.2f}')}")
+    print(f"  prompt tokens cached   {result['cached_prompt_share']:.0%}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
