@@ -83,11 +83,15 @@ class MegatronPolicy:
         self.world = parallel.start(
             config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
         )
-        self._model = build(self.architecture, config, self.world)
-        with WeightsReader(model_path) as reader:
-            weights.load(self._model, reader, self.architecture, self.world)
-        self._net = _wrap(self._model, distributed_optimizer=self.world.data > 1)
-        self._optimizer = PolicyOptimizer(self._net, config)
+        try:
+            self._model = build(self.architecture, config, self.world)
+            with WeightsReader(model_path) as reader:
+                weights.load(self._model, reader, self.architecture, self.world)
+            self._net = _wrap(self._model, distributed_optimizer=self.world.data > 1)
+            self._optimizer = PolicyOptimizer(self._net, config)
+        except BaseException:
+            self.world.close()
+            raise
         self._reference = (
             [p.detach().clone() for p in self._model.parameters()] if keep_reference else None
         )
