@@ -70,6 +70,8 @@ class HfRenderer:
         if self.eos_token_id not in (None, self._turn_end_id):
             stops.append(self.eos_token_id)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        # A server may end a turn with another id than ours, as Qwen's <|endoftext|>.
+        self._closing_ids = frozenset((*stops, *self._tokenizer.all_special_ids))
 
     @classmethod
     def from_directory(
@@ -127,9 +129,9 @@ class HfRenderer:
         return extension[1:] if ids[-1] == self._turn_end_id else extension
 
     def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
-        """Reads the ids of one completion; the ids that end the turn are no part of its text."""
+        """Reads the ids of one completion; special ids at its end are no part of its text."""
         ids = list(token_ids)
-        while ids and ids[-1] in self.stop_token_ids:
+        while ids and ids[-1] in self._closing_ids:
             ids.pop()
         parsed = self._parser.parse(self.decode(ids))
         return ParsedCompletion(

@@ -67,7 +67,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     lines = ["assistant\n", "user\n<tool_response>\n6\n</tool_response>", "\n\n", "system\nBe"]
     backend.train_from_iterator(lines * 4, trainer)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, eos_token="<|im_end|>"
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = template
     return tokenizer
@@ -161,6 +161,10 @@ def test_parse_gives_text_without_the_end_of_turn(renderer: HfRenderer) -> None:
     parsed = renderer.parse(sampled(renderer, "I compute.\n" + TURN_TEXT))
     assert parsed.message.content == "I compute."
     assert parsed.message.tool_calls == (CALL,)
+
+
+def test_a_turn_that_ends_with_another_special_id_is_read_without_it(renderer: HfRenderer) -> None:
+    assert renderer.parse(renderer._encode("#### 6<|endoftext|>")).message.content == "#### 6"
 
 
 def test_tool_calls_of_given_messages_are_rendered(renderer: HfRenderer) -> None:

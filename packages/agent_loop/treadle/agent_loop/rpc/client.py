@@ -6,9 +6,10 @@ Invariants:
    exactly those that servers sampled, also when several replicas had a part in it: after a
    failure or an interruption the next request is the prompt plus what arrived.
 2. Every call has a deadline, and every stream is cancelled when its reader leaves.
-3. A replica that fails rests for a growing time and no session is sent there meanwhile. A request
+3. A replica that fails rests for a growing time and no request is sent there meanwhile. A request
    that has seen `RetryPolicy.max_failures` failures of every replica raises, and names them all.
-   Overload and pauses are waited for, until the deadline.
+4. A replica that is overloaded or paused is left by the request that it refused, and by no other
+   (their prefixes are cached there). The request goes elsewhere or waits, until the deadline.
 
 A request waits for its stream, or for the replica that first has rested (woken by the clock).
 Replicas are shared by all requests of one event loop; nothing here is thread-safe.
@@ -128,14 +129,18 @@ class GrpcTokenGenerator:
             if now >= work.deadline:
                 work.give_up("the deadline passed")
             spent = {a for a, n in work.failures.items() if n >= self._retry.max_failures}
-            resting = {a for a, r in self._replicas.items() if r.resting_until > now}
+            rests = {
+                address: max(replica.resting_until, work.waiting_until.get(address, 0.0))
+                for address, replica in self._replicas.items()
+                if address not in spent
+            }
+            resting = {address for address, until in rests.items() if until > now}
             address = self._router.pick(work.request.session_id, avoid=spent | resting)
             if address is not None:
                 return self._replicas[address]
-            rests = [self._replicas[a].resting_until for a in resting - spent]
-            if not rests:
+            if not resting:
                 work.give_up("no replica is left")
-            if (wake := min(rests)) >= work.deadline:
+            if (wake := min(rests[address] for address in resting)) >= work.deadline:
                 work.give_up(
                     f"no replica is free before the deadline, in {work.deadline - now:g} s"
                 )
@@ -172,9 +177,14 @@ class GrpcTokenGenerator:
                 work.give_up("the deadline passed", GenerationTimeoutError)
             raise failure.error
         work.last_failures[failure.address] = failure
+        now = self._clock.now()
         if failure.action is Action.LEAVE:
             work.failures[failure.address] = work.failures.get(failure.address, 0) + 1
-        replica.rest(self._clock.now(), self._retry, failure.retry_after_s)
+            replica.rest(now, self._retry, failure.retry_after_s)
+        else:
+            work.num_waits += 1
+            wait_s = self._retry.wait_s(work.num_waits, retry_after_s=failure.retry_after_s)
+            work.waiting_until[failure.address] = now + wait_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,6 +198,8 @@ class _Work:
     chunks: list[TokenChunk] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
     last_failures: dict[str, RpcFailure] = field(default_factory=dict)
+    waiting_until: dict[str, float] = field(default_factory=dict)
+    num_waits: int = 0
     num_calls: int = 0
     num_resumes: int = 0
     cached_prompt_tokens: int | None = None

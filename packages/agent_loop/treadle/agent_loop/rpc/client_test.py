@@ -205,6 +205,18 @@ async def test_a_resting_replica_gets_no_session_until_it_has_rested() -> None:
     assert len(first.requests) == 2
 
 
+async def test_a_refusal_moves_nobody_else() -> None:
+    """The other sessions' prefixes are cached at the busy replica; only the refused one leaves."""
+    good = says(STARTED, tokens(99), finished(1))
+    busy = fails(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    servers = ScriptedServer(good, busy, good), ScriptedServer(good, good, good)
+    async with serving(*servers) as addresses, connect(addresses) as generator:
+        for session in ("a", "b", "c", "a"):
+            await ask(generator, session=session)
+    assert [r.session_id for r in servers[0].requests] == ["a", "c", "a"]
+    assert [r.session_id for r in servers[1].requests] == ["b", "c"]
+
+
 async def test_a_session_stays_where_it_is_and_frees_its_place() -> None:
     good = says(STARTED, tokens(99), finished(1))
     first, second = ScriptedServer(*[good] * 3), ScriptedServer(*[good] * 3)
@@ -255,7 +267,7 @@ async def test_the_deadline_ends_the_call_on_both_sides() -> None:
     hanging = Hanging()
     async with serving(ScriptedServer(hanging)) as addresses, connect(addresses) as generator:
         with pytest.raises(GenerationTimeoutError, match="the deadline passed"):
-            await ask(generator, deadline=asyncio.get_running_loop().time() + 0.05)
+            await ask(generator, deadline=asyncio.get_running_loop().time() + 0.5)
         await asyncio.wait_for(hanging.cancelled.wait(), 5)
 
 

@@ -101,7 +101,11 @@ class Replica:
             except grpc.aio.AioRpcError as failed:
                 failure = classify(address, failed)
                 wait_s = retry.wait_s(attempt, retry_after_s=failure.retry_after_s)
-                if failure.action is Action.RAISE or clock.now() + wait_s > give_up_at:
+                if failure.action is Action.RAISE:
+                    raise SetupError(
+                        f"the rollout server refuses the handshake: {failure.error}"
+                    ) from failed
+                if clock.now() + wait_s > give_up_at:
                     raise SetupError(
                         f"the rollout server does not answer ({attempt} calls): {failure.error}"
                     ) from failed
