@@ -8,7 +8,6 @@ Rendering a large dataset takes a while; the caller decides on which thread. Nob
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from treadle.agent_loop import (
     RenderError,
     SetupError,
     Tool,
+    derive_seed,
 )
 from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
@@ -53,7 +53,7 @@ class Prompt:
                 loop=self.loop,
                 messages=self.messages,
                 fields={k: v for k, v in self.row.columns.items() if k != "prompt"},
-                seed=_seed(seed, self.split, step, self.row.index, rollout_index),
+                seed=derive_seed(seed, self.split, step, self.row.index, rollout_index),
             )
             for rollout_index in range(samples)
         )
@@ -209,9 +209,3 @@ def _unused_kwargs(rows: Sequence[Row], split: str, tools: Mapping[str, Tool]) -
         f"{count} {split} rows have tools_kwargs for {name!r}, but no such tool is configured"
         for name, count in sorted(unused.items())
     ]
-
-
-def _seed(*parts: object) -> int:
-    """63 bits from the text of `parts`: the same on every machine and Python."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from treadle.trainer.report.curves import draw_curves
 from treadle.trainer.report.html import write_html
-from treadle.trainer.report.metrics import read_lines, read_metrics
+from treadle.trainer.report.lines import read_lines
+from treadle.trainer.report.metrics import read_metrics
 from treadle.trainer.report.summary import Summary, summarize
 
 METRICS = "metrics.jsonl"
@@ -42,7 +43,7 @@ def write_reports(run_dir: Path, *, title: str) -> Summary:
     draw_curves(records, curves, title=title)
     trajectories: list[Mapping[str, object]] = []
     if (run_dir / TRAJECTORIES).exists():
-        trajectories.extend(value for _, value in read_lines(run_dir / TRAJECTORIES))
+        trajectories.extend(read_lines(run_dir / TRAJECTORIES))
     config: Mapping[str, object] = {}
     if (run_dir / CONFIG).exists():
         config = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))

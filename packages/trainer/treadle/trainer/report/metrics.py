@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
+from treadle.trainer.report.lines import keep_lines, read_lines
+
 STEP: Final = "step"
 """Optimizer steps taken; 0 is the state before training."""
 REWARD: Final = "reward/mean"
@@ -117,47 +119,7 @@ def read_metrics(path: Path) -> tuple[Record, ...]:
         OSError: The file cannot be read.
         ValueError: A line before the last is damaged; the text names it.
     """
-    records = []
-    for _, value in read_lines(path):
-        records.append({k: math.nan if v is None else float(v) for k, v in value.items()})
-    return tuple(records)
-
-
-def read_lines(path: Path) -> list[tuple[bytes, dict[str, float | None]]]:
-    """Every whole line of a JSON Lines file with its object.
-
-    Raises:
-        ValueError: A line before the last is not a JSON object.
-    """
-    lines = path.read_bytes().splitlines(keepends=True)
-    whole: list[tuple[bytes, dict[str, float | None]]] = []
-    for number, line in enumerate(lines, start=1):
-        torn = number == len(lines) and not line.endswith(b"\n")
-        if torn:
-            break
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}, line {number} is damaged: not a JSON object")
-        whole.append((line, value))
-    return whole
-
-
-def keep_lines(path: Path, last_step: int) -> int:
-    """Rewrite `path` with only its whole lines of steps up to `last_step`, at once or not at all.
-
-    Returns:
-        The step of the last line kept, or -1 if none is left or there is no file.
-    """
-    if not path.exists():
-        return -1
-    kept = [(line, value) for line, value in read_lines(path) if (value[STEP] or 0) <= last_step]
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    with temporary.open("wb") as file:
-        file.writelines(line for line, _ in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    return int(kept[-1][1][STEP] or 0) if kept else -1
+    return tuple(
+        {name: math.nan if value is None else float(value) for name, value in line.items()}
+        for line in read_lines(path)
+    )

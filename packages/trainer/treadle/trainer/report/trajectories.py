@@ -28,7 +28,7 @@ from treadle.tracing import (
     current_sink,
     use_sink,
 )
-from treadle.trainer.report.metrics import keep_lines
+from treadle.trainer.report.lines import keep_lines
 
 Phase = Literal["train", "val"]
 Decode = Callable[[Sequence[int]], str]
