@@ -6,6 +6,7 @@ the newest field.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -99,7 +100,7 @@ def fill(message: Message, depth: int = 0) -> Message:
     return message
 
 
-def sample(field: FieldDescriptor) -> object:
+def sample(field: Any) -> object:  # of two classes: protobuf's own, or that of its C library
     if field.enum_type is not None:
         return field.enum_type.values[-1].number
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
