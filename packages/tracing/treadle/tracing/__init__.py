@@ -4,18 +4,14 @@
 `Metric` and `aggregate` carry numbers from trajectories to a step.
 """
 
+from treadle.tracing.finished import FinishedSpan, SpanContext, SpanError
 from treadle.tracing.jsonl import JsonlSink, SinkReport
 from treadle.tracing.metrics import Metric, Reduce, aggregate
 from treadle.tracing.propagate import extract, inject
 from treadle.tracing.sampling import TraceSampler
-from treadle.tracing.sink import Fanout, MemorySink
+from treadle.tracing.sink import Fanout, MemorySink, NullSink, TraceSink
 from treadle.tracing.span import (
-    FinishedSpan,
-    NullSink,
-    SpanContext,
-    SpanError,
     SpanHandle,
-    TraceSink,
     current_sink,
     current_span,
     span,

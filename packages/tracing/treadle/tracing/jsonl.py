@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from treadle.tracing.span import FinishedSpan
+from treadle.tracing.finished import FinishedSpan
 
 log = logging.getLogger(__name__)
 

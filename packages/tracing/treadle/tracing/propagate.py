@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from treadle.tracing.span import SpanContext, current_span
+from treadle.tracing.finished import SpanContext
+from treadle.tracing.span import current_span
 
 HEADER = "traceparent"
 

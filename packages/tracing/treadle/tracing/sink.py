@@ -1,4 +1,4 @@
-"""Sinks that keep spans in memory, or hand them to several others.
+"""A sink: where finished spans go. This module has those that need no thread and no file.
 
 Invariant: `record` returns at once and does not raise. The one sink that has to do slow work,
 `JsonlSink`, is in `jsonl.py`.
@@ -6,7 +6,39 @@ Invariant: `record` returns at once and does not raise. The one sink that has to
 
 from __future__ import annotations
 
-from treadle.tracing.span import FinishedSpan, TraceSink, record_safely
+import logging
+from typing import Protocol
+
+from treadle.tracing.finished import FinishedSpan
+
+log = logging.getLogger(__name__)
+
+_blamed: set[type] = set()
+
+
+class TraceSink(Protocol):
+    """Takes finished spans. Called on the thread that closed the span, often an event loop's."""
+
+    @property
+    def recording(self) -> bool:
+        """False if `record` would throw the span away: then no span is built at all."""
+        ...
+
+    def record(self, span: FinishedSpan) -> None:
+        """Keep or queue `span`. Must neither block nor raise."""
+        ...
+
+
+class NullSink:
+    """Records nothing, and says so beforehand."""
+
+    @property
+    def recording(self) -> bool:
+        """Always False."""
+        return False
+
+    def record(self, span: FinishedSpan) -> None:
+        """Throw `span` away."""
 
 
 class MemorySink:
@@ -52,3 +84,19 @@ class Fanout:
         for sink in self._sinks:
             if sink.recording:
                 record_safely(sink, span)
+
+
+def record_safely(sink: TraceSink, finished: FinishedSpan) -> None:
+    """Hand `finished` to `sink`; a sink that raises is blamed in the log, once per class.
+
+    This is a border: sinks are written by others, and a broken one must not end a run or replace
+    the exception that is on its way through the span.
+    """
+    try:
+        sink.record(finished)
+    except Exception:
+        if type(sink) not in _blamed:
+            _blamed.add(type(sink))
+            log.exception(
+                "%s.record raised; its spans are being lost (said once)", type(sink).__qualname__
+            )

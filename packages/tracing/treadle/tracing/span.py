@@ -17,81 +17,17 @@ variable look-up and allocates nothing, so code is instrumented unconditionally.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Final, Protocol, Self
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanContext:
-    """The identity by which another span, here or in another process, names its parent.
-
-    `trace_id` is 32 and `span_id` 16 lower-case hexadecimal digits, neither all zero (W3C Trace
-    Context, section 3.2.2).
-    """
-
-    trace_id: str
-    span_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanError:
-    """The exception that left a span: the name of its type and its text."""
-
-    type: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedSpan:
-    """A closed span. `parent_id` is None for the root of a trace; `error` is None if none left it.
-
-    `start_unix_ns` is wall-clock time, for placing spans of several hosts on one line;
-    `duration_ns` is measured on the monotonic clock.
-    """
-
-    name: str
-    trace_id: str
-    span_id: str
-    parent_id: str | None
-    start_unix_ns: int
-    duration_ns: int
-    attributes: Mapping[str, object]
-    error: SpanError | None
-
-
-class TraceSink(Protocol):
-    """Takes finished spans. Called on the thread that closed the span, often an event loop's."""
-
-    @property
-    def recording(self) -> bool:
-        """False if `record` would throw the span away: then no span is built at all."""
-        ...
-
-    def record(self, span: FinishedSpan) -> None:
-        """Keep or queue `span`. Must neither block nor raise."""
-        ...
-
-
-class NullSink:
-    """Records nothing, and says so beforehand."""
-
-    @property
-    def recording(self) -> bool:
-        """Always False."""
-        return False
-
-    def record(self, span: FinishedSpan) -> None:
-        """Throw `span` away."""
+from treadle.tracing.finished import FinishedSpan, SpanContext, SpanError
+from treadle.tracing.sink import NullSink, TraceSink, record_safely
 
 
 class SpanHandle(Protocol):
@@ -130,8 +66,6 @@ _parent: ContextVar[SpanContext | None] = ContextVar("treadle_trace_parent", def
 # untraced one. A forked child must not repeat its parent's ids.
 _ids: Final = random.Random()
 os.register_at_fork(after_in_child=_ids.seed)
-
-_blamed_sinks: set[type] = set()
 
 
 def span(name: str, /, **attributes: object) -> SpanHandle:
@@ -291,22 +225,6 @@ class _LiveSpan:
         /,
     ) -> None:
         self.__exit__(kind, error, tb)
-
-
-def record_safely(sink: TraceSink, finished: FinishedSpan) -> None:
-    """Hand `finished` to `sink`; a sink that raises is blamed in the log, once per class.
-
-    This is a border: sinks are written by others, and a broken one must not end a run or replace
-    the exception that is on its way through the span.
-    """
-    try:
-        sink.record(finished)
-    except Exception:
-        if type(sink) not in _blamed_sinks:
-            _blamed_sinks.add(type(sink))
-            log.exception(
-                "%s.record raised; its spans are being lost (said once)", type(sink).__qualname__
-            )
 
 
 def new_id(bits: int) -> str:

@@ -1,0 +1,48 @@
+"""A finished span: what is known of a piece of work once it has ended.
+
+Invariant: plain, immutable data that holds nothing of the program it came from, so that a sink may
+keep it and write it whenever it likes. Nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanContext:
+    """The identity by which another span, here or in another process, names its parent.
+
+    `trace_id` is 32 and `span_id` 16 lower-case hexadecimal digits, neither all zero (W3C Trace
+    Context, section 3.2.2).
+    """
+
+    trace_id: str
+    span_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanError:
+    """The exception that left a span: the name of its type and its text."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSpan:
+    """A closed span. `parent_id` is None for the root of a trace; `error` is None if none left it.
+
+    `start_unix_ns` is wall-clock time, for placing spans of several hosts on one line;
+    `duration_ns` is measured on the monotonic clock.
+    """
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    start_unix_ns: int
+    duration_ns: int
+    attributes: Mapping[str, object]
+    error: SpanError | None
