@@ -40,6 +40,14 @@ class ModelConfig(_Model):
     max_num_seqs: Positive = Field(
         default=64, description="Most sequences that the engine batches in one step."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the torch engine computes. auto: CUDA if there is one."
+    )
+    prefix_cache_bytes: int = Field(
+        default=512 << 20,
+        ge=0,
+        description="Most memory of the torch engine for prompt prefixes of ended sequences.",
+    )
 
 
 class FakeConfig(_Model):

@@ -81,6 +81,7 @@ def _ready_file(path: Path | None, address: str) -> Iterator[None]:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
     partial.replace(path)
+    _log.info("ready: %s says %s", path, address)
     try:
         yield
     finally:

@@ -90,7 +90,8 @@ class UpdateSession:
 
     def lease_left_s(self, now: float) -> float:
         """Seconds until the update is dropped for want of news."""
-        return self._lease_s if self._working else max(0.0, self._lease_end - now)
+        stopped = self._working or self._committing
+        return self._lease_s if stopped else max(0.0, self._lease_end - now)
 
     def renew(self, now: float) -> None:
         """Starts the lease anew: the trainer gave news."""
@@ -149,7 +150,7 @@ class UpdateSession:
 
     def tick(self, now: float) -> bool:
         """Ends the session when its lease ran out; returns whether it did just now."""
-        if self._ended is not None or self._committing or self.lease_left_s(now) > 0:
+        if self._ended is not None or self.lease_left_s(now) > 0:
             return False
         self._end(UpdateState.EXPIRED)
         return True

@@ -54,6 +54,8 @@ class UpdateSlot:
         now = self._clock.time()
         live = self.session
         if live is None:
+            # An id that is used anew means the new update only.
+            self._ended.pop(update_id, None)
             self._session = UpdateSession(
                 update_id=update_id,
                 weight_version=weight_version,

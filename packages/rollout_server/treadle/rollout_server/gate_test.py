@@ -1,0 +1,95 @@
+import asyncio
+
+import pytest
+
+from treadle.rollout_server.admission import Admission
+from treadle.rollout_server.errors import Overloaded, ShuttingDown
+from treadle.rollout_server.gate import AdmissionGate
+from treadle.rollout_server.testing import FakeClock
+
+
+class Visitor:
+    """A task that stays inside the gate until it is let go."""
+
+    def __init__(self, gate: AdmissionGate, priority: int = 0) -> None:
+        self.inside = asyncio.Event()
+        self.leave = asyncio.Event()
+        self.task = asyncio.create_task(self._visit(gate, priority))
+
+    async def _visit(self, gate: AdmissionGate, priority: int) -> None:
+        async with gate.place(priority):
+            self.inside.set()
+            await self.leave.wait()
+
+    async def go(self) -> None:
+        self.leave.set()
+        await self.task
+
+
+def gate_of(places: int, queue: int) -> tuple[AdmissionGate, Admission]:
+    admission = Admission(max_in_flight=places, max_queued=queue)
+    return AdmissionGate(admission, FakeClock()), admission
+
+
+@pytest.mark.asyncio
+async def test_a_place_that_is_left_goes_to_the_next() -> None:
+    gate, _ = gate_of(1, 2)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second, urgent = Visitor(gate), Visitor(gate, priority=1)
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="1 completions in flight and 2 queued"):
+        async with gate.place(0):
+            pass
+    await first.go()
+    await urgent.inside.wait()
+    assert not second.inside.is_set()
+    await urgent.go()
+    await second.inside.wait()
+    await second.go()
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_wait_frees_its_place_in_the_queue() -> None:
+    gate, admission = gate_of(1, 1)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second = Visitor(gate)
+    await asyncio.sleep(0)
+    second.task.cancel()
+    await asyncio.wait({second.task})
+    assert admission.queued == 0
+    await first.go()
+    assert admission.in_flight == 0
+
+
+@pytest.mark.asyncio
+async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None:
+    gate, admission = gate_of(1, 2)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second, third = Visitor(gate), Visitor(gate)
+    await asyncio.sleep(0)
+    first.leave.set()
+    await first.task  # the second was given the place and has not run yet
+    second.task.cancel()
+    await third.inside.wait()
+    await third.go()
+    assert admission.in_flight == 0
+
+
+@pytest.mark.asyncio
+async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
+    gate, admission = gate_of(4, 4)
+    gate.hold()
+    waiting = Visitor(gate)
+    await asyncio.sleep(0)
+    assert admission.queued == 1
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await waiting.task
+    later = Visitor(gate)
+    await asyncio.sleep(0)
+    gate.release()
+    await later.inside.wait()
+    await later.go()
