@@ -117,7 +117,10 @@ class HfRenderer:
             RenderError: The template refuses these messages, or writes the turn before them
                 differently than without them.
         """
-        before = _after_marker(self._text(_CLOSED_TURN, tools, open_turn=False))
+        closed = self._text(_CLOSED_TURN, tools, open_turn=False)
+        if closed.count(_MARKER) > 1:
+            raise RenderError(f"a tool's schema holds {_MARKER!r}, which is kept for us: reword it")
+        before = _after_marker(closed)
         whole = self._text((*_CLOSED_TURN, *messages), tools, open_turn=True)
         after = _after_marker(whole)
         if not after.startswith(before):
@@ -178,7 +181,8 @@ class HfRenderer:
 
 
 def _after_marker(text: str) -> str:
-    _, marker, after = text.rpartition(_MARKER)
+    """What follows the synthetic turn's text; the messages after it may hold the marker too."""
+    _, marker, after = text.partition(_MARKER)
     if not marker:
         raise RenderError("the chat template drops the assistant's text")
     return after

@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -73,9 +75,12 @@ def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
+SHARED = HfRenderer(make_tokenizer())
+
+
+@pytest.fixture
 def renderer() -> HfRenderer:
-    return HfRenderer(make_tokenizer())
+    return SHARED
 
 
 def sampled(renderer: HfRenderer, text: str) -> tuple[int, ...]:
@@ -112,6 +117,28 @@ def test_render_plus_sampled_plus_extend_is_the_full_render(
     # The template writes "<|im_start|>assistant\n" and the turn's text, as content.
     whole = (*TASK, Message(role="assistant", content=TURN_TEXT), *answers)
     assert (*prompt, *turn, *extension) == renderer.render(whole, tools=[CALCULATOR])
+
+
+texts = st.text(st.characters(codec="utf-8")) | st.sampled_from(
+    ["treadle-boundary", "<|im_end|>", "\n", " ", "<tool_response>", "6"]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(texts, min_size=1, max_size=3))
+def test_any_tool_texts_extend_exactly(contents: list[str]) -> None:
+    renderer = SHARED
+    answers = tuple(Message(role="tool", content=content) for content in contents)
+    ids = (*renderer.render(TASK, tools=[CALCULATOR]), *sampled(renderer, TURN_TEXT))
+    whole = (*TASK, Message(role="assistant", content=TURN_TEXT), *answers)
+    extended = (*ids, *renderer.extend(ids, answers, tools=[CALCULATOR]))
+    assert extended == renderer.render(whole, tools=[CALCULATOR])
+
+
+def test_a_tool_that_holds_our_marker_is_refused(renderer: HfRenderer) -> None:
+    tool = ToolSpec(name="x", description="treadle-boundary")
+    with pytest.raises(RenderError, match="a tool's schema holds"):
+        renderer.extend((0,), [Message(role="tool", content="6")], tools=[tool])
 
 
 def test_the_newline_after_the_turn_is_there(renderer: HfRenderer) -> None:
