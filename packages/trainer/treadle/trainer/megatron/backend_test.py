@@ -125,11 +125,12 @@ def test_micro_batching_packing_order_and_recomputing_do_not_change_the_step(
 
     want, weights = run(batch)
     assert want.num_micro_batches == 1
-    for other, settings in [
+    variants: list[tuple[list[TrainSequence], dict[str, Any]]] = [
         (batch, {"micro_batch_tokens": 70}),
         (batch[::-1], {"micro_batch_tokens": 2}),
         (batch, {"recompute": "full", "logits_chunk_tokens": 7}),
-    ]:
+    ]
+    for other, settings in variants:
         stats, got = run(other, **settings)
         assert stats.loss == pytest.approx(want.loss, abs=1e-6)
         assert stats.metrics == pytest.approx(want.metrics, abs=1e-5)

@@ -277,12 +277,22 @@ def _together(
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):
         if text is not None:
-            raise CheckpointError(f"cannot write {place} (rank {rank}): {text}")
+            free = shutil.disk_usage(_existing(place)).free
+            raise CheckpointError(
+                f"cannot write {place} (rank {rank}): {text} ({free >> 20} MiB are free there)"
+            )
+
+
+def _existing(place: Path) -> Path:
+    """The nearest directory above `place` that is there."""
+    return next(path for path in place.absolute().parents if path.is_dir())
 
 
 def _explain(error: BaseException) -> str:
-    """The first cause, without torch's wrapping of every rank's traceback."""
+    """The first cause in one line, without torch's tracebacks of every rank."""
     if isinstance(error, CheckpointException) and error.failures:
-        cause, _ = next(iter(error.failures.values()))
-        return f"{type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+        error, _ = next(iter(error.failures.values()))
+    text = str(error).partition("\n")[0]
+    if "inline_container" in text:  # torch's archive writer hides the system's error
+        return "the system took only part of the data; is the disk or a quota full?"
+    return f"{type(error).__name__}: {text}"

@@ -1,5 +1,5 @@
+import re
 import resource
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def test_errors_name_the_checkpoint(
         policy.save(tmp_path / "a")
     with pytest.raises(CheckpointError, match="b holds no complete checkpoint"):
         policy.load(tmp_path / "b")
-    with pytest.raises(CheckpointError, match="cannot write .*saved exists"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*saved exists"):
         (tmp_path / "saved").mkdir()
         policy.save_hf(tmp_path / "saved")
     policy.close()
@@ -184,7 +184,7 @@ def test_checkpoints_reshard_and_survive_a_full_disk(
     ranks = run_ranks(f"{__name__}:resharded", 4, (model, places))
     everything = {name: value for rank in ranks for name, value in rank.items()}
     message, *names = everything.pop("full disk")
-    assert "rank 1" in message and "File too large" in message
+    assert re.search(r"cannot write .*refused .*disk or a quota full.* MiB are free", message)
     assert names == ["after", "before", "hf"]
     assert len(everything) == 2 + len(WRITERS) * len(READERS)
     for name in WRITERS:
@@ -194,8 +194,5 @@ def test_checkpoints_reshard_and_survive_a_full_disk(
         for got_step, want_step in zip(got, want, strict=True):
             assert got_step == pytest.approx(want_step, rel=1e-4, abs=1e-6), name
 
-    go_on_from = MegatronPolicy  # the folder written by two pipeline stages loads like any other
     alone.close()
-    opened.clear()
-    opened.append(go_on_from(config(), places["folder"]))
-    shutil.rmtree(places["folder"])
+    opened[:] = [MegatronPolicy(config(), places["folder"])]  # written by two pipeline stages
