@@ -40,8 +40,6 @@ from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 from treadle.rollout_server.errors import EngineFailed
 from treadle.rollout_server.tensors import check_tensors
 
-PREFIX_CACHE_BYTES = 512 << 20
-
 
 class TorchEngine:
     """An `Engine` over a Hugging Face causal LM. Made by `load`, never directly."""
@@ -67,16 +65,16 @@ class TorchEngine:
         source: ModelSource,
         *,
         max_num_seqs: int,
+        prefix_cache_bytes: int,
         num_threads: int | None = None,
-        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> "TorchEngine":
         """Loads a model and starts to serve it.
 
         Args:
             source: The model.
             max_num_seqs: Most sequences in one step.
+            prefix_cache_bytes: Most memory for the caches of sequences that ended.
             num_threads: CPU threads of a step; None: torch's own choice.
-            prefix_cache_bytes: Of device memory for the caches of sequences that ended.
 
         Raises:
             ValueError: The model is of a kind that is not taken.
@@ -185,10 +183,14 @@ async def create(config: ServerConfig) -> TorchEngine:
     source = ModelSource(
         path=model.path,
         dtype=ElementType(model.dtype),
+        device=model.device,
         context_length=model.context_length,
     )
     return await TorchEngine.load(
-        source, max_num_seqs=model.max_num_seqs, num_threads=model.num_threads
+        source,
+        max_num_seqs=model.max_num_seqs,
+        prefix_cache_bytes=model.prefix_cache_bytes,
+        num_threads=model.num_threads,
     )
 
 

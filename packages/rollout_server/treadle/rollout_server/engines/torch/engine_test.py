@@ -503,7 +503,7 @@ async def test_closing_the_engine_interrupts_the_running_and_the_waiting(
 async def test_the_configuration_builds_it(model_dir: ModelDir) -> None:
     config = ServerConfig(
         engine="torch",
-        model=ModelConfig(path=model_dir("qwen3"), context_length=64, num_threads=1),
+        model=ModelConfig(path=model_dir("qwen3"), context_length=64, num_threads=1, device="cpu"),
     )
     engine = await create(config)
     try:

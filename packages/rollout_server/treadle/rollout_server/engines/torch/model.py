@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from treadle.rollout_server.engine import ElementType, TensorSpec
 from treadle.rollout_server.engines.torch.attention import (
@@ -38,6 +38,8 @@ TORCH_DTYPES = {
 }
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
 
+_AUTO_MODEL: Any = AutoModelForCausalLM  # Untyped in transformers.
+
 AttentionInterface.register(IMPLEMENTATION, cached_attention)
 
 
@@ -54,7 +56,7 @@ class ModelSource:
 
     path: Path
     dtype: ElementType
-    device: str = "auto"
+    device: str
     context_length: int | None = None
 
 
@@ -69,18 +71,25 @@ class CachedModel:
     def __init__(self, source: ModelSource) -> None:
         self.device = _resolve_device(source.device)
         self.dtype = TORCH_DTYPES[source.dtype]
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        self.info = read_model(source.path, context_length=source.context_length)
+        config: Any = AutoConfig.from_pretrained(source.path, local_files_only=True)
+        _check_supported(config)
+        self._model, report = _AUTO_MODEL.from_pretrained(
             source.path,
+            config=config,
             dtype=self.dtype,
             attn_implementation=IMPLEMENTATION,
             local_files_only=True,
             use_safetensors=True,
+            output_loading_info=True,
         )
-        config: Any = self._model.config
-        _check_supported(config)
+        if report["missing_keys"]:  # transformers would leave random numbers there.
+            raise ValueError(
+                f"{source.path} lacks {len(report['missing_keys'])} weights of the model, "
+                f"{min(report['missing_keys'])!r} for one: copy the whole checkpoint"
+            )
         self._model.requires_grad_(False).train(False).to(self.device)
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
-        self.info = read_model(source.path, context_length=source.context_length)
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads: int = config.num_key_value_heads
         self.queries_per_head: int = config.num_attention_heads // config.num_key_value_heads
