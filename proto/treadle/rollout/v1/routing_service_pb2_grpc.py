@@ -74,7 +74,7 @@ class RoutingServiceServicer:
     def OpenSession(self, request, context):
         """Names the replica of a session. Idempotent per session_id: a session that is open
         keeps its replica, so that its growing prefix stays in one cache, until the
-        replica drains or grows too busy; then another one is named and `moved` is set.
+        replica is removed or grows too busy; then another one is named and `moved` is set.
         No replica that takes sessions is UNAVAILABLE, NO_REPLICA.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -82,7 +82,7 @@ class RoutingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FinishSession(self, request, context):
-        """Frees the session's place. Every OpenSession is answered by one FinishSession;
+        """Frees the session's place. One FinishSession for each session opened;
         a second one is NOT_FOUND, SESSION_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
