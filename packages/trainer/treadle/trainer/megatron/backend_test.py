@@ -249,7 +249,7 @@ def test_what_cannot_be_built_is_refused(
 ) -> None:
     import transformers
 
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
         MegatronPolicy(PolicyConfig(), tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported.*llama, qwen2"):
         Architecture.from_config(transformers.GPT2Config())

@@ -37,10 +37,10 @@ def test_values_and_gradients_are_those_of_torch_without_padded_columns(chunk: i
     got = logprobs_and_entropy(hidden, head, targets, vocab_size=REAL, group=None, chunk=chunk)
     want = truth(hidden @ head.T, targets)
     for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, atol=1e-6, rtol=0)
+        torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
     got_gradients = gradients(*got, hidden, head)
     for g, w in zip(got_gradients, gradients(*want, hidden, head), strict=True):
-        torch.testing.assert_close(g, w, atol=2e-6, rtol=0)
+        torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
     assert not got_gradients[1][REAL:].any()
 
 
