@@ -32,8 +32,7 @@ DISTRIBUTION_OF = {
 # Required though never imported: started as a process, or used by a library that does not say so.
 USED_WITHOUT_IMPORT = {
     "agent_loop": {"jinja2"},
-    "rollout_server": set[str](),
-    "trainer": {"treadle-rollout-server"},
+    "trainer": {"numpy", "treadle-rollout-server"},
 }
 # Needed by what a package offers to tests, where pytest is there anyway.
 TEST_TIME = {"pytest"}
