@@ -74,6 +74,7 @@ class EngineCore:
         self._clock = clock
         self._last_flush = clock()
         self._policy: InFlightPolicy | None = None
+        self._released: frozenset[MemoryKind] = frozenset()
         self._epoch = 0
         self._outbox: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
@@ -137,7 +138,10 @@ class EngineCore:
             self._notify_drained()
 
     def resume(self) -> None:
-        """Goes on."""
+        """Goes on; what was released must be restored."""
+        if self._released:
+            names = ", ".join(sorted(kind.value for kind in self._released))
+            raise RuntimeError(f"memory is released ({names}): restore it before resuming")
         self._policy = None
 
     def apply_weights(self, staged: dict[str, torch.Tensor], version: int) -> None:
@@ -155,6 +159,7 @@ class EngineCore:
                 f"{len(self._scheduler.running)} sequences are in flight: pause with DRAIN or "
                 "INTERRUPT before releasing memory"
             )
+        self._released |= kinds
         if MemoryKind.KV_CACHE in kinds:
             self._prefixes.clear()
             self._kv.release()
@@ -165,6 +170,7 @@ class EngineCore:
 
     def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Takes memory back; the cache takes its own when the next sequence starts."""
+        self._released -= kinds
         if MemoryKind.WEIGHTS in kinds:
             self._model.restore_weights()
 
@@ -183,7 +189,6 @@ class EngineCore:
         """Gives the error to every sequence."""
         for sequence in [*self._scheduler.running, *self._scheduler.drain_waiting()]:
             self._outbox.append(partial(sequence.sink, error))
-        self._outbox.extend(self._drained)
 
     def step(self) -> None:
         """Runs one step; call it while `runnable`."""

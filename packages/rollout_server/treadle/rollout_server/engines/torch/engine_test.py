@@ -247,6 +247,8 @@ async def test_prompts_longer_than_a_step_are_read_in_chunks(
     monkeypatch.setattr("treadle.rollout_server.engines.torch.core._STEP_TOKENS", 16)
     asked = [*prompts(4, seed=3), *prompts(1, shared=90), *prompts(3, seed=4)]
     async with serving(model_dir(), max_num_seqs=5) as engine:
+        alone = await complete(engine, [9] * 70)  # Its first steps sample nothing.
+        assert alone.ids == hf_greedy(model_dir(), [9] * 70, 12)
         outputs = await asyncio.gather(*[complete(engine, prompt) for prompt in asked])
     for prompt, output in zip(asked, outputs, strict=True):
         assert output.ids == hf_greedy(model_dir(), prompt, 12)
@@ -447,6 +449,8 @@ async def test_memory_is_released_and_restored(model_dir: ModelDir) -> None:
         before = await complete(engine, [5, 6, 7])
         await engine.pause(InFlightPolicy.DRAIN)
         await engine.release_memory(everything)
+        with pytest.raises(RuntimeError, match=r"released \(kv_cache, weights\): restore it"):
+            await engine.resume()
         await engine.release_memory(everything)
         await engine.restore_memory(everything)
         await engine.resume()

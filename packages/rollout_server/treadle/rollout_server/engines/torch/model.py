@@ -136,7 +136,7 @@ class CachedModel:
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=step.positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=torch.tensor(wanted, device=self.device),
+            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
             step=step,
         )
         logits: torch.Tensor = output.logits[0]
