@@ -11,6 +11,14 @@ Train = Callable[..., Trainer]
 
 
 @pytest.mark.parametrize("transport", ["inline", "file"])
+def _check_versions(trainer: Trainer) -> None:
+    """Sampled tokens name the weights that sampled them."""
+    for line in trainer.trajectories():
+        spans = [span for span in line["tokens"]["spans"] if span["origin"] == "sampled"]
+        expected = line["step"] if line["phase"] == "val" else line["step"] - 1
+        assert {span["weight_version"] for span in spans} == {expected}
+
+
 def test_a_run_does_what_was_asked_and_leaves_its_story(train: Train, transport: str) -> None:
     trainer = train(f"sync.transport={transport}", "rollout.num_replicas=2")
     before, first, last = trainer.metrics()
@@ -32,47 +40,24 @@ def test_a_run_does_what_was_asked_and_leaves_its_story(train: Train, transport:
         assert line["rollout/logprob_diff_max"] < 1e-3
     for name in ("config.json", "curves.png", "report.html", "trajectories.jsonl"):
         assert (trainer.run_dir / name).stat().st_size > 0
+    _check_versions(trainer)
     weights = trainer.run_dir / "weights"
     assert not weights.exists() or not list(weights.iterdir())
 
 
-def test_sampled_tokens_name_the_weights_that_sampled_them(train: Train) -> None:
-    trainer = train()
-    for line in trainer.trajectories():
-        versions = {
-            span["weight_version"]
-            for span in line["tokens"]["spans"]
-            if span["origin"] == "sampled"
-        }
-        expected = line["step"] if line["phase"] == "val" else line["step"] - 1
-        assert versions == {expected}
+_NO_VALIDATION = ("schedule.val_every=null", "schedule.val_before_train=false")
 
 
-def test_the_saved_configuration_repeats_the_run(train: Train) -> None:
-    first = train("schedule.val_every=null", "schedule.val_before_train=false")
-    again = train(
-        "--config", str(first.run_dir / "config.json"), name="again", base=()
-    )
-    for one, two in zip(first.metrics(), again.metrics(), strict=True):
-        assert one["reward/mean"] == two["reward/mean"]
-        assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
-
-
-@pytest.mark.parametrize("parallel", ["tensor", "data"])
-def test_parallel_ranks_learn_what_one_process_learns(train: Train, parallel: str) -> None:
-    common = ("schedule.val_every=null", "schedule.val_before_train=false")
-    alone = train(*common, name="alone")
-    together = train(*common, f"policy.parallel.{parallel}=2", name="together")
-    for one, two in zip(alone.metrics(), together.metrics(), strict=True):
-        assert one["reward/mean"] == two["reward/mean"]
-        assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
-        assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-3)
-
-
-def test_ray_runs_the_same_processes(train: Train) -> None:
-    common = ("schedule.val_every=null", "schedule.val_before_train=false")
-    local = train(*common, name="local")
-    ray = train(*common, "launch=ray", name="ray")
-    for one, two in zip(local.metrics(), ray.metrics(), strict=True):
-        assert one["reward/mean"] == two["reward/mean"]
-        assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
+def test_where_the_processes_are_and_how_many_does_not_change_what_is_learned(
+    train: Train,
+) -> None:
+    alone = train(*_NO_VALIDATION, name="alone")
+    saved = str(alone.run_dir / "config.json")
+    data = train("--config", saved, "policy.parallel.data=2", name="data", base=())
+    tensor = train(*_NO_VALIDATION, "policy.parallel.tensor=2", "launch=ray", name="ray")
+    for other in (data, tensor):
+        for one, two in zip(alone.metrics(), other.metrics(), strict=True):
+            assert one["reward/mean"] == two["reward/mean"]
+            assert one["tokens/sampled"] == two["tokens/sampled"]
+            assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
+            assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-3)

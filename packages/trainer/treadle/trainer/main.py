@@ -105,11 +105,12 @@ def _train(loaded: LoadedConfig) -> int:
     from treadle.trainer.checkpoint import RunDirectoryError
     from treadle.trainer.data import DataError
     from treadle.trainer.flow.groups import NoGroupLeftError
+    from treadle.trainer.inputs import read_all_rows
     from treadle.trainer.launch.process import ProcessError
     from treadle.trainer.policy_group import PolicyError
     from treadle.trainer.replicas import ReplicasLostError
     from treadle.trainer.report import print_summary
-    from treadle.trainer.training import read_all_rows, train
+    from treadle.trainer.training import train
     from treadle.trainer.weight_sync.errors import WeightSyncError
 
     config = loaded.config

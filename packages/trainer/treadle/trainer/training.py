@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.agent_loop import Tool
 from treadle.agent_loop.rpc import Requirements
-from treadle.tools import load_catalogue, rewards
+from treadle.tools import rewards
 from treadle.tracing import JsonlSink, use_sink
 from treadle.trainer.checkpoint import Checkpoint, Checkpoints, RunDirectory, RunDirectoryError
 from treadle.trainer.config.schema import FileTransportConfig, RunConfig
-from treadle.trainer.data import DataOrder, Prompt, PromptRules, Row, make_prompts, read_rows
+from treadle.trainer.data import DataOrder
 from treadle.trainer.flow.run import Run
 from treadle.trainer.flow.sync import run_sync
+from treadle.trainer.inputs import Inputs, Rows, prepare
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.launch.process import Launcher
@@ -37,35 +37,16 @@ from treadle.trainer.report import (
     open_progress,
     write_reports,
 )
-from treadle.trainer.rollout import Rollout, agent_loops
+from treadle.trainer.rollout import Rollout
 from treadle.trainer.tasks import together
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
-__all__ = ["Rows", "read_all_rows", "train"]
+__all__ = ["train"]
 
 _log = logging.getLogger(__name__)
 
 _IDENTITY = ("data.", "model.", "run.seed", "rollout.samples_per_prompt", "algorithm.kind")
 """What a run cannot change and still be the same run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a run."""
-
-    train: Sequence[Row]
-    val: Sequence[Row]
-
-
-def read_all_rows(config: RunConfig) -> Rows:
-    """The training and validation rows.
-
-    Raises:
-        DataError: a file is missing or damaged, or a row lacks a column.
-    """
-    data = config.data
-    val = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
-    return Rows(read_rows(data.train_files), val)
 
 
 async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
@@ -189,10 +170,10 @@ async def _set_up(
         policy, config.sync, element_type=config.rollout.dtype, directory=weights_directory
     )
     with progress.phase("start"):
-        preparing = asyncio.to_thread(_prepare, config, rows)
+        preparing = asyncio.to_thread(prepare, config, rows)
         starting = [stack.enter_async_context(part) for part in (policy, replicas)]
         inputs, *_ = await together([preparing, *starting])
-        assert isinstance(inputs, _Inputs)
+        assert isinstance(inputs, Inputs)
     for note in inputs.notes:
         progress.note(note)
     version = 0
@@ -264,42 +245,6 @@ def _launcher(config: RunConfig, logs: Path) -> Launcher:
     from treadle.trainer.launch.ray import RayLauncher
 
     return RayLauncher(config.launch, logs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """The user's files, read and checked."""
-
-    renderer: Any
-    tools: Mapping[str, Tool]
-    train: Sequence[Prompt]
-    val: Sequence[Prompt]
-    notes: tuple[str, ...]
-
-
-def _prepare(config: RunConfig, rows: Rows) -> _Inputs:
-    """Loads tokenizer and tools, and decides about every row."""
-    from treadle.agent_loop.hf import HfRenderer
-
-    renderer = HfRenderer.from_directory(config.model.path)
-    catalogue = config.agent.tool_catalogue
-    tools = load_catalogue(catalogue) if catalogue is not None else {}
-    if config.reward.name is None:
-        every = [*rows.train, *rows.val]
-        rewards.check_data_sources(row.columns.get("data_source") for row in every)
-    rules = PromptRules(
-        loops=agent_loops(config.agent),
-        default_loop=config.agent.default_loop,
-        max_prompt_tokens=config.rollout.prompt_length,
-        overlong=config.data.overlong_prompts,
-    )
-    train_set = make_prompts(rows.train, split="train", rules=rules, renderer=renderer, tools=tools)
-    notes = train_set.notes
-    val: Sequence[Prompt] = ()
-    if rows.val:
-        val_set = make_prompts(rows.val, split="val", rules=rules, renderer=renderer, tools=tools)
-        val, notes = val_set.prompts, (*notes, *val_set.notes)
-    return _Inputs(renderer=renderer, tools=tools, train=train_set.prompts, val=val, notes=notes)
 
 
 @contextlib.contextmanager

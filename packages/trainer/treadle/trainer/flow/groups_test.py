@@ -46,6 +46,7 @@ def test_a_trajectory_becomes_a_sequence_with_its_advantage_on_every_token() -> 
     first, second = batch.sequences
     assert first.ids == (1, 2, 7, 8)
     assert first.loss_mask == (False, False, True, True)
+    assert first.rollout_logprobs is not None
     assert first.rollout_logprobs[2:] == (-0.5, -0.25)
     assert first.advantages == (0.5,) * 4
     assert second.advantages == (-0.5,) * 4

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -24,6 +24,9 @@ from treadle.trainer.policy_commands import Command, Push, Specs, WriteFiles
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.file import write_files
 from treadle.trainer.weight_sync.inline import push
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in its stub only
 
 
 class Weights:
@@ -62,7 +65,7 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
     """Takes one update at a time; keeps what a real server would sample from.
 
     `refuse` maps a method to the reason that its next call is refused with; `break_after` ends
-    the next push after so many bytes.
+    the next push after so many bytes; a push reads nothing before `push_waits_for`.
     """
 
     def __init__(self) -> None:
@@ -73,11 +76,13 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         self.calls: list[str] = []
         self.largest_chunk = 0
         self.max_chunk_bytes = 1 << 20
+        self.renewed = asyncio.Event()
+        self.push_waits_for: asyncio.Event | None = None
         self._update: pb.BeginUpdateRequest | None = None
         self._staged: dict[int, bytearray] = {}
 
     async def BeginUpdate(
-        self, request: pb.BeginUpdateRequest, context: grpc.aio.ServicerContext
+        self, request: pb.BeginUpdateRequest, context: Context
     ) -> pb.BeginUpdateResponse:
         await self._enter("BeginUpdate", context)
         if self._update is None or self._update.update_id != request.update_id:
@@ -94,9 +99,11 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         )
 
     async def PushWeights(
-        self, requests: AsyncIterator[pb.PushWeightsRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[pb.PushWeightsRequest], context: Context
     ) -> pb.PushWeightsResponse:
         await self._enter("PushWeights", context)
+        if self.push_waits_for is not None:
+            await self.push_waits_for.wait()
         pushed = 0
         async for request in requests:
             if request.HasField("header"):
@@ -114,13 +121,14 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         return pb.PushWeightsResponse(received_bytes=sum(self._received()))
 
     async def GetUpdate(
-        self, request: pb.GetUpdateRequest, context: grpc.aio.ServicerContext
+        self, request: pb.GetUpdateRequest, context: Context
     ) -> pb.GetUpdateResponse:
         await self._enter("GetUpdate", context)
+        self.renewed.set()
         return pb.GetUpdateResponse(received_bytes=self._received())
 
     async def CommitUpdate(
-        self, request: pb.CommitUpdateRequest, context: grpc.aio.ServicerContext
+        self, request: pb.CommitUpdateRequest, context: Context
     ) -> pb.CommitUpdateResponse:
         await self._enter("CommitUpdate", context)
         assert self._update is not None
@@ -130,7 +138,7 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         return pb.CommitUpdateResponse(weight_version=self.version)
 
     async def AbortUpdate(
-        self, request: pb.AbortUpdateRequest, context: grpc.aio.ServicerContext
+        self, request: pb.AbortUpdateRequest, context: Context
     ) -> pb.AbortUpdateResponse:
         await self._enter("AbortUpdate", context)
         self._update = None
@@ -139,7 +147,7 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
     def _received(self) -> list[int]:
         return [len(self._staged[index]) for index in sorted(self._staged)]
 
-    async def _enter(self, method: str, context: grpc.aio.ServicerContext) -> None:
+    async def _enter(self, method: str, context: Context) -> None:
         self.calls.append(method)
         assert context.time_remaining() is not None
         reason = self.refuse.pop(method, None)

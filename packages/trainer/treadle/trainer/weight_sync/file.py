@@ -10,16 +10,16 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from treadle.trainer.policy import ElementType, NamedTensor, PolicyBackend, TensorSpec
+from treadle.trainer.policy import ElementType, NamedTensor, TensorSpec
 from treadle.trainer.policy_commands import SendReport, WriteFiles
-from treadle.trainer.weight_sync.payload import num_bytes, tensor_bytes
+from treadle.trainer.weight_sync.payload import WeightSource, num_bytes, tensor_bytes
 
 __all__ = ["write_files"]
 
 _NAMES: dict[ElementType, str] = {"float32": "F32", "bfloat16": "BF16"}
 
 
-def write_files(policy: PolicyBackend, command: WriteFiles, *, rank: int) -> SendReport:
+def write_files(policy: WeightSource, command: WriteFiles, *, rank: int) -> SendReport:
     """Writes this rank's weights below `command.directory`; every rank must call it.
 
     Raises:

@@ -14,11 +14,10 @@ import grpc
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from treadle.trainer.policy import PolicyBackend
 from treadle.trainer.policy_commands import Push, PushTarget, SendReport
 from treadle.trainer.weight_sync.errors import explain
 from treadle.trainer.weight_sync.feed import Feed
-from treadle.trainer.weight_sync.payload import slices, tensor_bytes
+from treadle.trainer.weight_sync.payload import WeightSource, slices, tensor_bytes
 
 __all__ = ["CHANNEL_OPTIONS", "push"]
 
@@ -66,7 +65,7 @@ class _Stream:
         self._thread.join()
 
 
-def push(policy: PolicyBackend, command: Push, *, rank: int) -> SendReport:
+def push(policy: WeightSource, command: Push, *, rank: int) -> SendReport:
     """Sends this rank's weights to every target; every rank must call it.
 
     The weights are exported even when no target lacks one of this rank's, because the export is

@@ -2,15 +2,28 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.trainer.policy import ElementType, TensorSpec
+from treadle.trainer.policy import ElementType, NamedTensor, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["element_type_to_proto", "num_bytes", "slices", "tensor_bytes", "tensor_spec_to_proto"]
+__all__ = ["WeightSource", "element_type_to_proto", "num_bytes", "slices", "tensor_bytes", "tensor_spec_to_proto"]
+
+
+class WeightSource(Protocol):
+    """The part of `PolicyBackend` that weights come from; both methods are collective."""
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """All weights, of all senders."""
+        ...
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """The weights of this pipeline stage, in the order of the specs."""
+        ...
+
 
 _SIZES: dict[ElementType, int] = {"float32": 4, "bfloat16": 2}
 _PROTO: dict[ElementType, pb.ElementType] = {

@@ -142,3 +142,14 @@ async def test_a_server_that_is_gone_does_not_hold_up_the_others(
     assert report.served == ("two",)
     assert "gone (127.0.0.1:1): BeginUpdate failed (UNAVAILABLE)" in report.failed["gone"]
     assert _holds(two, weights)
+
+
+@pytest.mark.asyncio
+async def test_the_lease_is_renewed_while_bytes_are_on_the_way(
+    serve: Serve, weights: Weights, tmp_path: Path
+) -> None:
+    taker, client = await serve("one")
+    taker.push_waits_for = taker.renewed
+    config = WeightSyncConfig(transport=InlineTransportConfig(), lease_s=1)
+    report = await _publisher(weights, config, tmp_path).publish(1, [client])
+    assert report.served == ("one",)

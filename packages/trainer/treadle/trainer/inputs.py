@@ -1,0 +1,86 @@
+"""The inputs: rows, tokenizer and tools of a run, read and checked before the first step.
+
+Invariant: what `prepare` returns can be trained on. Everything that can be wrong with the user's
+files is an error here, named with file and row. Takes seconds; the caller decides on which thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from treadle.agent_loop import Tool
+from treadle.tools import load_catalogue, rewards
+from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
+from treadle.trainer.rollout import agent_loops
+
+if TYPE_CHECKING:
+    from treadle.agent_loop.hf import HfRenderer
+
+__all__ = ["Inputs", "Rows", "prepare", "read_all_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a run."""
+
+    train: Sequence[Row]
+    val: Sequence[Row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The user's files, read and checked; `notes` is worth a line each at start."""
+
+    renderer: "HfRenderer"
+    tools: Mapping[str, Tool]
+    train: Sequence[Prompt]
+    val: Sequence[Prompt]
+    notes: tuple[str, ...]
+
+
+def read_all_rows(config: RunConfig) -> Rows:
+    """The training and validation rows.
+
+    Raises:
+        DataError: a file is missing or damaged, or a row lacks a column.
+    """
+    data = config.data
+    val = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
+    return Rows(read_rows(data.train_files), val)
+
+
+def prepare(config: RunConfig, rows: Rows) -> Inputs:
+    """Loads tokenizer and tools, and decides about every row.
+
+    Raises:
+        SetupError: the tokenizer, the tools or the reward cannot be used.
+        DataError: a row cannot be.
+    """
+    from treadle.agent_loop.hf import HfRenderer
+
+    renderer = HfRenderer.from_directory(config.model.path)
+    catalogue = config.agent.tool_catalogue
+    tools = load_catalogue(catalogue) if catalogue is not None else {}
+    if config.reward.name is None:
+        every = [*rows.train, *rows.val]
+        rewards.check_data_sources(row.columns.get("data_source") for row in every)
+    rules = PromptRules(
+        loops=agent_loops(config.agent),
+        default_loop=config.agent.default_loop,
+        max_prompt_tokens=config.rollout.prompt_length,
+        overlong=config.data.overlong_prompts,
+    )
+    train = make_prompts(rows.train, split="train", rules=rules, renderer=renderer, tools=tools)
+    if not rows.val:
+        return Inputs(
+            renderer=renderer, tools=tools, train=train.prompts, val=(), notes=train.notes
+        )
+    val = make_prompts(rows.val, split="val", rules=rules, renderer=renderer, tools=tools)
+    return Inputs(
+        renderer=renderer,
+        tools=tools,
+        train=train.prompts,
+        val=val.prompts,
+        notes=(*train.notes, *val.notes),
+    )

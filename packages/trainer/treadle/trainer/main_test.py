@@ -1,0 +1,87 @@
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.launch.process import child_python_path
+from treadle.trainer.main import main
+
+_HEAVY = ("torch", "transformers", "ray", "megatron", "pyarrow", "matplotlib", "grpc")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config", "--dry-run"])
+def test_asking_is_quick_and_loads_nothing_heavy(flag: str) -> None:
+    program = (
+        "import sys\n"
+        "from treadle.trainer.main import main\n"
+        f"status = main([{flag!r}])\n"
+        f"heavy = sorted(set(sys.modules) & set({_HEAVY!r}))\n"
+        "sys.exit(f'loaded {heavy}' if heavy else status)\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": child_python_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used_s < 2  # of CPU: the wall clock also measures the machine's other work
+
+
+def test_the_plan_of_the_demo_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "rollout.num_replicas=3"]) == 0
+    assert "3 x torch" in capsys.readouterr().out
+
+
+def test_the_configuration_is_printed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", "run.seed=7"]) == 0
+    out = capsys.readouterr().out
+    assert "# run.seed=7" in out
+    assert "demo/calculator/config.yaml" in out
+
+
+def _row(**columns: object) -> dict[str, object]:
+    return {
+        "data_source": "openai/gsm8k",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        **columns,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rollout.temprature=1"], "unknown key rollout.temprature; did you mean"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--dry-run", "data.train_files=nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--dry-run", "data.prompts_per_step=5000"], "exceeds the"),
+    ],
+)
+def test_bad_arguments_give_one_message_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_row_without_a_column_is_found_by_the_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.jsonl"
+    row = _row()
+    del row["reward_model"]
+    path.write_text(f"{json.dumps(_row())}\n{json.dumps(row)}\n")
+    assert main(["--dry-run", f"data.train_files={path}"]) == 2
+    assert "train.jsonl, line 2: the column 'reward_model' is missing" in capsys.readouterr().err
