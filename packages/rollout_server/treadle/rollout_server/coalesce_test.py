@@ -48,7 +48,8 @@ def test_tokens_come_out_as_they_went_in(runs: list[tuple[int, int]]) -> None:
 
     async def through() -> list[EngineEvent]:
         source = Source()
-        for event in (Started(3), *pieces, END):
+        inputs: list[EngineEvent] = [Started(3), *pieces, END]
+        for event in inputs:
             source.queue.put_nowait(event)
         async with coalescer(source, FakeClock()) as events:
             return [event async for event in events]

@@ -59,8 +59,10 @@ def test_a_file_is_held_to_the_same(tmp_path: Path, text: str, message: str) -> 
 
 def test_beyond_loopback_needs_tls_and_token_or_the_flag() -> None:
     secured = parse(
-        "--address [::]:1 --security.tls_key k --security.tls_certificate c "
-        "--security.token_file t".split()
+        [
+            *("--address", "[::]:1", "--security.tls_key", "k"),
+            *("--security.tls_certificate", "c", "--security.token_file", "t"),
+        ]
     )
     assert not secured.on_loopback
     open_to_all = "--address 10.0.0.1:1 --insecure_allow_plaintext_beyond_loopback true"

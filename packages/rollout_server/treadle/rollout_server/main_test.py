@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from treadle.rollout.v1 import server_service_pb2 as srv
-from treadle.rollout.v1 import server_service_pb2_grpc as srv_grpc
+from treadle.rollout_server.testing import stubs_for
 
 LIMIT_S = 60
 
@@ -53,7 +53,7 @@ def test_it_serves_writes_the_ready_file_and_ends_gracefully(tmp_path: Path) -> 
         ready = read_ready(path)
         assert ready["pid"] == process.pid
         with grpc.insecure_channel(str(ready["address"])) as channel:
-            info = srv_grpc.ServerServiceStub(channel).GetServerInfo(
+            info = stubs_for(channel).control.GetServerInfo(
                 srv.GetServerInfoRequest(), timeout=LIMIT_S
             )
         assert info.model.context_length == 77

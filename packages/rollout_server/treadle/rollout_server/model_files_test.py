@@ -47,7 +47,7 @@ def test_the_generation_config_names_the_ends_and_the_tokenizer_is_hashed(tmp_pa
 
 
 def test_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="context_length is 1000, the model in .* has 512"):
+    with pytest.raises(ValueError, match=r"context_length is 1000, the model in .* has 512"):
         read_model(model_directory(tmp_path), context_length=1000)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks vocab_size, max_position_embeddings"):

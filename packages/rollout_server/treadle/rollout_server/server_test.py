@@ -16,15 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from treadle.rollout.v1 import generation_service_pb2 as gen
-from treadle.rollout.v1 import generation_service_pb2_grpc as gen_grpc
 from treadle.rollout.v1 import server_service_pb2 as srv
-from treadle.rollout.v1 import server_service_pb2_grpc as srv_grpc
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.config import SecurityConfig, ServerConfig
 from treadle.rollout_server.engine import Engine, ModelInfo
 from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
 from treadle.rollout_server.server import AddressUnavailable, serve
-from treadle.rollout_server.testing import FakeClock, serve_in_process
+from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
 
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
 STATUS = health_pb2.HealthCheckResponse
@@ -72,7 +70,7 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
         assert await health_of(channel) == STATUS.SERVING
         assert await health_of(channel, "treadle.rollout.v1.GenerationService") == STATUS.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="RuntimeError: out of memory") as caught:
-            async for _ in gen_grpc.GenerationServiceStub(channel).Generate(want(), timeout=10):
+            async for _ in stubs_for(channel).generation.Generate(want(), timeout=10):
                 pass
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -80,7 +78,7 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
             if update.status == STATUS.NOT_SERVING:
                 break
         watch.cancel()
-        control = srv_grpc.ServerServiceStub(channel)
+        control = stubs_for(channel).control
         info = await control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
         assert info.state == srv.SERVER_STATE_FAILED
 
@@ -106,12 +104,12 @@ async def test_while_the_engine_loads_the_server_answers_loading() -> None:
     await loading.wait()
     async with channel_to(config.address) as channel:
         assert await health_of(channel) == STATUS.NOT_SERVING
-        info = await srv_grpc.ServerServiceStub(channel).GetServerInfo(
+        info = await stubs_for(channel).control.GetServerInfo(
             srv.GetServerInfoRequest(), timeout=10
         )
         assert info.state == srv.SERVER_STATE_LOADING
         with pytest.raises(grpc.aio.AioRpcError, match="the server is loading"):
-            async for _ in gen_grpc.GenerationServiceStub(channel).Generate(want(), timeout=10):
+            async for _ in stubs_for(channel).generation.Generate(want(), timeout=10):
                 pass
     loaded.set()
     await running
@@ -148,7 +146,7 @@ async def test_shutdown_aborts_what_outlives_the_grace() -> None:
     config = ServerConfig(shutdown_grace_s=0.0)
     async with serve_in_process(engine, config=config) as server:
         channel = grpc.aio.insecure_channel(server.address)
-        call: Any = gen_grpc.GenerationServiceStub(channel).Generate(want(), timeout=60)
+        call: Any = stubs_for(channel).generation.Generate(want(), timeout=60)
         await call.read()
         assert engine.counters.running == 1
     assert engine.counters.running == 0
@@ -171,11 +169,11 @@ async def test_shutdown_lets_completions_end_within_the_grace() -> None:
 
     running = asyncio.create_task(run())
     async with channel_to(await address) as channel:
-        stub = gen_grpc.GenerationServiceStub(channel)
+        stub = stubs_for(channel).generation
         call: Any = stub.Generate(want(), timeout=60)
         await call.read()
         ending.set()
-        messages = []
+        messages: list[Any] = []
         reading = asyncio.create_task(_rest(call, messages))
         while not reading.done():
             clock.advance(1.0)
@@ -200,7 +198,7 @@ async def test_the_token_is_required_of_all_but_health(tmp_path: Path) -> None:
         channel_to(server.address) as channel,
     ):
         assert await health_of(channel) == STATUS.SERVING
-        info = srv_grpc.ServerServiceStub(channel).GetServerInfo
+        info = stubs_for(channel).control.GetServerInfo
         for metadata in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.aio.AioRpcError, match="token") as caught:
                 await info(srv.GetServerInfoRequest(), timeout=10, metadata=metadata)
@@ -209,7 +207,7 @@ async def test_the_token_is_required_of_all_but_health(tmp_path: Path) -> None:
         assert (await info(srv.GetServerInfoRequest(), timeout=10, metadata=right)).engine
         with pytest.raises(grpc.aio.AioRpcError):
             pause = srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)
-            await srv_grpc.ServerServiceStub(channel).Pause(pause, timeout=10)
+            await stubs_for(channel).control.Pause(pause, timeout=10)
 
 
 @pytest.mark.asyncio
@@ -222,15 +220,20 @@ async def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.asyncio
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-async def test_tls_with_a_certificate(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+def self_signed(directory: Path) -> tuple[Path, Path]:
+    key, certificate = directory / "key.pem", directory / "cert.pem"
     command = (
         f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 1 "
         "-subj /CN=localhost -addext subjectAltName=DNS:localhost"
     )
     subprocess.run(command.split(), check=True, capture_output=True, timeout=60)
+    return key, certificate
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+async def test_tls_with_a_certificate(tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
     config = ServerConfig(security=SecurityConfig(tls_certificate=certificate, tls_key=key))
     async with serve_in_process(fake(), config=config) as server:
         credentials = grpc.ssl_channel_credentials(certificate.read_bytes())

@@ -16,16 +16,15 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from treadle.rollout.v1 import errors_pb2, generation_service_pb2_grpc, server_service_pb2_grpc
+from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout.v1 import weight_sync_service_pb2_grpc as sync_grpc
 from treadle.rollout_server.config import AdmissionConfig, ServerConfig, WeightsConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo, TensorSpec
 from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
 from treadle.rollout_server.server import Server
-from treadle.rollout_server.testing import FakeClock, serve_in_process
+from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
 
 MODEL = ModelInfo(
     architecture="fake", vocab_size=64, context_length=256, tokenizer_sha256=b"\7" * 32
@@ -71,13 +70,14 @@ async def bench(
         serve_in_process(engine, config=config, clock=clock) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
+        stubs = stubs_for(channel)
         yield Bench(
             server=server,
             engine=engine,
             clock=clock,
-            generation=generation_service_pb2_grpc.GenerationServiceStub(channel),
-            weights=sync_grpc.WeightSyncServiceStub(channel),
-            control=server_service_pb2_grpc.ServerServiceStub(channel),
+            generation=stubs.generation,
+            weights=stubs.weights,
+            control=stubs.control,
         )
 
 

@@ -4,6 +4,8 @@
 """
 
 from treadle.rollout_server.testing.clock import FakeClock
+from treadle.rollout_server.testing.process import server_process
 from treadle.rollout_server.testing.serving import serve_in_process
+from treadle.rollout_server.testing.stubs import Stubs, stubs_for
 
-__all__ = ["FakeClock", "serve_in_process"]
+__all__ = ["FakeClock", "Stubs", "serve_in_process", "server_process", "stubs_for"]

@@ -76,7 +76,7 @@ def test_a_file_that_is_a_link_out_of_the_root_is_not_read(tmp_path: Path) -> No
 
 
 def test_without_a_root_there_is_no_file_transport() -> None:
-    with pytest.raises(FileOutsideRoot, match="--weights.directory"):
+    with pytest.raises(FileOutsideRoot, match=r"--weights\.directory"):
         stage(None)
 
 
