@@ -5,7 +5,7 @@ import pytest
 
 from treadle.rollout_server.engine import ElementType, Engine, NamedTensor
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
-from treadle.rollout_server.engines.torch.conftest import ModelDir, named_tensors
+from treadle.rollout_server.engines.torch.harness import ModelDir, named_tensors
 from treadle.rollout_server.testing.engine_contract import EngineContract
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from treadle.rollout_server.engine import ElementType, TensorSpec
-from treadle.rollout_server.engines.torch.conftest import ModelDir
+from treadle.rollout_server.engines.torch.harness import ModelDir
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 
 

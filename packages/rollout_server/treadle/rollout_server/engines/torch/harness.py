@@ -1,0 +1,210 @@
+"""What the tests of the torch engine share: tiny models, transformers' answers, streams."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from treadle.rollout_server.engine import (
+    ElementType,
+    EngineEvent,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    NamedTensor,
+    Sampling,
+    Started,
+    TensorSpec,
+    Tokens,
+)
+from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
+
+EOS = 3
+VOCAB_SIZE = 61
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS,
+    "bos_token_id": 1,
+    "initializer_range": 0.3,  # Large enough for logits that differ.
+}
+_MODELS: Any = AutoModelForCausalLM
+_CONFIGS: dict[str, Any] = {
+    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+}
+
+ModelDir = Callable[..., Path]
+
+
+def named_tensors(path: Path, **changes: torch.Tensor | None) -> list[NamedTensor]:
+    """The weights in a directory, some replaced or (None) left out."""
+    tensors: dict[str, torch.Tensor | None] = {**load_file(path / "model.safetensors"), **changes}
+    return [
+        NamedTensor(
+            spec=TensorSpec(name=name, element_type=ElementType.FLOAT32, shape=tuple(tensor.shape)),
+            data=memoryview(bytearray(tensor.numpy().tobytes())),
+        )
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+def write_model(directory: Path, architecture: str, seed: int) -> None:
+    """Writes a tiny model with random weights."""
+    torch.manual_seed(seed)
+    model = _MODELS.from_config(_CONFIGS[architecture]())
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # Zero by default, which would hide a missing one.
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(directory)
+
+
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    path: Path, *, max_num_seqs: int = 8, prefix_cache_bytes: int = 1 << 20
+) -> AsyncIterator[TorchEngine]:
+    """An engine on the CPU, closed at the end."""
+    engine = await TorchEngine.load(
+        ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu"),
+        max_num_seqs=max_num_seqs,
+        num_threads=1,
+        prefix_cache_bytes=prefix_cache_bytes,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+@dataclass(frozen=True)
+class Output:
+    """Everything that one sequence yielded."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    cached: int
+    reason: FinishReason
+
+
+def request(prompt: Sequence[int], sampling: Sampling = GREEDY, **kwargs: Any) -> EngineRequest:
+    """A request with log-probs, greedy unless told otherwise."""
+    return EngineRequest(
+        request_id="r", prompt=tuple(prompt), sampling=sampling, logprobs=True, **kwargs
+    )
+
+
+def collected(events: Sequence[EngineEvent]) -> Output:
+    """Puts the events of one sequence together."""
+    first, *middle, last = events
+    assert isinstance(first, Started) and isinstance(last, Finished)
+    ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for event in middle:
+        assert isinstance(event, Tokens) and event.token_ids
+        ids += event.token_ids
+        logprobs += event.logprobs
+        versions += [event.weight_version] * len(event.token_ids)
+    return Output(ids, logprobs, versions, first.cached_prompt_tokens, last.reason)
+
+
+async def submitted(engine: TorchEngine) -> None:
+    """Returns when the tasks created so far have given their sequences to the engine."""
+    for _ in range(2):  # The first lets the tasks start, the second comes after their calls.
+        await engine._thread.call(lambda: None)
+
+
+async def complete(
+    engine: TorchEngine, prompt: Sequence[int], sampling: Sampling = GREEDY, **kwargs: Any
+) -> Output:
+    """Runs one sequence to its end."""
+    stream = engine.generate(request(prompt, sampling, **kwargs))
+    return collected([event async for event in stream])
+
+
+def hf(path: Path) -> Any:
+    """The same model in transformers."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    return model.eval()
+
+
+def hf_greedy(path: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers' `generate` answers, past any end of sequence."""
+    inputs = torch.tensor([list(prompt)])
+    ids = hf(path).generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return list(ids[0, len(prompt) :].tolist())
+
+
+def hf_logprobs(path: Path, prompt: Sequence[int], ids: list[int]) -> torch.Tensor:
+    """Log-probs of `ids` after `prompt`, [len(ids)], at temperature 1."""
+    with torch.no_grad():
+        logits = hf(path)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    logprobs: torch.Tensor = logits.log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def prompts(count: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
+    """Prompts of different lengths that begin with the same `shared` ids."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+    common = draw(shared)
+    return [common + draw(3 + 5 * (i % 4)) for i in range(count)]
+
+
+LONG = Sampling(max_tokens=110, temperature=0.0, ignore_eos=True)
+
+
+async def paused_in_flight(
+    engine: TorchEngine, policy: InFlightPolicy, *, steps: int = 5
+) -> tuple[list[EngineEvent], Any]:
+    """Starts a long greedy completion, stops it after some steps, then pauses as told."""
+    core, step = engine._core, engine._core.step
+    standing = asyncio.Event()
+    countdown = iter(range(steps - 1, -1, -1))
+
+    def step_and_stop() -> None:
+        step()
+        if next(countdown) == 0:
+            core.step = step  # type: ignore[method-assign]
+            core.pause(InFlightPolicy.CONTINUE, standing.set)
+
+    core.step = step_and_stop  # type: ignore[method-assign]
+    stream = engine.generate(request([5, 6, 7], LONG))
+    events = [await anext(stream)]
+    await standing.wait()
+    await engine.pause(policy)
+    return events, stream
+
+
+async def weights_of(path: Path, **changes: torch.Tensor | None) -> AsyncIterator[NamedTensor]:
+    """`named_tensors`, as `Engine.load_weights` takes them."""
+    for tensor in named_tensors(path, **changes):
+        yield tensor
