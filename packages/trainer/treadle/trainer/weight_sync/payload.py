@@ -10,7 +10,14 @@ from treadle.trainer.policy import ElementType, NamedTensor, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WeightSource", "element_type_to_proto", "num_bytes", "slices", "tensor_bytes", "tensor_spec_to_proto"]
+__all__ = [
+    "WeightSource",
+    "element_type_to_proto",
+    "num_bytes",
+    "slices",
+    "tensor_bytes",
+    "tensor_spec_to_proto",
+]
 
 
 class WeightSource(Protocol):

@@ -1,0 +1,64 @@
+"""Against a real Ray, started here by `ray.init`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.config.schema import RayLaunchConfig
+from treadle.trainer.launch.process import ProcessError, ProcessSpec
+from treadle.trainer.launch.ray import RayLauncher
+
+_PROGRAM = """
+import argparse, os, signal, sys
+from pathlib import Path
+from treadle.trainer.launch.process import watch_parent, write_ready
+parser = argparse.ArgumentParser()
+parser.add_argument("--parent_pid", type=int)
+parser.add_argument("--ready_file", type=Path)
+parser.add_argument("--host")
+args = parser.parse_args()
+watch_parent(args.parent_pid)
+print("runs on", sys.executable, "with", os.environ["ANSWER"])
+write_ready(args.ready_file, f"{args.host}:1")
+signal.pause()
+"""
+
+
+def _spec(name: str) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        module="treadle_ray_test_program",
+        args=("--host", "{host}"),
+        env={"ANSWER": "42"},
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "treadle_ray_test_program.py").write_text(_PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RayLaunchConfig(start_deadline_s=60.0)
+    async with RayLauncher(config, tmp_path / "logs") as launcher:
+        process = await launcher.start(_spec("child"))
+        assert await process.ready(30) == "127.0.0.1:1"
+        assert await process.poll() is None
+        assert f"runs on {sys.executable} with 42" in await process.log_tail()
+        await process.stop()
+        assert await process.poll() is not None
+        assert "no log" in await process.log_tail()
+
+        real = sys.executable
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(ProcessError, match=f"where Ray runs {real}, has no /nowhere/python"):
+            await launcher.start(_spec("other"))
+
+        monkeypatch.setattr(sys, "executable", real)
+        monkeypatch.setattr(
+            "treadle.trainer.launch.ray._own_versions", lambda: {"python": "3.99.0"}
+        )
+        with pytest.raises(ProcessError, match="the driver has 3.99.0"):
+            await launcher.start(_spec("another"))
