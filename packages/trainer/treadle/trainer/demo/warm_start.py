@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -113,22 +115,18 @@ def measure(
         train_sequence(transcribe(renderer, answered_with_tool(question, tool)))
         for question in questions
     ]
-    calls, rests, sure_calls, sure_rests = [], [], [], []
-    for sequence, scored in zip(sequences, policy.logprobs(sequences), strict=True):
-        call, *rest = (
-            logprob for logprob, sampled in zip(scored, sequence.loss_mask, strict=True) if sampled
-        )
-        probability = torch.tensor([call, *rest], dtype=torch.float64).exp()
-        calls.append(float(probability[0]))
-        rests.append(float(probability[1:].prod()))
-        sure_calls.append(bool(probability[0] > 0.5))
-        sure_rests.append(bool((probability[1:] > 0.5).all()))
-    num = len(sequences)
+    said = [
+        [logprob for logprob, sampled in zip(scored, sequence.loss_mask, strict=True) if sampled]
+        for sequence, scored in zip(sequences, policy.logprobs(sequences), strict=True)
+    ]
+    calls = [math.exp(logprobs[0]) for logprobs in said]
+    rights = [math.exp(sum(logprobs[1:])) for logprobs in said]
+    majority = math.log(0.5)
     return Skill(
-        call_rate=sum(calls) / num,
-        right_when_calling=sum(c * r for c, r in zip(calls, rests, strict=True)) / sum(calls),
-        greedy_accuracy=sum(c and r for c, r in zip(sure_calls, sure_rests, strict=True)) / num,
-        greedy_when_calling=sum(sure_rests) / num,
+        call_rate=statistics.fmean(calls),
+        right_when_calling=statistics.fmean(rights, weights=calls),
+        greedy_accuracy=statistics.fmean(min(logprobs) > majority for logprobs in said),
+        greedy_when_calling=statistics.fmean(min(logprobs[1:]) > majority for logprobs in said),
     )
 
 

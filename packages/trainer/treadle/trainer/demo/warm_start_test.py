@@ -1,0 +1,68 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from treadle.trainer.demo.questions import Split, dataset_rows
+from treadle.trainer.demo.warm_start import (
+    NUM_TRAIN_ROWS,
+    NUM_VAL_ROWS,
+    STAGES,
+    Stage,
+    main,
+    warm_start,
+)
+
+_SHORT = tuple(
+    Stage(name=stage.name, demonstrate=stage.demonstrate, num_steps=2, batch_size=2)
+    for stage in STAGES
+)
+
+
+def test_a_short_warm_start_writes_a_model_that_loads_twice_the_same(tmp_path: Path) -> None:
+    skills = [
+        warm_start(tmp_path / name, seed=3, stages=_SHORT, num_measured=4) for name in ("a", "b")
+    ]
+    assert skills[0] == skills[1]
+    assert 0 <= skills[0].call_rate < 0.1
+    assert skills[0].greedy_accuracy == 0.0
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
+    assert [str(file) for file in files] == [
+        "model/chat_template.jinja",
+        "model/config.json",
+        "model/generation_config.json",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+        "model/tokenizer_config.json",
+        "train.jsonl",
+        "val.jsonl",
+    ]
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    weights = load_file(tmp_path / "a" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
+    assert model.config.dtype == torch.bfloat16
+    assert sum(parameter.numel() for parameter in model.parameters()) == 919_680
+
+
+def test_a_folder_that_exists_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--out", str(tmp_path)])
+    assert exit_.value.code == 2
+    assert "name a folder that does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("split", "num_rows", "seed"),
+    [(Split.TRAIN, NUM_TRAIN_ROWS, 1), (Split.VALIDATION, NUM_VAL_ROWS, 2)],
+)
+def test_the_shipped_rows_are_the_question_banks(split: Split, num_rows: int, seed: int) -> None:
+    shipped = Path(__file__).parent / "calculator" / f"{split.value}.jsonl"
+    rows = [json.loads(line) for line in shipped.read_text().splitlines()]
+    assert rows == list(dataset_rows(split, num_rows, seed=seed))
