@@ -1,4 +1,4 @@
-"""The trainer as its users start it: a process with arguments, an exit status and a run directory."""
+"""The trainer as its users start it: arguments, output, an exit status, a run directory."""
 
 import json
 import os

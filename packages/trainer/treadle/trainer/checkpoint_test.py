@@ -8,8 +8,8 @@ from treadle.trainer.checkpoint import Checkpoints, RunDirectory, RunDirectoryEr
 
 
 async def _write_policy(directory: Path) -> None:
-    directory.mkdir()
-    (directory / "weights").write_text(directory.parent.name)
+    await asyncio.to_thread(directory.mkdir)
+    await asyncio.to_thread((directory / "weights").write_text, directory.parent.name)
 
 
 def _save(checkpoints: Checkpoints, step: int) -> None:
@@ -34,10 +34,10 @@ def test_a_full_disk_leaves_the_newest_checkpoint_as_it_was(tmp_path: Path) -> N
     _save(checkpoints, 5)
 
     async def disk_is_full(directory: Path) -> None:
-        directory.mkdir()
+        await asyncio.to_thread(directory.mkdir)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(RunDirectoryError, match="step 10 cannot be written .*No space left"):
+    with pytest.raises(RunDirectoryError, match=r"step 10 cannot be written .*No space left"):
         asyncio.run(checkpoints.save(10, {}, disk_is_full))
     latest = checkpoints.latest()
     assert latest is not None
@@ -63,9 +63,11 @@ def test_a_pointer_to_nothing_is_explained(tmp_path: Path) -> None:
 
 
 def test_one_trainer_at_a_time(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run"):
-        with pytest.raises(RunDirectoryError, match=r"in use by another trainer \(pid \d+\)"):
-            RunDirectory(tmp_path / "run").__enter__()
+    with (
+        RunDirectory(tmp_path / "run"),
+        pytest.raises(RunDirectoryError, match=r"in use by another trainer \(pid \d+\)"),
+    ):
+        RunDirectory(tmp_path / "run").__enter__()
     with RunDirectory(tmp_path / "run") as again:
         assert not again.holds_run
         again.write_config({"run": {"seed": 1}})

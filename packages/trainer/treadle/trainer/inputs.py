@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treadle.agent_loop import Tool
+from treadle.agent_loop import HermesParser, Tool
 from treadle.tools import load_catalogue, rewards
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
 
 __all__ = ["Inputs", "Rows", "prepare", "read_all_rows"]
+
+_PARSERS = {"hermes": HermesParser}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ def prepare(config: RunConfig, rows: Rows) -> Inputs:
     """
     from treadle.agent_loop.hf import HfRenderer
 
-    renderer = HfRenderer.from_directory(config.model.path)
+    parser = _PARSERS[config.agent.parser]()
+    renderer = HfRenderer.from_directory(config.model.path, parser=parser)
     catalogue = config.agent.tool_catalogue
     tools = load_catalogue(catalogue) if catalogue is not None else {}
     if config.reward.name is None:

@@ -41,15 +41,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _KeepingLauncher(LocalLauncher):
-    """A launcher whose processes a test can find."""
+    """A launcher whose processes a test can find; `started` is set with the first."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.processes: dict[str, LocalProcess] = {}
+        self.started = asyncio.Event()
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         process = await super().start(spec)
         self.processes[spec.name] = process
+        self.started.set()
         return process
 
 
@@ -100,7 +102,7 @@ async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
         assert len({len(specs) for specs in await group.call(Specs())}) == 1
 
         os.kill(launcher.processes["policy-1"].pid, signal.SIGKILL)
-        with pytest.raises(PolicyError, match="(?s)policy rank 1 was ended by SIGKILL"):
+        with pytest.raises(PolicyError, match=r"(?s)policy rank 1 was ended by SIGKILL"):
             await group.call(Update(sequences=_sequences(), algorithm=AlgorithmConfig()))
     assert await launcher.processes["policy-0"].poll() is not None
 
@@ -149,8 +151,7 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
             raise AssertionError("it was cancelled before")
 
     task = asyncio.create_task(start())
-    while not launcher.processes:
-        await asyncio.sleep(0)
+    await launcher.started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

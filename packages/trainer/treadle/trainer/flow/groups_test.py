@@ -75,5 +75,5 @@ def test_groups_of_one_are_trained_on_where_all_are() -> None:
 
 
 def test_a_step_without_any_group_says_what_happened() -> None:
-    with pytest.raises(NoGroupLeftError, match="3 of 4 failed.*3 x GenerationTimeoutError"):
+    with pytest.raises(NoGroupLeftError, match=r"3 of 4 failed.*3 x GenerationTimeoutError"):
         make_batch([_good(0, 0, 1.0), _bad(0, 1), _bad(1, 0), _bad(1, 1)], norm_by_std=True)

@@ -60,7 +60,9 @@ async def test_a_child_says_where_it_is_and_ends_with_the_launcher(
 async def test_a_child_that_fails_is_quoted(program: str, tmp_path: Path) -> None:
     async with LocalLauncher(tmp_path / "logs") as launcher:
         process = await launcher.start(_spec(program, "fail"))
-        with pytest.raises(ProcessError, match="(?s)child exited with status 1 .*model is missing"):
+        with pytest.raises(
+            ProcessError, match=r"(?s)child exited with status 1 .*model is missing"
+        ):
             await process.ready(20)
 
 
@@ -68,7 +70,7 @@ async def test_a_child_that_fails_is_quoted(program: str, tmp_path: Path) -> Non
 async def test_a_child_that_never_serves_is_given_up(program: str, tmp_path: Path) -> None:
     async with LocalLauncher(tmp_path / "logs") as launcher:
         process = await launcher.start(_spec(program, "mute"))
-        with pytest.raises(ProcessError, match="did not serve within 0.2 s"):
+        with pytest.raises(ProcessError, match=r"did not serve within 0\.2 s"):
             await process.ready(0.2)
 
 

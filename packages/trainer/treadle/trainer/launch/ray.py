@@ -63,7 +63,7 @@ class _Keeper:
         import ray
 
         await self._check_interpreter()
-        directory.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         self._process = LocalProcess(
             spec, directory, executable=self._executable, python_path=self._python_path
         )
@@ -212,7 +212,8 @@ class RayLauncher:
             raise ProcessError(
                 f"Ray at {self._config.address or 'this machine'}: {error}"
             ) from None
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = [node for node in nodes if node["Alive"]]
         if len(alive) == 1:
             self._host = "127.0.0.1"
         elif not self._config.allow_plaintext_on_network:
@@ -245,9 +246,11 @@ class RayLauncher:
             async with asyncio.timeout(self._config.start_deadline_s):
                 await process.start(spec, self._directory, self._host)
         except TimeoutError:
+            has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            free = ray.available_resources()  # type: ignore[no-untyped-call]
             raise ProcessError(
                 f"{spec.name} was not placed within {self._config.start_deadline_s:g} s: it needs "
                 f"{self._config.cpus_per_process:g} CPUs and {spec.gpus:g} GPUs, and the cluster "
-                f"has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
+                f"has {has}, of which {free} are free"
             ) from None
         return process

@@ -60,5 +60,5 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         monkeypatch.setattr(
             "treadle.trainer.launch.ray._own_versions", lambda: {"python": "3.99.0"}
         )
-        with pytest.raises(ProcessError, match="the driver has 3.99.0"):
+        with pytest.raises(ProcessError, match=r"the driver has 3\.99\.0"):
             await launcher.start(_spec("another"))

@@ -35,8 +35,8 @@ class WeightSyncClient:
         self._control_s = control_deadline_s
         self._commit_s = commit_deadline_s
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._sync = pb_grpc.WeightSyncServiceStub(self._channel)
-        self._server = server_grpc.ServerServiceStub(self._channel)
+        self._sync = pb_grpc.WeightSyncServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._server = server_grpc.ServerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def info(self) -> server_pb.GetServerInfoResponse:
         """What the server is and holds."""

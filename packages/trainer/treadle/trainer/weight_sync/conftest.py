@@ -25,7 +25,6 @@ from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.file import write_files
 from treadle.trainer.weight_sync.inline import push
 
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in its stub only
 
 
@@ -89,11 +88,7 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
             self._update = request
             self._staged = {index: bytearray() for index in range(len(request.tensors))}
         if request.HasField("file"):
-            for path in Path(request.file.directory).glob("*.safetensors"):
-                for name, tensor in load_file(path).items():
-                    index = [spec.name for spec in request.tensors].index(name)
-                    self._staged[index] = bytearray(tensor.numpy().tobytes())
-                    assert zlib.crc32(self._staged[index]) == request.file.crc32[index]
+            await asyncio.to_thread(self._read, request)
         return pb.BeginUpdateResponse(
             received_bytes=self._received(), max_chunk_bytes=self.max_chunk_bytes
         )
@@ -143,6 +138,14 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         await self._enter("AbortUpdate", context)
         self._update = None
         return pb.AbortUpdateResponse()
+
+    def _read(self, request: pb.BeginUpdateRequest) -> None:
+        names = [spec.name for spec in request.tensors]
+        for path in Path(request.file.directory).glob("*.safetensors"):
+            for name, tensor in load_file(path).items():
+                index = names.index(name)
+                self._staged[index] = bytearray(tensor.numpy().tobytes())
+                assert zlib.crc32(self._staged[index]) == request.file.crc32[index]
 
     def _received(self) -> list[int]:
         return [len(self._staged[index]) for index in sorted(self._staged)]

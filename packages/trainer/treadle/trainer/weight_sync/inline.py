@@ -41,7 +41,7 @@ class _Stream:
     def _run(self) -> None:
         try:
             with grpc.insecure_channel(self.target.address, options=CHANNEL_OPTIONS) as channel:
-                stub = pb_grpc.WeightSyncServiceStub(channel)
+                stub = pb_grpc.WeightSyncServiceStub(channel)  # type: ignore[no-untyped-call]
                 stub.PushWeights(self._feed, timeout=self._deadline_s)
         except grpc.RpcError as error:
             self.error = str(explain(error, server=self.target.name, call="PushWeights"))
