@@ -14,6 +14,7 @@ from dataclasses import dataclass
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 30.0
 _UNKNOWN_SERVICE_S = 1.0  # assumed for a completion before one has ended
+_SLACK = 64  # cancelled tickets that the heap may hold on to
 _SMOOTHING = 0.1  # weight of the newest completion in the mean
 
 
@@ -91,9 +92,19 @@ class Admission:
         self._service_s = old + _SMOOTHING * (service_s - old)
         return self._fill(now)
 
-    def cancel(self, ticket: int) -> None:
-        """Forgets a waiting ticket."""
-        self._waiting.remove(ticket)
+    def cancel(self, ticket: int, now: float) -> tuple[int, ...]:
+        """Forgets a queued ticket that is not wanted any more; returns those that run instead.
+
+        It may have been given its place in the meantime, which goes to the next one, or have
+        been turned away. The mean time of a completion does not change.
+        """
+        self._waiting.discard(ticket)
+        if len(self._queue) > 2 * len(self._waiting) + _SLACK:
+            self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
+            heapq.heapify(self._queue)
+        if self._running.pop(ticket, None) is None:
+            return ()
+        return self._fill(now)
 
     def hold(self) -> None:
         """Keeps places free: everything new waits. Idempotent."""

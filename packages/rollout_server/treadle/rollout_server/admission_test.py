@@ -51,7 +51,14 @@ class AdmissionMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         entry = data.draw(st.sampled_from(self.queue))
         self.queue.remove(entry)
-        self.admission.cancel(entry[1])
+        assert self.admission.cancel(entry[1], next(self.time)) == ()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def cancel_too_late(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.running)))
+        self.running.remove(ticket)
+        self.started(self.admission.cancel(ticket, next(self.time)))
 
     @rule()
     def hold(self) -> None:
@@ -76,6 +83,16 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase
+
+
+def test_cancelled_tickets_do_not_pile_up() -> None:
+    admission = Admission(max_in_flight=1, max_queued=1)
+    admission.admit(0, 0.0)
+    for _ in range(1000):
+        verdict = admission.admit(0, 0.0)
+        assert isinstance(verdict, Queued)
+        admission.cancel(verdict.ticket, 0.0)
+    assert len(admission._queue) < 100
 
 
 @given(service_s=st.floats(0.0, 1e6), places=st.integers(1, 1000))

@@ -55,7 +55,9 @@ class AdmissionGate:
     def turn_away(self, error: RolloutServerError) -> None:
         """Fails every queued call with `error`."""
         for ticket in self._admission.empty_queue():
-            self._waiting.pop(ticket).set_exception(error)
+            turn = self._waiting.pop(ticket)
+            if not turn.done():  # Else its call was cancelled in this instant.
+                turn.set_exception(error)
 
     async def _wait(self, ticket: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -63,13 +65,12 @@ class AdmissionGate:
         try:
             await turn
         except asyncio.CancelledError:
-            if self._waiting.pop(ticket, None) is not None:
-                self._admission.cancel(ticket)
-            elif not turn.cancelled() and turn.exception() is None:
-                # Given its place in the same instant as cancelled: hand it on.
-                self._wake(self._admission.finish(ticket, self._clock.time()))
+            self._waiting.pop(ticket, None)
+            self._wake(self._admission.cancel(ticket, self._clock.time()))
             raise
 
     def _wake(self, tickets: tuple[int, ...]) -> None:
         for ticket in tickets:
-            self._waiting.pop(ticket).set_result(None)
+            turn = self._waiting.pop(ticket)
+            if not turn.done():  # Else its call was cancelled and will hand the place on.
+                turn.set_result(None)

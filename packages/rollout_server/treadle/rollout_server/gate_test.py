@@ -79,6 +79,36 @@ async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None
 
 
 @pytest.mark.asyncio
+async def test_a_call_cancelled_in_the_instant_of_its_turn_hands_the_place_on() -> None:
+    gate, admission = gate_of(1, 2)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second, third = Visitor(gate), Visitor(gate)
+    await asyncio.sleep(0)
+    first.leave.set()
+    second.task.cancel()  # the first leaves before the second runs
+    await first.task
+    await third.inside.wait()
+    await third.go()
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_call_cancelled_in_the_instant_of_turning_away_keeps_nobody_waiting() -> None:
+    gate, admission = gate_of(1, 2)
+    gate.hold()
+    first, second = Visitor(gate), Visitor(gate)
+    await asyncio.sleep(0)
+    first.task.cancel()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await second.task
+    with pytest.raises(asyncio.CancelledError):
+        await first.task
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
 async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
     gate, admission = gate_of(4, 4)
     gate.hold()
