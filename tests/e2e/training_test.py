@@ -10,7 +10,6 @@ pytestmark = pytest.mark.timeout(180)
 Train = Callable[..., Trainer]
 
 
-@pytest.mark.parametrize("transport", ["inline", "file"])
 def _check_versions(trainer: Trainer) -> None:
     """Sampled tokens name the weights that sampled them."""
     for line in trainer.trajectories():
@@ -19,6 +18,7 @@ def _check_versions(trainer: Trainer) -> None:
         assert {span["weight_version"] for span in spans} == {expected}
 
 
+@pytest.mark.parametrize("transport", ["inline", "file"])
 def test_a_run_does_what_was_asked_and_leaves_its_story(train: Train, transport: str) -> None:
     trainer = train(f"sync.transport={transport}", "rollout.num_replicas=2")
     before, first, last = trainer.metrics()

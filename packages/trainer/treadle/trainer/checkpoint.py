@@ -92,8 +92,10 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
-        return (self.path / "config.json").exists()
+        """Whether a run has logged a step here; before that nothing can be lost."""
+        metrics = self.path / "metrics.jsonl"
+        begun = metrics.exists() and metrics.stat().st_size > 0
+        return begun and (self.path / "config.json").exists()
 
     def read_config(self) -> Mapping[str, Any]:
         """What the run that was begun here was told."""

@@ -71,6 +71,8 @@ def test_one_trainer_at_a_time(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as again:
         assert not again.holds_run
         again.write_config({"run": {"seed": 1}})
+        assert not again.holds_run
+        (again.path / "metrics.jsonl").write_text('{"step": 0}\n')
         assert again.holds_run
         assert again.read_config() == {"run": {"seed": 1}}
 

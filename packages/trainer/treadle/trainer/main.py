@@ -94,7 +94,7 @@ def _dry_run(loaded: LoadedConfig) -> int:
             num_val_rows=len(val_rows),
             cpus=cpu_count(),
         )
-    except (DataError, ValueError) as error:
+    except (ConfigError, DataError) as error:
         return _fail(error)
     _say(plan.text())
     return 0

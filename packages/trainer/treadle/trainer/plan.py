@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.verl_keys import ConfigError
 
 __all__ = ["Plan", "make_plan"]
 
@@ -110,11 +111,11 @@ def make_plan(config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus
     """The plan of a configuration over so many rows.
 
     Raises:
-        ValueError: there are too few rows for one step.
+        ConfigError: there are too few rows for one step.
     """
     plan = Plan(config=config, num_train_rows=num_train_rows, num_val_rows=num_val_rows, cpus=cpus)
     if not plan.steps_per_epoch:
-        raise ValueError(
+        raise ConfigError(
             f"data.prompts_per_step={config.data.prompts_per_step} exceeds the {num_train_rows} "
             "training rows: lower it or give more rows"
         )

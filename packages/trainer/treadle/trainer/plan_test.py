@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.trainer.config.load import ConfigError
 from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
 from treadle.trainer.plan import make_plan
 
@@ -28,5 +29,5 @@ def test_total_steps_overrides_epochs() -> None:
 
 
 def test_too_few_rows_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"prompts_per_step=4 exceeds the 3 training rows"):
+    with pytest.raises(ConfigError, match=r"prompts_per_step=4 exceeds the 3 training rows"):
         make_plan(_config(), num_train_rows=3, num_val_rows=0, cpus=2)

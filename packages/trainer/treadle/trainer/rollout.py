@@ -36,7 +36,7 @@ from treadle.agent_loop.rpc import Requirements, connect
 from treadle.trainer.config.schema import AgentConfig, RunConfig
 from treadle.trainer.replicas import ReplicaSet
 
-__all__ = ["Rollout", "agent_loops", "loop_limits"]
+__all__ = ["Republish", "Rollout", "agent_loops", "loop_limits"]
 
 _LOOK_EVERY_S = 0.5
 _log = logging.getLogger(__name__)

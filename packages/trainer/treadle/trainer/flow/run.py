@@ -110,6 +110,16 @@ class Run:
         self.version = version
         return float(report.num_bytes)
 
+    async def republish(self, names: Sequence[str]) -> None:
+        """Gives the present weights to the replicas of these names, started again just now."""
+        self.progress.note(f"started again: {', '.join(names)}")
+        if not self.version:  # version 0 is what servers load from the model directory
+            return
+        clients = [replica.client for replica in self.replicas.live if replica.name in names]
+        report = await self.publisher.publish(self.version, clients)
+        for name, cause in report.failed.items():
+            await self.replicas.drop(name, cause)
+
     async def save(self, step: int, metrics: dict[str, float]) -> None:
         """Writes the checkpoint of `step`."""
 

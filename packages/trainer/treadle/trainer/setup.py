@@ -1,0 +1,179 @@
+"""The set-up: from a plan and a run directory to a run that is ready for its first step.
+
+Invariant: what is started is ended when the context is left, in reverse order, however it is left.
+Processes start while the inputs are read; the first failure of either cancels the rest.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.agent_loop.rpc import Requirements
+from treadle.tools import rewards
+from treadle.trainer.checkpoint import Checkpoint, Checkpoints
+from treadle.trainer.config.schema import FileTransportConfig, RunConfig
+from treadle.trainer.data import DataOrder
+from treadle.trainer.flow.run import Run
+from treadle.trainer.inputs import Inputs, Rows, prepare
+from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.launch.process import Launcher
+from treadle.trainer.plan import Plan
+from treadle.trainer.policy_commands import Load
+from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.replicas import ReplicaSet
+from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
+from treadle.trainer.rollout import Republish, Rollout
+from treadle.trainer.tasks import together
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+
+__all__ = ["Setup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything that a run is started from.
+
+    Attributes:
+        begun: Whether the run directory holds steps of this run already.
+        checkpoint: What to go on from; None: from the model directory.
+    """
+
+    config: RunConfig
+    rows: Rows
+    plan: Plan
+    run_dir: Path
+    begun: bool
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
+    progress: Progress
+
+    @contextlib.asynccontextmanager
+    async def start(self) -> AsyncIterator[Run]:
+        """Starts the processes, reads the inputs, and restores the checkpoint."""
+        config = self.config
+        async with contextlib.AsyncExitStack() as stack:
+            metrics_log = stack.enter_context(self._metrics_log())
+            launcher = await stack.enter_async_context(self._launcher())
+            policy = self._policy(launcher)
+            replicas = ReplicaSet(launcher, config, weights_directory=self._weights_directory)
+            with self.progress.phase("start"):
+                preparing = asyncio.to_thread(prepare, config, self.rows)
+                starting = [stack.enter_async_context(part) for part in (policy, replicas)]
+                inputs, *_ = await together([preparing, *starting])
+            assert isinstance(inputs, Inputs)
+            for note in inputs.notes:
+                self.progress.note(note)
+            if self.checkpoint is not None:
+                await policy.call(Load(directory=self.checkpoint.policy_directory))
+            trajectory_log = stack.enter_context(self._trajectory_log(inputs))
+            run = self._run(inputs, policy, replicas, metrics_log, trajectory_log)
+            if run.version:
+                await run.publish(run.version)
+            yield run
+
+    @property
+    def _resume_after(self) -> int | None:
+        """As the logs take it: -1 keeps nothing of a run that never reached a checkpoint."""
+        if self.checkpoint is not None:
+            return self.checkpoint.step
+        return -1 if self.begun else None
+
+    def _metrics_log(self) -> MetricsLog:
+        """Cut back to the checkpoint, whose own line is restored if it was not written."""
+        log = MetricsLog(self.run_dir / "metrics.jsonl", resume_after=self._resume_after)
+        if self.checkpoint is not None and log.last_step < self.checkpoint.step:
+            log.append(self.checkpoint.step, self.checkpoint.metrics)
+        return log
+
+    def _trajectory_log(self, inputs: Inputs) -> TrajectoryLog:
+        return TrajectoryLog(
+            self.run_dir / "trajectories.jsonl",
+            decode=inputs.renderer.decode,
+            resume_after=self._resume_after,
+        )
+
+    def _launcher(self) -> Launcher:
+        launch, logs = self.config.launch, self.run_dir / "logs"
+        if launch.kind == "local":
+            return LocalLauncher(logs)
+        from treadle.trainer.launch.ray import RayLauncher
+
+        return RayLauncher(launch, logs)
+
+    def _policy(self, launcher: Launcher) -> PolicyGroup:
+        config = self.config
+        return PolicyGroup(
+            launcher,
+            config.policy,
+            config.model.path,
+            with_reference=config.algorithm.needs_reference,
+            threads=self.plan.policy_threads,
+            gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
+            start_deadline_s=config.launch.start_deadline_s,
+        )
+
+    @property
+    def _weights_directory(self) -> Path:
+        transport = self.config.sync.transport
+        given = transport.directory if isinstance(transport, FileTransportConfig) else None
+        return (given or self.run_dir / "weights").resolve()
+
+    def _run(
+        self,
+        inputs: Inputs,
+        policy: PolicyGroup,
+        replicas: ReplicaSet,
+        metrics_log: MetricsLog,
+        trajectory_log: TrajectoryLog,
+    ) -> Run:
+        config = self.config
+        publisher = WeightPublisher(
+            policy,
+            config.sync,
+            element_type=config.rollout.dtype,
+            directory=self._weights_directory,
+        )
+
+        async def republish(names: Sequence[str]) -> None:
+            await run.republish(names)
+
+        run = Run(
+            config=config,
+            train=inputs.train,
+            val=inputs.val,
+            order=DataOrder(
+                num_rows=len(inputs.train),
+                batch_size=config.data.prompts_per_step,
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+            ),
+            total_steps=self.plan.total_steps,
+            version=0 if self.checkpoint is None else self.checkpoint.step,
+            policy=policy,
+            replicas=replicas,
+            rollout=self._rollout(inputs, replicas, republish),
+            publisher=publisher,
+            checkpoints=self.checkpoints,
+            metrics_log=metrics_log,
+            trajectory_log=trajectory_log,
+            progress=self.progress,
+        )
+        return run
+
+    def _rollout(self, inputs: Inputs, replicas: ReplicaSet, republish: Republish) -> Rollout:
+        reward = self.config.reward
+        return Rollout(
+            config=self.config,
+            replicas=replicas,
+            renderer=inputs.renderer,
+            requirements=Requirements(
+                tokenizer_sha256=inputs.renderer.tokenizer_sha256,
+                vocab_size=inputs.renderer.vocab_size,
+                context_length=self.config.rollout.context_length,
+            ),
+            tools=inputs.tools,
+            reward=rewards.resolve(reward.name, mode=reward.mode),
+            republish=republish,
+        )
