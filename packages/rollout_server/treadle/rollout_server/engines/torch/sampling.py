@@ -22,6 +22,8 @@ import torch
 
 from treadle.rollout_server.engine import Sampling
 
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # A smaller one is flushed to zero.
+_LARGEST = torch.finfo(torch.float32).max
 _UNIFORM_BITS = 48  # u * total < total then holds in float64, so no id of weight 0 is drawn.
 
 
@@ -48,7 +50,7 @@ class SamplingBatch:
         greedy = [s.temperature == 0 for s in settings]
         self._all_greedy = all(greedy)
         self._greedy_B = torch.tensor(greedy, device=device) if any(greedy) else None
-        temperatures = [s.temperature or 1.0 for s in settings]
+        temperatures = [max(s.temperature or 1.0, _LEAST_TEMPERATURE) for s in settings]
         self._temperature_B1 = (
             torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
             if any(t != 1.0 for t in temperatures)
@@ -83,6 +85,8 @@ class SamplingBatch:
             _check_finite(logits_BV.gather(1, greedy_ids_B.unsqueeze(1)))
             return Sampled(greedy_ids_B.tolist(), [0.0] * len(histories))
         if self._temperature_B1 is not None:
+            # From the top, or the quotients of a temperature near zero would be infinite.
+            logits_BV -= logits_BV.amax(-1, keepdim=True)
             logits_BV /= self._temperature_B1
         for row, setting in self._truncated:
             _truncate(logits_BV[row], setting)
@@ -123,7 +127,9 @@ def uniform(
 def _penalise(logits_V: torch.Tensor, history: Sequence[int], penalty: float) -> None:
     seen = torch.tensor(sorted(set(history)), device=logits_V.device)
     values = logits_V[seen]
-    logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    penalised = torch.where(values > 0, values / penalty, values * penalty)
+    # Extreme penalties must not give infinity, which the softmax would turn into NaN.
+    logits_V[seen] = penalised.clamp_(-_LARGEST, _LARGEST)
 
 
 def _truncate(logits_V: torch.Tensor, setting: Sampling) -> None:
@@ -142,5 +148,5 @@ def _truncate(logits_V: torch.Tensor, setting: Sampling) -> None:
 def _check_finite(values: torch.Tensor) -> None:
     if not bool(values.isfinite().all()):
         raise FloatingPointError(
-            "the model's logits are not finite: the weights are broken, publish others"
+            "the model's logits are not finite: the weights are broken, start again with others"
         )

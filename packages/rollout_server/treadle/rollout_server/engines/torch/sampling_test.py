@@ -110,6 +110,15 @@ def test_repetition_penalty_follows_its_paper() -> None:
     assert sampled.logprobs[0] == pytest.approx(want[sampled.token_ids[0]].item())
 
 
+@pytest.mark.parametrize("penalty", [1e-45, 1e-38, 1e38])
+def test_an_extreme_penalty_breaks_nothing(penalty: float) -> None:
+    logits = torch.tensor([[9.0, -9.0, 4.0]])
+    setting = Sampling(max_tokens=1, seed=0, repetition_penalty=penalty)
+    sampled = SamplingBatch([setting], [0], CPU).sample(logits, [[0, 1]])
+    assert sampled.token_ids == [2 if penalty > 1 else 0]
+    assert math.isfinite(sampled.logprobs[0])
+
+
 @settings(deadline=None)  # The first call is slow.
 @given(st.floats(0.01, 5.0), st.integers(0, 2**64 - 1), st.integers(1, 64))
 def test_what_is_drawn_is_possible(temperature: float, seed: int, vocabulary: int) -> None:
@@ -119,6 +128,13 @@ def test_what_is_drawn_is_possible(temperature: float, seed: int, vocabulary: in
     sampled = draw(logits, [Sampling(max_tokens=1, seed=seed, temperature=temperature)])
     assert math.isfinite(sampled.logprobs[0])
     assert logits[0, sampled.token_ids[0]] > -torch.inf
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+def test_a_temperature_near_zero_is_nearly_greedy(temperature: float) -> None:
+    logits = torch.tensor([[-40.0, 7.0, 30.0, -torch.inf], [-9.0, -3.0, -5.0, -7.0]])
+    setting = Sampling(max_tokens=1, seed=0, temperature=temperature)
+    assert draw(logits, [setting, setting]) == ([2, 1], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
