@@ -19,7 +19,8 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
-        raise first_cause(failures) from None
+        first = first_cause(failures)
+        raise first from first.__cause__  # `from None` would cut off what caused it
     return [task.result() for task in tasks]
 
 
