@@ -49,7 +49,8 @@ async def concurrently(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except BaseExceptionGroup as failures:
-        raise sole_cause(failures) from None
+        first = sole_cause(failures)
+        raise first from first.__cause__  # `from None` would cut off what caused it
     return [task.result() for task in tasks]
 
 

@@ -2,8 +2,9 @@
 
 Invariant: a failed attempt is data (`RolloutError`, isolated by the runner, never in the
 training text); a wrong set-up is `SetupError` and stops the run at its start; anything else is
-a bug and keeps its own type until it meets a `boundary`. `asyncio.CancelledError` is never
-translated.
+a bug and keeps its own type until it meets a `boundary`. The cancellation of a task is never
+translated; an `asyncio.CancelledError` that nobody asked for (a future of theirs was cancelled) is
+a failure like any other, because a task that ends with it would vanish without a word.
 
 `boundary` is the only place that turns foreign exceptions into ours:
 
@@ -11,6 +12,7 @@ translated.
         result = await session.call(arguments)
 """
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -121,5 +123,10 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
         yield
     except AgentLoopError:
         raise
+    except asyncio.CancelledError as cause:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise error(f"{what}: CancelledError, though nobody cancelled it") from cause
     except Exception as cause:
         raise error(f"{what}: {type(cause).__name__}: {cause}") from cause

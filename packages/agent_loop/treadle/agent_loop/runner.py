@@ -135,7 +135,8 @@ class RolloutRunner:
                         break
                     group.create_task(attempt_and_deliver(task), name=f"task {task.task_id}")
         except BaseExceptionGroup as failures:
-            raise sole_cause(failures) from None
+            first = sole_cause(failures)
+            raise first from first.__cause__  # `from None` would cut off what caused it
         return tally.report()
 
     async def _settle(self, task: AgentTask, tally: "_Tally") -> Trajectory:

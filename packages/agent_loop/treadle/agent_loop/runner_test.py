@@ -237,6 +237,27 @@ async def test_a_bug_in_a_loop_is_isolated_and_named() -> None:
     assert isinstance(failed.error.__cause__, KeyError)
 
 
+async def test_a_loop_that_ends_as_cancelled_by_itself_is_no_lost_task() -> None:
+    async def cancelled(task: AgentTask) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    sink = Collected()
+    await runner(GatedLoop(cancelled)).run([task(0, "gated")], sink)
+    assert isinstance(sink.trajectories[0].error, LoopError)
+    assert "CancelledError, though nobody cancelled it" in str(sink.trajectories[0].error)
+
+
+async def test_fail_fast_keeps_what_caused_the_error() -> None:
+    async def bug(task: AgentTask) -> None:
+        raise KeyError("oops")
+
+    with pytest.raises(LoopError) as failed:
+        await runner(GatedLoop(bug), strategy=FailFast()).run([task(0, "gated")], Collected())
+    assert isinstance(failed.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize("value", [float("nan"), "seven"])
 async def test_a_reward_that_is_no_number_fails_the_attempt(value: object) -> None:
     sink = Collected()
