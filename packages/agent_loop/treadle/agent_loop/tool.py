@@ -34,12 +34,19 @@ class ToolResult:
         reward: Carried into `Trajectory.tool_rewards`; not shown to the model.
         stop: End the trajectory; the content is then not shown to the model.
         metrics: Carried into `Trajectory.metrics`.
+
+    Raises:
+        TypeError: The content is no text.
     """
 
     content: str
     reward: float = 0.0
     stop: bool = False
     metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str):
+            raise TypeError(f"content must be a text, not {type(self.content).__name__}")
 
 
 class ToolSession(Protocol):

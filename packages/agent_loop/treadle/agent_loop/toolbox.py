@@ -127,7 +127,7 @@ class Toolbox:
                 with boundary(ToolError, f"tool {call.name!r}"):
                     try:
                         async with timeout:
-                            return await session.call(call.arguments)
+                            return _checked(await session.call(call.arguments))
                     except ToolFailure as failure:
                         self._counts["failures"] += 1
                         trace.set(failure=str(failure))
@@ -140,15 +140,24 @@ class Toolbox:
                 return _failed(call, f"it did not end within {limit_s:g} s")
 
     async def _close(self) -> None:
-        for name, session in self._sessions.items():
-            try:
-                with boundary(ToolError, f"tool {name!r} could not be closed"):
-                    async with asyncio.timeout(self._limits.tool_timeout_s):
-                        await session.aclose()
-            except ToolError as error:
-                # The trajectory is complete and good; what leaks is named and counted.
-                self._counts["close_errors"] += 1
-                _logger.warning("task %s: %s", self._task.task_id, error)
+        await concurrently([self._close_one(*opened) for opened in self._sessions.items()])
+
+    async def _close_one(self, name: str, session: ToolSession) -> None:
+        try:
+            with boundary(ToolError, f"tool {name!r} could not be closed"):
+                async with asyncio.timeout(self._limits.tool_timeout_s):
+                    await session.aclose()
+        except ToolError as error:
+            # The trajectory is complete and good; what leaks is named and counted.
+            self._counts["close_errors"] += 1
+            _logger.warning("task %s: %s", self._task.task_id, error)
+
+
+def _checked(result: object) -> ToolResult:
+    """A tool that forgets to return is broken; nothing after the border may find that out."""
+    if not isinstance(result, ToolResult):
+        raise TypeError(f"call() gave {result!r:.80}, which is no ToolResult")
+    return result
 
 
 def _failed(call: ToolCall, reason: str) -> ToolResult:
