@@ -90,7 +90,9 @@ class Conversation:
         self._parse_errors = 0
         self._generate_s = 0.0
         self._activity = "about to begin"
-        self.session_id = f"{task.task_id[:64]}/{task.rollout_index}/{os.urandom(6).hex()}"
+        # Bytes count, not characters: a request_id, which begins with it, has 128 at most.
+        name = task.task_id.encode()[:64].decode(errors="ignore")
+        self.session_id = f"{name}/{task.rollout_index}/{os.urandom(6).hex()}"
         prompt = self._transcript.num_prompt_tokens
         if services.limits.tokens_left(prompt=prompt, response=0) < 1:
             raise PromptTooLongError(
@@ -138,7 +140,7 @@ class Conversation:
         transcript, services = self._transcript, self._services
         params = self._params()
         request = RequestContext(
-            request_id=f"{self.session_id}/{self._assistant_turns}"[-128:],
+            request_id=f"{self.session_id}/{self._assistant_turns}",
             session_id=self.session_id,
             deadline=services.deadline,
             min_weight_version=services.min_weight_version,

@@ -326,6 +326,14 @@ async def test_22_seeds_differ_by_turn_and_attempt_and_repeat() -> None:
     assert await seeds(TASK) == [None, None]
 
 
+@pytest.mark.asyncio
+async def test_22_request_ids_fit_whatever_the_rows_are_called() -> None:
+    kit, generator = services(["done"])
+    await ToolAgentLoop().run(replace(TASK, task_id="\N{SNOWMAN}" * 100), kit)
+    (request,) = generator.requests
+    assert request.context.request_id.startswith("\N{SNOWMAN}" * 21 + "/0/")
+
+
 pieces = st.sampled_from(
     [CALL, CALL * 2, "text", "", "<tool_call>{oops}</tool_call>", CALL.replace("lookup", "nope")]
 )

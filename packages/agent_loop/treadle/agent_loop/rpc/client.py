@@ -224,7 +224,8 @@ class _Work:
     def next_request_id(self) -> str:
         """Unique per call, as the contract asks."""
         self.num_calls += 1
-        return f"{self.request.request_id[-120:]}.{self.num_calls}"
+        name = self.request.request_id.encode()[-120:].decode(errors="ignore")
+        return f"{name}.{self.num_calls}"
 
     def add(self, stream: CompletionStream) -> None:
         """Keeps what a call brought. Runs of one weight version become one chunk."""
