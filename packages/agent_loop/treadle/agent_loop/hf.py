@@ -177,7 +177,8 @@ class HfRenderer:
             return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _after_marker(text: str) -> str:

@@ -39,10 +39,12 @@ class HermesParser:
         starts: list[int] = []
         malformed: list[MalformedCall] = []
         prose: list[str] = []
+        last_close = text.rfind(_CLOSE)
         position = 0
         while (start := text.find(_OPEN, position)) >= 0:
             body = _skip_space(text, start + len(_OPEN))
-            close = text.find(_CLOSE, body)
+            # Asked first, so that a model stuck on the opening mark costs one search, not one each.
+            close = text.find(_CLOSE, body) if body <= last_close else -1
             if close < 0 and not text.startswith("{", body):
                 prose.append(text[position : start + len(_OPEN)])
                 position = start + len(_OPEN)
@@ -95,8 +97,8 @@ def _read_call(text: str, body: int, *, call_id: str) -> tuple[ToolCall, int]:
         raise ValueError(f"'name' must be a text, got {_json_type(name)}")
     if not isinstance(arguments, dict):
         raise ValueError(f"'arguments' must be a JSON object, got {_json_type(arguments)}")
-    # An escape such as "\ud800" is JSON but no text: it could not be rendered or sent anywhere.
-    json.dumps(value, ensure_ascii=False).encode()
+    # "\ud800" and 1e999 are read as JSON, but could not be rendered or written as JSON again.
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return ToolCall(id=call_id, name=name, arguments=arguments), end + len(_CLOSE)
 
 

@@ -84,6 +84,7 @@ def test_any_text_is_accepted_and_malformed_spans_point_into_it(junk: str) -> No
         ('["f"]', "the call must be a JSON object, got an array"),
         ("f(1)", "Expecting value"),
         ('{"name": "f", "arguments": {"a": NaN}}', "NaN is not JSON"),
+        ('{"name": "f", "arguments": {"a": 1e999}}', "Out of range float"),
         ('{"name": "f", "arguments": {"a": "\\ud800"}}', "surrogates not allowed"),
         ('{"name": "f", "arguments": {"a": ' + "[" * 100_000 + "}}", "nested too deeply"),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "digits"),
@@ -119,3 +120,15 @@ def test_good_and_bad_calls_keep_their_order() -> None:
     assert [c.id for c in parsed.calls] == ["call_0", "call_1"]
     assert parsed.malformed[0].start < parsed.call_starts[0] < parsed.call_starts[1]
     assert parsed.content == f"a {bad} b  c"
+
+
+def test_a_model_that_repeats_the_opening_mark_is_read_in_one_go() -> None:
+    class Counting(str):
+        searches = 0
+
+        def find(self, *args: object) -> int:
+            Counting.searches += args[0] == "</tool_call>"
+            return super().find(*args)  # type: ignore[arg-type]
+
+    parsed = PARSER.parse(Counting("</tool_call>" + "<tool_call>\n" * 1000))
+    assert (parsed.calls, parsed.malformed, Counting.searches) == ((), (), 0)
