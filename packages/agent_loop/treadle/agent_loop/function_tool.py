@@ -29,7 +29,6 @@ _JSON_TYPES: dict[type, str] = {
     int: "integer",
     float: "number",
     bool: "boolean",
-    list: "array",
     dict: "object",
 }
 _ARGS_SECTION = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
@@ -60,6 +59,8 @@ class FunctionTool:
             result = await self.function(**arguments)
         else:
             result = await asyncio.to_thread(self.function, **arguments)
+            if inspect.isawaitable(result):  # a plain wrapper around an async function
+                result = await result
         return result if isinstance(result, ToolResult) else ToolResult(content=str(result))
 
     async def aclose(self) -> None:
@@ -85,10 +86,11 @@ def function_tool(function: ToolFunction) -> FunctionTool:
     properties: dict[str, object] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (
-            parameter.name not in hints
-        ):
-            raise TypeError(f"parameter {parameter.name!r} of {name} needs a type of its own")
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if not by_name or parameter.name not in hints:
+            raise TypeError(
+                f"parameter {parameter.name!r} of {name} needs a type and a name to pass it by"
+            )
         schema = _schema(hints[parameter.name], f"parameter {parameter.name!r} of {name}")
         if text := described.get(parameter.name):
             schema["description"] = text

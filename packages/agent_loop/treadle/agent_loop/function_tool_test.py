@@ -1,5 +1,6 @@
 """Tests of function tools: schemas, argument checks, plain and async functions."""
 
+import functools
 from typing import Literal
 
 import pytest
@@ -98,6 +99,16 @@ async def test_a_failure_of_the_function_passes() -> None:
         await plain.call({"x": -1})
 
 
+@pytest.mark.asyncio
+async def test_a_plain_wrapper_of_an_async_function_is_awaited() -> None:
+    @functools.wraps(weather.function)
+    def wrapper(**arguments: object) -> object:
+        return weather.function(**arguments)
+
+    wrapped = function_tool(wrapper)  # type: ignore[arg-type]
+    assert (await wrapped.call({"city": "Bonn"})).content == "Bonn 1 C None"
+
+
 def test_functions_that_cannot_be_described_are_refused() -> None:
     def silent(x: int) -> str:
         return ""
@@ -110,9 +121,20 @@ def test_functions_that_cannot_be_described_are_refused() -> None:
         """Does."""
         return ""
 
+    def bare(x: list) -> str:  # type: ignore[type-arg]
+        """Does."""
+        return ""
+
+    def positional(x: int, /) -> str:
+        """Does."""
+        return ""
+
     with pytest.raises(TypeError, match="silent has no docstring"):
         function_tool(silent)
     with pytest.raises(TypeError, match="'x' of untyped needs a type"):
         function_tool(untyped)
-    with pytest.raises(TypeError, match="no JSON schema"):
-        function_tool(odd)
+    for unknown in (odd, bare):
+        with pytest.raises(TypeError, match="no JSON schema"):
+            function_tool(unknown)
+    with pytest.raises(TypeError, match="'x' of positional needs a type and a name"):
+        function_tool(positional)
