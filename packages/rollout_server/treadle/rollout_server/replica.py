@@ -35,7 +35,6 @@ from treadle.rollout_server.errors import (
     RolloutServerError,
     ShuttingDown,
     StateConflict,
-    TensorMismatch,
     UpdateUnknown,
     WeightVersionBehind,
 )
@@ -43,7 +42,7 @@ from treadle.rollout_server.gate import AdmissionGate
 from treadle.rollout_server.lifecycle import Lifecycle, ServerState
 from treadle.rollout_server.tensors import check_tensors
 from treadle.rollout_server.updates.files import stage_files
-from treadle.rollout_server.updates.session import UpdateSession
+from treadle.rollout_server.updates.session import UpdateSession, UpdateState
 from treadle.rollout_server.updates.slot import UpdateSlot
 
 _log = logging.getLogger(__name__)
@@ -209,9 +208,14 @@ class Replica:
     async def stage_files(
         self, session: UpdateSession, directory: str, crc32: Sequence[int]
     ) -> None:
-        """Reads the files of an update in a thread. A failure drops the update."""
+        """Reads the files of an update in a thread. A failure drops the update.
+
+        Does nothing when they were read before, as when Begin is repeated.
+        """
         root = self.config.weights.directory
         assembler = session.assembler
+        if session.state is not UpdateState.OPEN:
+            return
         try:
             with session.working(self.clock):
                 await asyncio.to_thread(stage_files, directory, crc32, assembler, root=root)
@@ -274,13 +278,12 @@ class Replica:
                 try:
                     await engine.pause(policy)
                     await engine.load_weights(_stream(tensors), version=session.weight_version)
-                except TensorMismatch:
-                    session.commit_failed()
-                    await self._return_to(before, engine)
-                    raise
                 except Exception as error:
                     session.commit_failed()
-                    raise self._fail(error) from error
+                    failure = self._fail(error)
+                    if failure is not self._failure:  # A refusal: the old weights are whole.
+                        await self._return_to(before, engine)
+                    raise failure from error
             self.slot.committed()
             await self._return_to(before, engine)
             return session.weight_version
@@ -291,6 +294,7 @@ class Replica:
             await engine.resume()
         elif before is ServerState.PAUSED:
             self.lifecycle.move(before)
+            self._gate.turn_away(NotServing("paused", self.admission.retry_after_s()))
         else:
             await self._go_on(engine)
 
@@ -299,8 +303,10 @@ class Replica:
             await engine.resume()
         except Exception as error:
             raise self._fail(error) from error
-        self.lifecycle.move(ServerState.SERVING)
-        self._gate.release()
+        if self.state in (ServerState.PAUSED, ServerState.UPDATING):
+            self.lifecycle.move(ServerState.SERVING)
+            self._gate.release()
+        # Else a shutdown or a failure came meanwhile, and nothing may come in.
 
     def _engine_for(self, policy: InFlightPolicy) -> Engine:
         engine = self.engine

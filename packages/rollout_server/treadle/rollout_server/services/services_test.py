@@ -23,6 +23,8 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.config import AdmissionConfig, ServerConfig, WeightsConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo, TensorSpec
 from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.errors import CapabilityMissing
+from treadle.rollout_server.lifecycle import ServerState
 from treadle.rollout_server.server import Server
 from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
 
@@ -456,6 +458,8 @@ async def test_files_are_read_at_begin_and_only_below_the_root(tmp_path: Path) -
         assert wrong[:2] == ("DATA_LOSS", "FILE_UNREADABLE")
         begun = await it.weights.BeginUpdate(request("1", "z", crc32), timeout=10)
         assert list(begun.received_bytes) == [128, 4]
+        path.unlink()
+        assert await it.weights.BeginUpdate(request("1", "z", crc32), timeout=10) == begun
         assert await commit(it, update_id="z") == 1
 
 
@@ -483,6 +487,21 @@ async def test_pause_turns_away_and_resume_brings_back() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_fails_while_it_resumes_stays_failed() -> None:
+    async with bench() as it:
+        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=10)
+
+        async def resume() -> None:
+            it.server.replica.lifecycle.move(ServerState.FAILED)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(it.engine, "resume", resume)
+            await it.control.Resume(srv.ResumeRequest(), timeout=10)
+        assert it.server.replica.state is ServerState.FAILED
+        assert (await refusal(it.generate()))[:2] == ("UNAVAILABLE", "PAUSED")
+
+
+@pytest.mark.asyncio
 async def test_a_pause_that_is_given_up_leaves_the_server_serving() -> None:
     async with bench(latency_s=1.0) as it:
         call = it.generation.Generate(want(), timeout=60)
@@ -494,6 +513,49 @@ async def test_a_pause_that_is_given_up_leaves_the_server_serving() -> None:
         while (await it.control.GetServerInfo(info, timeout=10)).state != srv.SERVER_STATE_SERVING:
             pass
         call.cancel()
+
+
+@pytest.mark.asyncio
+async def test_calls_during_a_commit_of_a_paused_server_are_turned_away_after_it() -> None:
+    async with bench(latency_s=1.0) as it:
+        call = it.generation.Generate(want(), timeout=60)
+        await call.read()
+        await it.control.Pause(
+            srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_CONTINUE), timeout=10
+        )
+        await it.weights.BeginUpdate(begin_request(), timeout=10)
+        await it.weights.PushWeights(push(), timeout=10)
+        committing = asyncio.create_task(commit(it))
+        while it.server.replica.state is not ServerState.UPDATING:
+            await it.settle()
+        queued = asyncio.create_task(refusal(it.generate()))
+        while it.server.replica.admission.queued == 0:
+            await it.settle()
+        while not committing.done():
+            it.clock.advance(1.0)
+            await it.settle()
+        assert await committing == 1
+        assert (await queued)[:2] == ("UNAVAILABLE", "PAUSED")
+        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+        assert info.state == srv.SERVER_STATE_PAUSED
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_refuses_new_weights_goes_on_with_the_old_ones() -> None:
+    async with bench() as it:
+        before = ids(await it.generate())
+        await it.weights.BeginUpdate(begin_request(), timeout=10)
+        await it.weights.PushWeights(push(), timeout=10)
+
+        async def refuse(*_: object, **__: object) -> None:
+            raise CapabilityMissing("fake", "float8")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(it.engine, "load_weights", refuse)
+            assert (await refusal(commit(it)))[:2] == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+        assert it.server.replica.state is ServerState.SERVING
+        assert ids(await it.generate()) == before
+        assert await commit(it) == 1
 
 
 @pytest.mark.asyncio
