@@ -163,7 +163,8 @@ def decode_update_id(value: str) -> str:
 
 def decode_lease(request: sync.BeginUpdateRequest, *, max_s: float) -> float:
     """Seconds of the lease."""
-    lease_s = request.lease.ToTimedelta().total_seconds() if request.HasField("lease") else None
+    lease = request.lease
+    lease_s = lease.seconds + lease.nanos / 1e9 if request.HasField("lease") else None
     if lease_s is None or not 0 < lease_s <= max_s:
         shown = "unset" if lease_s is None else f"{lease_s} s"
         raise InvalidField("lease", shown, f"above 0 and at most {max_s} s")

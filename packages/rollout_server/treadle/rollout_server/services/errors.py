@@ -2,7 +2,8 @@
 
 Invariant: the table holds every class of `treadle.rollout_server.errors` and, together
 with the reasons that belong to other servers, every `ErrorReason`. A failed call always
-carries `ErrorInfo`, and at most one typed detail and one `RetryInfo`.
+carries `ErrorInfo`, and at most one typed detail and one `RetryInfo`. A status travels in
+HTTP/2 headers, of which gRPC takes 8 KiB: whatever a caller chose the length of is cut.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ from treadle.rollout.v1 import errors_pb2 as pb
 from treadle.rollout_server import errors
 
 DOMAIN = "treadle.rollout.v1"
+_MESSAGE_CHARACTERS = 1000
+_FIELD_CHARACTERS = 200
+_TENSOR_INDICES = 500
 
 _Row = tuple[grpc.StatusCode, "pb.ErrorReason"]
 _CODE = grpc.StatusCode
@@ -59,10 +63,15 @@ def reason_name(error: errors.RolloutServerError) -> str:
     return pb.ErrorReason.Name(TABLE[type(error)][1]).removeprefix("ERROR_REASON_")
 
 
+def message_of(error: errors.RolloutServerError) -> str:
+    """The error's message, as it travels."""
+    return _cut(str(error), _MESSAGE_CHARACTERS)
+
+
 def to_status(error: errors.RolloutServerError) -> tuple[grpc.StatusCode, status_pb2.Status]:
     """The status of a failed call, with its details packed."""
     code, _ = TABLE[type(error)]
-    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error))
+    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=message_of(error))
     details: list[Message | None] = [
         error_details_pb2.ErrorInfo(reason=reason_name(error), domain=DOMAIN),
         _detail(error),
@@ -78,7 +87,9 @@ def _detail(error: errors.RolloutServerError) -> Message | None:
     match error:
         case errors.InvalidField():
             return pb.InvalidField(
-                field=error.field, received=error.received, expected=error.expected
+                field=error.field,
+                received=_cut(error.received, _FIELD_CHARACTERS),
+                expected=error.expected,
             )
         case errors.PromptTooLong():
             return pb.PromptTooLong(
@@ -92,16 +103,22 @@ def _detail(error: errors.RolloutServerError) -> Message | None:
             return pb.UpdateInProgress(update_id=error.update_id, lease_left=left)
         case errors.TensorMismatch():
             return pb.TensorMismatch(
-                name=error.name, expected=error.expected, received=error.received
+                name=_cut(error.name, _FIELD_CHARACTERS),
+                expected=_cut(error.expected, _FIELD_CHARACTERS),
+                received=_cut(error.received, _FIELD_CHARACTERS),
             )
         case errors.ChunkOutOfOrder():
             return pb.ChunkOutOfOrder(
                 tensor_index=error.tensor_index, expected_offset=error.expected_offset
             )
         case errors.UpdateIncomplete():
-            return pb.UpdateIncomplete(tensor_indices=error.tensor_indices)
+            return pb.UpdateIncomplete(tensor_indices=error.tensor_indices[:_TENSOR_INDICES])
         case _:
             return None
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[: characters - 3]}..."
 
 
 def _retry_info(error: errors.RolloutServerError) -> Message | None:

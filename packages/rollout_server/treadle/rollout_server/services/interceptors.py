@@ -24,7 +24,7 @@ from treadle.rollout_server.errors import (
     RolloutServerError,
     Unauthenticated,
 )
-from treadle.rollout_server.services.errors import reason_name, to_status
+from treadle.rollout_server.services.errors import message_of, reason_name, to_status
 
 _log = logging.getLogger(__name__)
 _OURS = "/treadle.rollout."
@@ -121,7 +121,7 @@ async def _guarded(
         outcome = reason_name(error)
         code, status = to_status(error)
         trailer = (("grpc-status-details-bin", status.SerializeToString()),)
-        await context.abort(code, str(error), trailing_metadata=trailer)
+        await context.abort(code, message_of(error), trailing_metadata=trailer)
     finally:
         took_ms = (time.monotonic() - began) * 1000
         _log.debug("%s %s %s %.1f ms", context.peer(), method, outcome, took_ms)

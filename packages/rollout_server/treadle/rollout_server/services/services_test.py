@@ -421,6 +421,7 @@ async def test_one_update_at_a_time_until_its_lease_runs_out() -> None:
     [
         ("lease", {"lease": None}),
         ("lease", {"lease": duration_pb2.Duration(seconds=10**6)}),
+        ("lease", {"lease": duration_pb2.Duration(seconds=10**17)}),
         ("tensors", {"tensors": []}),
         ("tensors[0].element_type", {"tensors": [sync.TensorSpec(name="a", shape=[1])]}),
         ("transport", {"inline": None}),
