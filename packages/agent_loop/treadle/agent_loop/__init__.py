@@ -35,7 +35,6 @@ from treadle.agent_loop.registry import (
     SINGLE_TURN_AGENT,
     TOOL_AGENT,
     LoopRegistry,
-    choose_loop,
     default_loops,
 )
 from treadle.agent_loop.renderer import ChatRenderer, MalformedCall, ParsedCompletion
@@ -135,7 +134,6 @@ __all__ = [
     "Verdict",
     "WeightVersionBehindError",
     "boundary",
-    "choose_loop",
     "default_loops",
     "derive_seed",
     "function_tool",

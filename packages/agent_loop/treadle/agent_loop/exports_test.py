@@ -126,7 +126,6 @@ PUBLIC = [
     "Verdict",
     "WeightVersionBehindError",
     "boundary",
-    "choose_loop",
     "default_loops",
     "derive_seed",
     "function_tool",

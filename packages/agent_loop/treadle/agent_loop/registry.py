@@ -1,22 +1,20 @@
 """The loop registry: names of agent loops, as a value.
 
 Invariant: nothing registers itself at import; what a run can call is what its registry holds, or
-what a task names in full as "module:Class". A name that cannot be resolved fails at start, with
-the names that can.
+what a task names in full as "module:Class". A name that cannot be resolved is an error with the
+names that can.
 
     loops = default_loops().adding("ask_twice", AskTwice())
-    loops.check(tasks, tools=services.tools)
 """
 
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from treadle.agent_loop.errors import SetupError, UnknownLoopError
 from treadle.agent_loop.loop import AgentLoop
 from treadle.agent_loop.single_turn import SingleTurnLoop
 from treadle.agent_loop.tool_loop import OnMalformedCall, ToolAgentLoop
-from treadle.agent_loop.types import AgentTask
 
 SINGLE_TURN_AGENT = "single_turn_agent"
 TOOL_AGENT = "tool_agent"
@@ -65,25 +63,6 @@ class LoopRegistry:
             self._imported[name] = _import_loop(name)
         return self._imported[name]
 
-    def check(self, tasks: Iterable[AgentTask], *, tools: Collection[str]) -> None:
-        """Refuses, before anything runs, tasks that would silently not do what was configured.
-
-        Args:
-            tasks: Of the whole run, or of one batch.
-            tools: Names of the tools that are configured.
-
-        Raises:
-            UnknownLoopError: A task names a loop that does not exist.
-            SetupError: Tools are configured and every task runs a loop that calls none.
-        """
-        used = {task.loop: self.resolve(task.loop) for task in tasks}
-        if tools and used and all(isinstance(loop, SingleTurnLoop) for loop in used.values()):
-            raise SetupError(
-                f"the tools {', '.join(sorted(tools))} are configured, but every row's agent_name "
-                f"is one of {', '.join(sorted(used))}, which calls no tool: set agent_name to "
-                f"{TOOL_AGENT!r}, or configure no tools"
-            )
-
 
 def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER) -> LoopRegistry:
     """Returns a registry of `single_turn_agent` and `tool_agent`."""
@@ -93,28 +72,6 @@ def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER
             TOOL_AGENT: ToolAgentLoop(on_malformed_call=on_malformed_call),
         }
     )
-
-
-def choose_loop(agent_name: str | None, *, tools: Collection[str], row: str) -> str:
-    """Returns the loop of a data-set row.
-
-    Args:
-        agent_name: The row's column; None when the row has none.
-        tools: Names of the tools that are configured.
-        row: Names the row in the error, as "train.jsonl row 3".
-
-    Raises:
-        SetupError: Tools are configured and the row does not say which loop it runs. (verl
-            falls back on the single-turn loop, and the tools are never called.)
-    """
-    if agent_name:
-        return agent_name
-    if tools:
-        raise SetupError(
-            f"{row} has no agent_name, while the tools {', '.join(sorted(tools))} are configured: "
-            f"add the column with {TOOL_AGENT!r} (or {SINGLE_TURN_AGENT!r} for rows that use none)"
-        )
-    return SINGLE_TURN_AGENT
 
 
 def _import_loop(name: str) -> AgentLoop:

@@ -1,28 +1,15 @@
-"""Tests of the loop registry and of the checks before a run."""
+"""Tests of the loop registry."""
 
 import pytest
 
 from treadle.agent_loop import (
-    AgentTask,
     LoopRegistry,
-    Message,
     SetupError,
     SingleTurnLoop,
     ToolAgentLoop,
     UnknownLoopError,
-    choose_loop,
     default_loops,
 )
-
-
-def task(loop: str) -> AgentTask:
-    return AgentTask(
-        task_id="t",
-        sample_index=0,
-        rollout_index=0,
-        loop=loop,
-        messages=(Message(role="user", content="hi"),),
-    )
 
 
 def test_loops_are_found_by_name() -> None:
@@ -63,21 +50,3 @@ def test_what_is_wrong_with_a_full_name_is_said(name: str, problem: str) -> None
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(SetupError, match="'tool_agent' is registered already"):
         default_loops().adding("tool_agent", SingleTurnLoop())
-
-
-def test_a_row_without_agent_name_is_refused_when_tools_are_configured() -> None:
-    """verl issues #2966 and #2986: the tools were silently never called (spec A3.9 #3)."""
-    assert choose_loop("tool_agent", tools=["calc"], row="row 0") == "tool_agent"
-    assert choose_loop(None, tools=[], row="row 0") == "single_turn_agent"
-    with pytest.raises(SetupError, match=r"train.jsonl row 3 has no agent_name.*calc"):
-        choose_loop(None, tools=["calc"], row="train.jsonl row 3")
-
-
-def test_tools_that_no_row_can_call_are_refused() -> None:
-    loops = default_loops()
-    loops.check([task("single_turn_agent"), task("tool_agent")], tools=["calc"])
-    loops.check([task("single_turn_agent")], tools=[])
-    with pytest.raises(SetupError, match="calc are configured, but every row's agent_name"):
-        loops.check([task("single_turn_agent")], tools=["calc"])
-    with pytest.raises(UnknownLoopError):
-        loops.check([task("nope")], tools=[])

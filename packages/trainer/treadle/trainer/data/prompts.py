@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from treadle.agent_loop import (
+    SINGLE_TURN_AGENT,
     AgentTask,
     ChatRenderer,
     LoopRegistry,
@@ -25,8 +26,6 @@ from treadle.agent_loop import (
 )
 from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
-
-_SINGLE_TURN = "single_turn_agent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +166,18 @@ def _check_loops(rows: Sequence[Row], *, split: str, rules: PromptRules, has_too
     if not has_tools:
         return
     unnamed = [row for row in rows if row.columns.get("agent_name") is None]
-    if unnamed and _loop(unnamed[0], rules) == _SINGLE_TURN:
+    if unnamed and _loop(unnamed[0], rules) == SINGLE_TURN_AGENT:
         raise DataError(
             f"tools are configured, but {len(unnamed)} of {len(rows)} {split} rows have no "
-            f"agent_name and would run as {_SINGLE_TURN!r}, which calls no tool; the first is "
+            f"agent_name and would run as {SINGLE_TURN_AGENT!r}, which calls no tool; the first is "
             f'{unnamed[0].place}. Add "agent_name": "tool_agent" to the rows, or set '
             "agent.default_loop=tool_agent"
         )
-    if known == {_SINGLE_TURN}:
+    if known == {SINGLE_TURN_AGENT}:
         raise DataError(
-            f"tools are configured, but the agent_name of every {split} row is {_SINGLE_TURN!r}, "
-            'which calls no tool: make it "tool_agent", or configure no tools'
+            f"tools are configured, but the agent_name of every {split} row is "
+            f"{SINGLE_TURN_AGENT!r}, which calls no tool: "
+            'make it "tool_agent", or configure no tools'
         )
 
 
@@ -204,7 +204,8 @@ def _unused_kwargs(rows: Sequence[Row], split: str, tools: Mapping[str, Tool]) -
         extra = row.columns.get("extra_info")
         kwargs = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
         if isinstance(kwargs, Mapping):
-            unused.update(name for name in kwargs if name not in tools)
+            # A parquet column of structs holds null for every tool that any other row has.
+            unused.update(k for k, v in kwargs.items() if v is not None and k not in tools)
     return [
         f"{count} {split} rows have tools_kwargs for {name!r}, but no such tool is configured"
         for name, count in sorted(unused.items())

@@ -105,6 +105,7 @@ def test_overlong_prompts_are_left_out_and_counted_where_that_is_asked_for() -> 
 
 
 def test_a_row_that_names_no_loop_is_an_error_where_tools_are_configured() -> None:
+    """verl issues #2966 and #2986: the tools were silently never called (spec A3.9 #3)."""
     rows = [make_row(0), make_row(1, agent_name=None), make_row(2, agent_name=None)]
     with pytest.raises(
         DataError,
@@ -138,6 +139,8 @@ def test_settings_for_a_tool_that_is_not_there_are_noted() -> None:
         "1 train rows have tools_kwargs for 'calc_gsm8k_reward', but no such tool is configured",
     )
     assert prepare(row, tools={"calc_gsm8k_reward": Gsm8kTool()}).notes == ()
+    null = make_row(extra_info={"tools_kwargs": {"calc_gsm8k_reward": None}})
+    assert prepare(null).notes == ()
 
 
 def test_a_prompt_that_the_template_refuses_is_named() -> None:
