@@ -77,7 +77,7 @@ def _read(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # so that json decodes it, and a bad byte has a line
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -102,8 +102,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
                 for columns in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", columns
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a parquet file: {error}") from error
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a damaged page or footer
+        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
 
 
 def _check(place: str, columns: Mapping[str, object], required: Sequence[str]) -> None:

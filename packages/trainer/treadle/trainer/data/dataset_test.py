@@ -123,6 +123,24 @@ def test_a_file_that_cannot_be_used_is_named(
         read_rows([tmp_path / name])
 
 
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_columns())
+    path.write_bytes(path.read_bytes() + b'{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object: 'utf-8' codec"):
+        read_rows([path])
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", *[make_columns(str(i)) for i in range(50)])
+    whole = path.read_bytes()
+    for start in range(4, len(whole) - 8, 97):
+        path.write_bytes(whole[:start] + b"\xff" * 16 + whole[start + 16 :])
+        try:
+            read_rows([path])
+        except DataError as error:
+            assert str(path) in str(error)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
         read_rows([tmp_path / "none.jsonl"])
