@@ -27,7 +27,9 @@ MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 _TAIL = 300
 _STRICT: Final = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER: Final = re.compile(r"-?[0-9.,]+")
-_FIXED: Final = re.compile(r"####[\s*$]*(?P<number>-?\s*\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+))")
+_FIXED: Final = re.compile(
+    r"####[\s*$]*(?P<number>(?:-\s*\$?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+))"
+)
 _DECORATION: Final = re.compile(r"[\s,$]")
 
 

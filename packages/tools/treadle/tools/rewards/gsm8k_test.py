@@ -70,6 +70,11 @@ def test_rewards(text: str, truth: str, rewards: tuple[float, ...]) -> None:
     assert tuple(score(text, truth, mode=mode) for mode in MODES) == rewards
 
 
+def test_a_mark_followed_by_nothing_but_space_is_read_in_linear_time() -> None:
+    """A model stuck on newlines: quadratic, this text would take minutes."""
+    assert extract("####" + "\n" * 200_000, mode="fixed") is None
+
+
 def test_fixed_needs_a_ground_truth_that_is_a_number() -> None:
     with pytest.raises(ValueError, match="'forty-two' is not a number"):
         score("#### 42", "forty-two", mode="fixed")

@@ -17,7 +17,9 @@ import importlib
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 
@@ -57,9 +59,12 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"treadle_user_reward_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look their module up by its name.
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise _cannot_load(str(path), error) from error
     return module
 
@@ -128,6 +133,6 @@ def _verl_call(
 
 def _finite(reference: str, result: object) -> float:
     value = result.get("score") if isinstance(result, Mapping) else result
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, Real) and math.isfinite(value):  # Real: numpy's numbers too
         return float(value)
     raise RewardError(f"the reward {reference} returned {result!r}; it must return a finite number")

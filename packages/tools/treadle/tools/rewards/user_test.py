@@ -38,6 +38,12 @@ def make_trajectory(*, fields: Mapping[str, object] | None = None) -> Trajectory
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from fractions import Fraction\n"
+        "@dataclass\n"
+        "class Settings: weight: float = 1.0\n"
+        "def half(trajectory): return Fraction(1, 2)\n"
         "def length(trajectory): return len(trajectory.final_text)\n"
         "async def later(trajectory): return 0.5\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -55,6 +61,7 @@ def test_a_function_of_a_file_or_module_is_called_with_the_trajectory(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rewards.load(f"{mine}:length")(make_trajectory()) == 7.0
+    assert rewards.load(f"{mine}:half")(make_trajectory()) == 0.5
     monkeypatch.syspath_prepend(str(mine.parent))
     assert rewards.resolve("mine:length")(make_trajectory()) == 7.0
 
@@ -82,7 +89,10 @@ def test_verls_signature_is_understood(mine: Path) -> None:
         ("{mine}:", "neither path.py:function nor module:function"),
         ("{mine}.missing.py:length", "does not exist"),
         ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
-        ("{mine}:three", "has no function 'three'; it has: compute_score, infinite, later"),
+        (
+            "{mine}:three",
+            "has no function 'three'; it has: compute_score, dataclass, half, infinite",
+        ),
         ("{mine}:missing", "has no function 'missing'"),
         ("{mine}:two", r"takes \(a, b\); it must take \(trajectory\) or verl's"),
     ],
