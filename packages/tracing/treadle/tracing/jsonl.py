@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkReport:
-    """What became of the spans: on disk, refused by a full queue, or lost to a failing disk."""
+    """What became of the spans: on disk, refused by a full queue, or lost while being written."""
 
     written: int
     dropped: int
@@ -142,22 +143,27 @@ class JsonlSink:
     def _write(self, file: BinaryIO) -> None:
         with file:
             while (span := self._queue.get()) is not None:
-                if self._write_line(file, to_json(span)):
+                if self._write_span(file, span):
                     self._written += 1
                 else:
                     self._failed += 1
             if self._dropped:
-                self._write_line(file, json.dumps({"dropped": self._dropped}))
+                with suppress(OSError):
+                    self._write_line(file, json.dumps({"dropped": self._dropped}))
+
+    def _write_span(self, file: BinaryIO, span: FinishedSpan) -> bool:
+        try:
+            return self._write_line(file, to_json(span))
+        except Exception as error:
+            # Whatever one span holds, the thread goes on: `close` waits for it.
+            if _is_power_of_ten(self._failed + 1):
+                log.error("%s: cannot write the span %r: %r", self._path, span.name, error)
+            return False
 
     def _write_line(self, file: BinaryIO, line: str) -> bool:
-        data = line.encode() + b"\n"
-        try:
-            written = file.write(data)
-        except OSError as error:
-            if _is_power_of_ten(self._failed + 1):
-                log.error("%s: cannot write spans: %s", self._path, error)
-            return False
-        return written == len(data)
+        # Half of a surrogate pair is no text; its escape is JSON all the same.
+        data = line.encode(errors="backslashreplace") + b"\n"
+        return file.write(data) == len(data)
 
 
 def to_json(span: FinishedSpan) -> str:

@@ -132,6 +132,20 @@ def test_a_full_disk_is_counted_and_reported_and_does_not_raise(
     assert "2 lost to write errors" in caplog.text
 
 
+def test_a_span_that_cannot_be_written_costs_itself_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "spans.jsonl"
+    with JsonlSink(path, capacity=10) as sink:
+        sink.record(make_span("huge", number=10**5000))
+        sink.record(make_span("half", text="a\udc80b"))
+        sink.record(make_span("good"))
+    assert sink.report == SinkReport(written=2, dropped=0, failed=1)
+    assert [line["name"] for line in lines(path)] == ["half", "good"]
+    assert lines(path)[0]["attributes"] == {"text": "a\udc80b"}
+    assert "cannot write the span 'huge': ValueError" in caplog.text
+
+
 def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         JsonlSink(tmp_path)
