@@ -100,7 +100,7 @@ def write_html(
         trajectories=[{**trajectory, "bars": trace_bars(trajectory)} for trajectory in shown],
         num_trajectories=len(trajectories),
     )
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair is no text
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop import ToolError, Trajectory
+from treadle.agent_loop import Message, ToolError, Trajectory
 from treadle.tracing import Metric
 from treadle.trainer.report import summarize
 from treadle.trainer.report.html import flatten, thin_out, trace_bars, write_html
@@ -103,6 +103,12 @@ def test_a_failed_trajectory_and_one_without_reward_are_shown(tmp_path: Path) ->
     assert "ToolError: sandbox down" in reader.text
     assert "failed" in reader.text
     assert "none" in reader.text
+
+
+def test_a_conversation_without_a_user_is_shown(tmp_path: Path) -> None:
+    task = make_task(messages=[Message(role="system", content="Say something. \ud83d")])
+    record = to_record(make_trajectory(task=task), step=1, phase="val", decode=None)
+    assert "Say something. ?" in write(tmp_path / "report.html", record).text
 
 
 def test_the_bars_of_a_trace_lie_within_the_whole() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
@@ -158,8 +158,9 @@ class PlainProgress:
         self._write(line if not left else f"{line}  (about {format_seconds(left)} left)")
 
     def _write(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with suppress(OSError):  # whoever read the output has gone; the run has not
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
     def __enter__(self) -> Self:
         return self

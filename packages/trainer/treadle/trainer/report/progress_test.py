@@ -54,6 +54,14 @@ def test_lines_are_flushed_at_once() -> None:
     assert out.flushed == 1
 
 
+def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    run_two_steps(PlainProgress(total_steps=2, stream=Gone()))
+
+
 def test_on_a_terminal_bars_are_drawn_and_notes_stay() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})

@@ -91,7 +91,9 @@ class TrajectoryLog:
             record = to_record(
                 trajectory, step=step, phase=phase, decode=self._decode, trace=traces.get(key, ())
             )
-            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            # Rows may hold what JSON does not: dates in a parquet column, half a surrogate pair.
+            line = json.dumps(record, ensure_ascii=False, default=str)
+            self._file.write(line.encode(errors="backslashreplace") + b"\n")
         return len(chosen)
 
     def close(self) -> None:
@@ -198,16 +200,19 @@ def _tokens(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
 def _by_trajectory(
     spans: Iterable[FinishedSpan],
 ) -> dict[tuple[object, object], list[FinishedSpan]]:
-    """Spans by (task id, rollout index) of their trace's root, in the order in which they began."""
-    traces: dict[str, list[FinishedSpan]] = {}
-    for span in spans:
-        traces.setdefault(span.trace_id, []).append(span)
+    """Spans by (task id, rollout index) of the trajectory above them, in the order they began.
+
+    Not by trace: a span around the whole step would make one trace of all its trajectories.
+    """
+    by_id = {span.span_id: span for span in spans}
     found: dict[tuple[object, object], list[FinishedSpan]] = {}
-    for trace in traces.values():
-        for span in trace:
-            if span.name == "trajectory":
-                key = (span.attributes.get("task_id"), span.attributes.get("rollout_index"))
-                found.setdefault(key, []).extend(trace)
+    for span in by_id.values():
+        above: FinishedSpan | None = span
+        while above is not None and above.name != "trajectory":
+            above = by_id.get(above.parent_id or "")
+        if above is not None:
+            key = (above.attributes.get("task_id"), above.attributes.get("rollout_index"))
+            found.setdefault(key, []).append(span)
     for trace in found.values():
         trace.sort(key=lambda span: span.start_unix_ns)
     return found

@@ -1,4 +1,6 @@
 import json
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.agent_loop import ToolError, Trajectory
+from treadle.agent_loop import Message, ToolError, Trajectory
 from treadle.tracing import MemorySink, Metric, span, use_sink
 from treadle.trainer.report import TrajectoryLog
 from treadle.trainer.report.testing import make_task, make_trajectory
@@ -84,7 +86,7 @@ def test_without_a_decoder_spans_have_no_text(tmp_path: Path) -> None:
 
 def test_each_line_gets_the_trace_of_its_own_trajectory(tmp_path: Path) -> None:
     with TrajectoryLog(tmp_path / "t.jsonl") as log, use_sink(elsewhere := MemorySink()):
-        with log.recording() as recorded:
+        with log.recording() as recorded, span("step"):
             for rollout_index in (0, 1):
                 with (
                     span("trajectory", task_id="train/0", rollout_index=rollout_index),
@@ -98,6 +100,16 @@ def test_each_line_gets_the_trace_of_its_own_trajectory(tmp_path: Path) -> None:
     assert trace[1]["attributes"] == {"nested": {"ids": [1]}}
     assert trace[1]["parent_id"] == trace[0]["span_id"]
     assert elsewhere.spans == recorded.spans
+
+
+def test_a_row_may_hold_what_json_does_not(tmp_path: Path) -> None:
+    task = make_task(messages=[Message(role="user", content="half \ud83d")])
+    fields = {**task.fields, "reward_model": {"ground_truth": date(2026, 11, 21)}}
+    trajectory = make_trajectory(task=replace(task, fields=fields))
+    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+        log.append(1, [trajectory], phase="train", limit=1)
+    (line,) = lines(tmp_path / "t.jsonl")
+    assert (line["ground_truth"], line["messages"][0]["content"]) == ("2026-11-21", "half \ud83d")
 
 
 def test_a_resumed_run_removes_what_comes_again(tmp_path: Path) -> None:
