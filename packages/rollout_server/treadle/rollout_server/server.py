@@ -27,16 +27,15 @@ from treadle.rollout.v1 import generation_service_pb2_grpc as gen_grpc
 from treadle.rollout.v1 import server_service_pb2 as srv_pb
 from treadle.rollout.v1 import server_service_pb2_grpc as srv_grpc
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync_pb
-from treadle.rollout.v1 import weight_sync_service_pb2_grpc as sync_grpc
 from treadle.rollout_server.clock import Clock
 from treadle.rollout_server.config import ServerConfig
 from treadle.rollout_server.lifecycle import ServerState
 from treadle.rollout_server.registry import EngineFactory, engine_factory
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.services import weight_sync
 from treadle.rollout_server.services.generation import GenerationServicer
 from treadle.rollout_server.services.interceptors import Guard
 from treadle.rollout_server.services.server import ServerServicer
-from treadle.rollout_server.services.weight_sync import WeightSyncServicer
 from treadle.rollout_server.version import server_version
 
 _log = logging.getLogger(__name__)
@@ -122,9 +121,7 @@ def _assemble(grpc_server: grpc.aio.Server, replica: Replica) -> health.aio.Heal
     gen_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
         GenerationServicer(replica), grpc_server
     )
-    sync_grpc.add_WeightSyncServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        WeightSyncServicer(replica), grpc_server
-    )
+    weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), grpc_server)
     srv_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
         ServerServicer(replica, server_version()), grpc_server
     )

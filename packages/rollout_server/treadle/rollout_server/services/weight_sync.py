@@ -6,6 +6,7 @@ switches. A stream that breaks leaves in the session what had arrived.
 
 from collections.abc import AsyncIterator
 
+import grpc
 import grpc.aio
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
@@ -18,6 +19,9 @@ from treadle.rollout_server.services.codec import (
     decode_tensors,
     decode_update_id,
 )
+from treadle.rollout_server.services.push_message import PushedChunk, decode_push
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
 
 
 class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
@@ -54,23 +58,21 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
 
     async def PushWeights(
         self,
-        request_iterator: AsyncIterator[pb.PushWeightsRequest],
+        request_iterator: AsyncIterator[PushedChunk | pb.PushHeader | None],
         context: grpc.aio.ServicerContext[pb.PushWeightsRequest, pb.PushWeightsResponse],
     ) -> pb.PushWeightsResponse:
-        """Stages the chunks of one stream."""
-        first = await anext(request_iterator, None)
-        if first is None or first.WhichOneof("payload") != "header":
+        """Stages the chunks of one stream, whose messages `decode_push` has read."""
+        header = await anext(request_iterator, None)
+        if not isinstance(header, pb.PushHeader):
             raise InvalidField("payload", "no header", "a header as the first message")
-        session = self._replica.slot.find(decode_update_id(first.header.update_id))
+        session = self._replica.slot.find(decode_update_id(header.update_id))
         now = self._replica.clock.time
         received_bytes = 0
-        async for message in request_iterator:
-            if message.WhichOneof("payload") != "chunk":
+        async for chunk in request_iterator:
+            if not isinstance(chunk, PushedChunk):
                 raise InvalidField("payload", "no chunk", "chunks after the header")
-            chunk = message.chunk
-            data = chunk.data
-            session.accept(chunk.tensor_index, chunk.offset, chunk.crc32, data, now=now())
-            received_bytes += len(data)
+            session.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data, now=now())
+            received_bytes += len(chunk.data)
         return pb.PushWeightsResponse(received_bytes=received_bytes)
 
     async def GetUpdate(
@@ -100,3 +102,14 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         """Drops an update."""
         self._replica.abort_update(decode_update_id(request.update_id))
         return pb.AbortUpdateResponse()
+
+
+def add_to_server(servicer: WeightSyncServicer, server: grpc.aio.Server) -> None:
+    """Serves every method as generated, but PushWeights without copying its chunks."""
+    pb_grpc.add_WeightSyncServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    push = grpc.stream_unary_rpc_method_handler(
+        servicer.PushWeights,
+        request_deserializer=decode_push,
+        response_serializer=pb.PushWeightsResponse.SerializeToString,
+    )
+    server.add_registered_method_handlers(_SERVICE, {"PushWeights": push})

@@ -9,11 +9,14 @@ Bytes are copied once, into a buffer that is allocated when its tensor's first b
 Pure; time and leases are the session's business.
 """
 
+import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 
 from treadle.rollout_server.engine import NamedTensor, TensorSpec
 from treadle.rollout_server.errors import ChunkCorrupt, ChunkOutOfOrder, InvalidField
+
+_MAPPED_BYTES = 1 << 20  # Smaller tensors share pages.
 
 
 class Assembler:
@@ -80,7 +83,7 @@ class Assembler:
         """The whole buffer of a tensor, for a transport that fills it in place."""
         view = self._buffers[tensor_index]
         if view is None:
-            view = memoryview(bytearray(self._size_bytes[tensor_index]))
+            view = _reserve(self._size_bytes[tensor_index])
             self._buffers[tensor_index] = view
         return view
 
@@ -98,3 +101,14 @@ class Assembler:
         assert not self.missing(), "tensors are read only when every byte is there"
         for index, spec in enumerate(self.tensors):
             yield NamedTensor(spec=spec, data=self.buffer(index))
+
+
+def _reserve(size_bytes: int) -> memoryview:
+    """Memory, of which a large tensor's pages come as they are written.
+
+    A bytearray would be cleared at once, which for a gigabyte stops the event loop for half
+    a second.
+    """
+    if size_bytes < _MAPPED_BYTES:
+        return memoryview(bytearray(size_bytes))
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
