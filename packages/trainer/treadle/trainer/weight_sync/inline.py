@@ -7,22 +7,21 @@ the server how far it got and calls again (`PushTarget.received_bytes`).
 """
 
 import threading
-import zlib
 from collections.abc import Sequence
 
 import grpc
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from treadle.trainer.policy_commands import Push, PushTarget, SendReport
 from treadle.trainer.weight_sync.errors import explain
 from treadle.trainer.weight_sync.feed import Feed
-from treadle.trainer.weight_sync.payload import WeightSource, slices, tensor_bytes
+from treadle.trainer.weight_sync.payload import WeightSource, chunk_message, slices, tensor_bytes
 
 __all__ = ["CHANNEL_OPTIONS", "push"]
 
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
 _MESSAGES_AHEAD = 4
+_PUSH_WEIGHTS = f"/{pb.DESCRIPTOR.services_by_name['WeightSyncService'].full_name}/PushWeights"
 
 
 class _Stream:
@@ -33,29 +32,33 @@ class _Stream:
         self.num_bytes = 0
         self.error: str | None = None
         self._deadline_s = command.deadline_s
-        self._feed: Feed[pb.PushWeightsRequest] = Feed(_MESSAGES_AHEAD)
-        self._feed.put(pb.PushWeightsRequest(header=pb.PushHeader(update_id=command.update_id)))
+        self._feed: Feed[bytes] = Feed(_MESSAGES_AHEAD)
+        header = pb.PushWeightsRequest(header=pb.PushHeader(update_id=command.update_id))
+        self._feed.put(header.SerializeToString())
         self._thread = threading.Thread(target=self._run, name=f"push-{target.name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             with grpc.insecure_channel(self.target.address, options=CHANNEL_OPTIONS) as channel:
-                stub = pb_grpc.WeightSyncServiceStub(channel)  # type: ignore[no-untyped-call]
-                stub.PushWeights(self._feed, timeout=self._deadline_s)
+                # Without a serializer: the feed's messages are serialized.
+                call = channel.stream_unary(
+                    _PUSH_WEIGHTS, response_deserializer=pb.PushWeightsResponse.FromString
+                )
+                call(self._feed, timeout=self._deadline_s)
         except grpc.RpcError as error:
             self.error = str(explain(error, server=self.target.name, call="PushWeights"))
         finally:
             self._feed.close()
 
-    def send(self, index: int, offset: int, part: memoryview, whole: pb.PushWeightsRequest) -> None:
+    def send(self, index: int, offset: int, part: memoryview, whole: bytes) -> None:
         """Sends what the server lacks of a chunk; `whole` is the chunk as a message."""
         held = self.target.received_bytes[index]
         if held >= offset + len(part):
             return
         if held > offset:  # an earlier push broke off inside this chunk
             part = part[held - offset :]
-            whole = _chunk(index, held, part)
+            whole = chunk_message(index, held, part)
         if self._feed.put(whole):
             self.num_bytes += len(part)
 
@@ -92,14 +95,6 @@ def push(policy: WeightSource, command: Push, *, rank: int) -> SendReport:
 
 def _send(streams: Sequence[_Stream], index: int, data: memoryview, command: Push) -> None:
     for offset, part in slices(data, command.chunk_bytes):
-        message = _chunk(index, offset, part)
+        message = chunk_message(index, offset, part)
         for stream in streams:
             stream.send(index, offset, part, message)
-
-
-def _chunk(index: int, offset: int, part: memoryview) -> pb.PushWeightsRequest:
-    return pb.PushWeightsRequest(
-        chunk=pb.WeightChunk(
-            tensor_index=index, offset=offset, crc32=zlib.crc32(part), data=bytes(part)
-        )
-    )

@@ -1,6 +1,7 @@
 """The bytes of a weight: little-endian, row-major, in the element type that the servers hold."""
 
 import math
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WeightSource",
+    "chunk_message",
     "element_type_to_proto",
     "num_bytes",
     "slices",
@@ -37,6 +39,10 @@ _PROTO: dict[ElementType, pb.ElementType] = {
     "float32": pb.ELEMENT_TYPE_FLOAT32,
     "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
 }
+
+_LENGTH_DELIMITED = 2
+_CHUNK_TAG = bytes([pb.PushWeightsRequest.CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_DATA_TAG = bytes([pb.WeightChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 
 
 def element_type_to_proto(element_type: ElementType) -> pb.ElementType:
@@ -67,3 +73,30 @@ def slices(data: memoryview, size: int) -> Iterator[tuple[int, memoryview]]:
     """(offset, part of at most `size` bytes), in order."""
     for offset in range(0, len(data), size):
         yield offset, data[offset : offset + size]
+
+
+def chunk_message(index: int, offset: int, part: memoryview) -> bytes:
+    """A serialized `PushWeightsRequest` with one chunk, its data copied once.
+
+    protobuf would copy them into the chunk, into the request and into the result, which takes
+    longer than to send them. Its fields are written in the order of their numbers, so that the
+    scalars, the tag and the length of `data` and the data make up a `WeightChunk`.
+
+    Args:
+        index: Of the tensor in the announcement.
+        offset: Of the first byte in the tensor.
+        part: At least one byte.
+    """
+    scalars = pb.WeightChunk(tensor_index=index, offset=offset, crc32=zlib.crc32(part))
+    head = scalars.SerializeToString() + _DATA_TAG + _varint(len(part))
+    return b"".join((_CHUNK_TAG, _varint(len(head) + len(part)), head, part))
+
+
+def _varint(value: int) -> bytes:
+    """https://protobuf.dev/programming-guides/encoding."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
