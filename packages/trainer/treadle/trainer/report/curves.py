@@ -29,6 +29,8 @@ _INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _REWARD, _TOOL, _ACCURACY = "#2166ac", "#c05621", "#2f7d4f"
 _PHASES: Final = ("#4a78b5", "#d98c4a", "#6aa37c", "#9a7bb0", "#c9b458", "#70a9b5", "#b0736f")
 _REST: Final = "#cbd2d9"
+_MAX_BARS: Final = 40
+"""Beyond, the phases are areas: bars would be hairlines, and take 8 s per thousand steps."""
 
 
 def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
@@ -132,12 +134,15 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
     known = [sum(column) for column in zip(*layers, strict=True)]
     layers.append([max(0.0, r[STEP_S] - k) for r, k in zip(timed, known, strict=True)])
     colours = [*(_PHASES[i % len(_PHASES)] for i in range(len(names))), _REST]
-    bottom = [0.0] * len(steps)
-    width = 1.0 if len(steps) > 40 else 0.85
-    for name, layer, colour in zip([*names, "other"], layers, colours, strict=True):
-        axes.bar(steps, layer, width, bottom=bottom, color=colour, label=name, linewidth=0)
-        bottom = [b + v for b, v in zip(bottom, layer, strict=True)]
-    axes.set_ylim(0, max(bottom) * 1.22 or 1.0)
+    labels = [*names, "other"]
+    if len(steps) > _MAX_BARS:
+        axes.stackplot(steps, layers, labels=labels, colors=colours, step="mid", linewidth=0)
+    else:
+        bottom = [0.0] * len(steps)
+        for name, layer, colour in zip(labels, layers, colours, strict=True):
+            axes.bar(steps, layer, 0.85, bottom=bottom, color=colour, label=name, linewidth=0)
+            bottom = [b + v for b, v in zip(bottom, layer, strict=True)]
+    axes.set_ylim(0, max(map(sum, zip(*layers, strict=True))) * 1.22 or 1.0)
     axes.legend(loc="upper center", ncols=4, frameon=False, labelcolor=_INK, fontsize=8)
 
 

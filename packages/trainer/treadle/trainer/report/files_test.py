@@ -64,6 +64,7 @@ def test_curves_are_drawn_of_whatever_was_measured(tmp_path: Path) -> None:
         [],
         [{"step": 1.0, "reward/mean": math.nan}],
         [{"step": 1.0, "reward/mean": -3.5, "time/step_s": 0.0, "time/rollout_s": 0.0}],
+        [{"step": float(s), "time/step_s": 2.0, "time/rollout_s": 1.0} for s in range(1, 60)],
     ):
         draw_curves(records, path, title="Few & odd $numbers$")
         assert path.read_bytes().startswith(PNG)
