@@ -219,13 +219,16 @@ async def test_a_refusal_moves_nobody_else() -> None:
 
 async def test_a_session_stays_where_it_is_and_frees_its_place() -> None:
     good = says(STARTED, tokens(99), finished(1))
-    first, second = ScriptedServer(*[good] * 3), ScriptedServer(*[good] * 3)
-    async with serving(first, second) as addresses, connect(addresses) as generator:
-        for _ in range(3):
-            await ask(generator, session="one")
-        assert sorted([len(first.requests), len(second.requests)]) == [0, 3]
-        generator.finish_session("one")
-        generator.finish_session("one")
+    servers = ScriptedServer(*[good] * 7), ScriptedServer(*[good] * 3)
+    async with serving(*servers) as addresses, connect(addresses) as generator:
+        for session in ("a", "a", "a", "b", "c", "d"):
+            await ask(generator, session=session)
+        for session in ("a", "a", "c"):
+            generator.finish_session(session)
+        for session in ("e", "f", "g"):
+            await ask(generator, session=session)
+    assert [r.session_id for r in servers[0].requests] == ["a", "a", "a", "c", "e", "f"]
+    assert [r.session_id for r in servers[1].requests] == ["b", "d", "g"]
 
 
 @pytest.mark.parametrize(
