@@ -41,7 +41,8 @@ class _Stream:
     def _run(self) -> None:
         try:
             with grpc.insecure_channel(self.target.address, options=CHANNEL_OPTIONS) as channel:
-                # Without a serializer: the feed's messages are serialized.
+                # Without a serializer: the feed's messages are serialized already.
+                call: grpc.StreamUnaryMultiCallable[bytes, pb.PushWeightsResponse]
                 call = channel.stream_unary(
                     _PUSH_WEIGHTS, response_deserializer=pb.PushWeightsResponse.FromString
                 )
