@@ -91,8 +91,10 @@ class HfRenderer:
             raise SetupError(f"{directory} holds no tokenizer.json")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise SetupError(f"the tokenizer in {directory} does not load: {error}") from error
+        except Exception as error:  # the libraries raise whatever the file makes them stumble over
+            raise SetupError(
+                f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
+            ) from error
         return cls(
             tokenizer,
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),

@@ -213,6 +213,18 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         HfRenderer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"model": 3}', "[1"])
+def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(SetupError, match=f"the tokenizer in {tmp_path} does not load: "):
+        HfRenderer.from_directory(tmp_path)
+
+
+def test_text_that_the_tokenizer_refuses_is_a_render_error(renderer: HfRenderer) -> None:
+    with pytest.raises(RenderError, match="tokenizer: "):
+        renderer.extend((0,), [Message(role="tool", content="half \ud83d")], tools=())
+
+
 def test_a_missing_template_is_refused() -> None:
     with pytest.raises(SetupError, match="no chat template"):
         HfRenderer(make_tokenizer(template=None))
