@@ -1,4 +1,4 @@
-"""Checks that the tools share: what the model passed, and what the catalogue configured.
+"""Checks that the package shares: what the model passed, and what the catalogue configured.
 
 The first kind of mistake is the model's and becomes `ToolFailure`, the second is ours and becomes
 `SetupError`. Pure; nobody waits.
@@ -6,7 +6,8 @@ The first kind of mistake is the model's and becomes `ToolFailure`, the second i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 from treadle.agent_loop import SetupError, ToolFailure
 
@@ -36,3 +37,9 @@ def no_settings(tool: str, config: Mapping[str, object] | None) -> None:
     if config:
         keys = ", ".join(map(repr, sorted(config)))
         raise SetupError(f"{tool} has no settings; remove {keys} from its config")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The text ", did you mean 'x'?" if one of the `known` names is like `name`, else ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -18,9 +18,8 @@ class of your own. A class is called as `Class(config=..., spec=...)`, without `
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
@@ -28,6 +27,7 @@ from typing import Final, cast
 import yaml
 
 from treadle.agent_loop import SetupError, Tool, ToolSpec
+from treadle.tools.arguments import did_you_mean
 
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {"verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool"}
@@ -111,9 +111,7 @@ def _class(name: str, where: str) -> type:
         raise SetupError(f"{where}: cannot import {module_name}: {error}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
-        near = _did_you_mean(
-            class_name, [k for k, v in vars(module).items() if isinstance(v, type)]
-        )
+        near = did_you_mean(class_name, [k for k, v in vars(module).items() if isinstance(v, type)])
         raise SetupError(f"{where}: {module_name} has no class {class_name!r}{near}")
     return found
 
@@ -146,7 +144,7 @@ def _section(
     for key in mapping:
         if key not in required + optional:
             raise SetupError(
-                f"{where}: unknown key {key!r}{_did_you_mean(key, required + optional)}; "
+                f"{where}: unknown key {key!r}{did_you_mean(key, required + optional)}; "
                 f"known are: {', '.join(required + optional)}"
             )
     missing = [key for key in required if key not in mapping]
@@ -165,8 +163,3 @@ def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise SetupError(f"{where} must be a non-empty text, not {value!r}")
     return value
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""

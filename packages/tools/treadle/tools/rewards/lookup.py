@@ -15,13 +15,13 @@ A named reward reads the last assistant message of the trajectory and the row's
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Final
 
 from treadle.agent_loop import RewardError, RewardFn, SetupError, Trajectory
+from treadle.tools.arguments import did_you_mean
 from treadle.tools.rewards import gsm8k
 from treadle.tools.rewards.user import load
 
@@ -70,7 +70,7 @@ def get(name: str, *, mode: str = "strict") -> RewardFn:
     """
     if name not in NAMED:
         raise SetupError(
-            f"there is no reward {name!r}{_did_you_mean(name, NAMED)}; there are: "
+            f"there is no reward {name!r}{did_you_mean(name, NAMED)}; there are: "
             f"{', '.join(sorted(NAMED))}. Your own is given as path.py:function or module:function"
         )
     return partial(_score, NAMED[name], _checked(mode))
@@ -96,7 +96,7 @@ def check_data_sources(sources: Iterable[object]) -> None:
     if unknown:
         raise SetupError(
             f"no reward is known for data_source {', '.join(map(repr, unknown))}"
-            f"{_did_you_mean(unknown[0], DATA_SOURCES)}; known are: "
+            f"{did_you_mean(unknown[0], DATA_SOURCES)}; known are: "
             f"{', '.join(sorted(DATA_SOURCES))}. Name a reward for all rows, or give your own as "
             "path.py:function or module:function"
         )
@@ -132,8 +132,3 @@ def _checked(mode: str) -> gsm8k.Mode:
         if mode == known:
             return known
     raise SetupError(f"there is no reward mode {mode!r}; there are: {', '.join(gsm8k.MODES)}")
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
