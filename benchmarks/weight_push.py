@@ -1,9 +1,10 @@
 """How fast weights come in: PushWeights over loopback gRPC against memcpy of the same bytes.
 
 One stream of 1 MiB chunks, made as the trainer makes them, to a server in a process of its
-own; the CRC-32 of each chunk is computed by both sides. memcpy copies the same bytes between two buffers that were touched before. The two
-take turns; what is printed is the median and the range over the rounds. The CPU time is the
-sender's, in all its threads, which other processes disturb less.
+own; the CRC-32 of each chunk is computed by both sides. memcpy copies the same bytes between
+two buffers that were touched before. The two take turns; what is printed is the median and
+the range over the rounds. The CPU time is the sender's, in all its threads, which other
+processes disturb less.
 
     python benchmarks/weight_push.py [--rounds 5] [--megabytes 256] [--out results.json]
 """
