@@ -45,7 +45,7 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
             raise ValueError("not a safetensors file: the header is longer than the file")
         try:
             header = json.loads(file.read(header_bytes))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not a safetensors file: the header is no JSON ({error})") from None
     if not isinstance(header, dict):
         raise ValueError("not a safetensors file: the header is no JSON object")

@@ -3,7 +3,8 @@
 Invariant: a file is opened only when its real path, links followed, lies below the real
 path of the directory that the server was started with; and nothing counts as staged whose
 CRC-32 is not the announced one. The bytes are copied to host memory before they are
-checked, so a file that changes afterwards changes nothing.
+checked, so a file that changes afterwards changes nothing. Whoever can write below the
+directory is trusted: a link put there between the check and the opening is followed.
 
 Blocking; run it in a thread.
 """
@@ -62,13 +63,8 @@ def stage_files(
         TensorMismatch: A tensor is missing, unknown, in two files, or has another type
             or shape than announced.
     """
-    folder = confined(directory, root)
-    if not folder.is_dir():
-        raise FileMissing(str(folder), "no such directory")
-    paths = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
-    if not paths:
-        raise FileMissing(str(folder), "it holds no *.safetensors file")
-    places = _locate([confined(str(path), root) for path in paths], assembler.tensors)
+    paths = [confined(str(path), root) for path in _list(confined(directory, root))]
+    places = _locate(paths, assembler.tensors)
     index_of = {spec.name: index for index, spec in enumerate(assembler.tensors)}
     for path, stored in places.items():
         try:
@@ -79,6 +75,21 @@ def stage_files(
                     assembler.filled(index)
         except OSError as error:
             raise FileMissing(str(path), error.strerror or str(error)) from error
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        if not folder.is_dir():
+            raise FileMissing(str(folder), "no such directory")
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    except OSError as error:
+        raise FileMissing(str(folder), error.strerror or str(error)) from error
+    if not paths:
+        raise FileMissing(str(folder), "it holds no *.safetensors file")
+    for path in paths:
+        if path.exists() and not path.is_file():  # To open a pipe would wait for ever.
+            raise FileMissing(str(path), "not a regular file")
+    return paths
 
 
 def _locate(

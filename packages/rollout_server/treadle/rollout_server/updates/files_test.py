@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -109,6 +110,26 @@ def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
         stage(tmp_path)
     (tmp_path / "1").mkdir()
     with pytest.raises(FileMissing, match=r"holds no \*\.safetensors file"):
+        stage(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    os.mkfifo(tmp_path / "1" / "x.safetensors")
+    with pytest.raises(FileMissing, match="not a regular file"):
+        stage(tmp_path)
+
+
+def test_a_name_that_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileMissing, match="name too long"):
+        stage(tmp_path, "x" * 5000)
+
+
+def test_a_header_nested_too_deep_is_corrupt(tmp_path: Path) -> None:
+    text = b"[" * 100_000
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(FileCorrupt, match="no JSON"):
         stage(tmp_path)
 
 
