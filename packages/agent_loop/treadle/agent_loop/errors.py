@@ -124,9 +124,17 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
     except AgentLoopError:
         raise
     except asyncio.CancelledError as cause:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if not _is_stray():
             raise
         raise error(f"{what}: CancelledError, though nobody cancelled it") from cause
     except Exception as cause:
         raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+
+
+def _is_stray() -> bool:
+    """Whether a task runs here and nobody asked it to end."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return False
+    return task is not None and not task.cancelling()
