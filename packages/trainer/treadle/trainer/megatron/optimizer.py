@@ -25,6 +25,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # n
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+
     from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
 
 
