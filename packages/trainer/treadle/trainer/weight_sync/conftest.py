@@ -64,7 +64,8 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
     """Takes one update at a time; keeps what a real server would sample from.
 
     `refuse` maps a method to the reason that its next call is refused with; `break_after` ends
-    the next push after so many bytes; a push reads nothing before `push_waits_for`.
+    the next push after so many bytes; a push reads nothing before `push_waits_for`, and GetUpdate
+    is not answered before `get_waits_for`.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         self.max_chunk_bytes = 1 << 20
         self.renewed = asyncio.Event()
         self.push_waits_for: asyncio.Event | None = None
+        self.get_waits_for: asyncio.Event | None = None
         self._update: pb.BeginUpdateRequest | None = None
         self._staged: dict[int, bytearray] = {}
 
@@ -120,6 +122,8 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
     ) -> pb.GetUpdateResponse:
         await self._enter("GetUpdate", context)
         self.renewed.set()
+        if self.get_waits_for is not None:
+            await self.get_waits_for.wait()
         return pb.GetUpdateResponse(received_bytes=self._received())
 
     async def CommitUpdate(

@@ -173,24 +173,26 @@ class WeightPublisher:
 
     @contextlib.asynccontextmanager
     async def _renewing(self, round_: _Round) -> AsyncIterator[None]:
-        """Keeps the leases of an update while its bytes are on the way."""
+        """Keeps the leases of an update while its bytes are on the way.
 
-        async def renew() -> None:
+        Each server has a task of its own: one that hangs must not cost the others their leases.
+        """
+
+        async def renew(server: WeightSyncClient) -> None:
             while True:
                 await asyncio.sleep(self._config.lease_s / 3)
-                for server in list(round_.live.values()):
-                    try:
-                        await server.received(round_.update_id)
-                    except WeightSyncError as error:  # the push, or Begin after it, will say more
-                        _log.warning("lease not renewed: %s", error)
+                try:
+                    await server.received(round_.update_id)
+                except WeightSyncError as error:  # the push, or Begin after it, will say more
+                    _log.warning("lease not renewed: %s", error)
 
-        task = asyncio.create_task(renew())
+        tasks = [asyncio.create_task(renew(server)) for server in round_.live.values()]
         try:
             yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- file ----------------------------------------------------------------------------------
 

@@ -154,3 +154,16 @@ async def test_the_lease_is_renewed_while_bytes_are_on_the_way(
     config = WeightSyncConfig(transport=InlineTransportConfig(), lease_s=1)
     report = await _publisher(weights, config, tmp_path).publish(1, [client])
     assert report.served == ("one",)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_hangs_does_not_cost_the_others_their_leases(
+    serve: Serve, weights: Weights, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (hanging, first), (taker, second) = await serve("hanging"), await serve("other")
+    hanging.get_waits_for = taker.renewed
+    taker.push_waits_for = taker.renewed
+    config = WeightSyncConfig(transport=InlineTransportConfig(), lease_s=1)
+    report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
+    assert report.served == ("hanging", "other")
+    assert "lease not renewed" not in caplog.text
