@@ -51,7 +51,7 @@ def outputs(case: dict[str, Any]) -> dict[str, Any]:
         )
     )
     loss = (output.loss_T * flat(per_token)).sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs_T.grad is not None
     return {
         "advantages": advantages,

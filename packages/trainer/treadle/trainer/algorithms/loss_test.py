@@ -61,7 +61,7 @@ def test_a_clipped_token_has_no_gradient_and_another_the_policy_gradient(
 ) -> None:
     given_ = inputs(ratio, advantage)
     output = ClippedSurrogate()(given_)
-    output.loss_T.sum().backward()
+    output.loss_T.sum().backward()  # type: ignore[no-untyped-call]
     gradient = given_.logprobs_T.grad
     assert gradient is not None
     stopped = output.metrics_T["actor/pg_clipfrac"] + output.metrics_T["actor/pg_clipfrac_lower"]
