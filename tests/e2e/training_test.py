@@ -18,9 +18,18 @@ def _check_versions(trainer: Trainer) -> None:
         assert {span["weight_version"] for span in spans} == {expected}
 
 
-@pytest.mark.parametrize("transport", ["inline", "file"])
-def test_a_run_does_what_was_asked_and_leaves_its_story(train: Train, transport: str) -> None:
-    trainer = train(f"sync.transport={transport}", "rollout.num_replicas=2")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sync.transport=inline", "rollout.num_replicas=2"),
+        ("sync.transport=file", "rollout.temperature=0.7"),
+    ],
+    ids=["inline", "file"],
+)
+def test_a_run_does_what_was_asked_and_leaves_its_story(
+    train: Train, arguments: tuple[str, ...]
+) -> None:
+    trainer = train(*arguments)
     before, first, last = trainer.metrics()
     assert [line["step"] for line in (before, first, last)] == [0, 1, 2]
     assert "val/accuracy" in before
@@ -36,7 +45,8 @@ def test_a_run_does_what_was_asked_and_leaves_its_story(train: Train, transport:
         assert line["actor/grad_norm"] >= 0
         phases = sum(line[f"time/{name}_s"] for name in ("rollout", "train", "sync"))
         assert 0 < phases <= line["time/step_s"]
-        # Trainer and server compute the same probabilities, after the weights moved too.
+        # Trainer and server compute the same probabilities: at any temperature, and after the
+        # weights moved too.
         assert line["rollout/logprob_diff_max"] < 1e-3
     for name in ("config.json", "curves.png", "report.html", "trajectories.jsonl"):
         assert (trainer.run_dir / name).stat().st_size > 0

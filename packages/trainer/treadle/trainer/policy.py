@@ -175,14 +175,20 @@ class NamedTensor:
 
 
 class PolicyBackend(Protocol):
-    """The policy on one rank. Every method is collective (see the module docstring)."""
+    """The policy on one rank. Every method is collective (see the module docstring).
+
+    Where there is a `temperature`, it divides the logits: log-probabilities and gradients are those
+    of the distribution that was sampled from only if it is the sampling temperature.
+    """
 
     @property
     def step(self) -> int:
         """Optimizer steps taken since the beginning of training, over all resumes."""
         ...
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
         """Log-probabilities of the loss tokens under the current policy, 0.0 elsewhere.
 
         Returns:
@@ -190,7 +196,9 @@ class PolicyBackend(Protocol):
         """
         ...
 
-    def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
         """The same under the frozen weights that training started from.
 
         Raises:
@@ -205,6 +213,7 @@ class PolicyBackend(Protocol):
         *,
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
+        temperature: float = 1.0,
     ) -> StepStats:
         """One optimizer step on the gradient of the aggregated loss over all `sequences`."""
         ...

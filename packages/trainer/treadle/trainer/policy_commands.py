@@ -62,6 +62,8 @@ class Update:
 
     sequences: tuple[TrainSequence, ...]
     algorithm: AlgorithmConfig
+    temperature: float
+    """What the sequences were sampled with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
 ) -> None:
     async with _group(tmp_path, model_path, data=2) as (group, launcher):
         first, second = await group.call(
-            Update(sequences=_sequences(), algorithm=AlgorithmConfig())
+            Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
         )
         assert isinstance(first, UpdateStats)
         assert first.steps[0].loss == second.steps[0].loss
@@ -103,7 +103,9 @@ async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
 
         os.kill(launcher.processes["policy-1"].pid, signal.SIGKILL)
         with pytest.raises(PolicyError, match=r"(?s)policy rank 1 was ended by SIGKILL"):
-            await group.call(Update(sequences=_sequences(), algorithm=AlgorithmConfig()))
+            await group.call(
+                Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+            )
     assert await launcher.processes["policy-0"].poll() is not None
 
 

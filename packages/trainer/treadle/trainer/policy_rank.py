@@ -66,7 +66,12 @@ class PolicyRank:
             case Update():
                 from treadle.trainer.update import run_update
 
-                return run_update(policy, command.sequences, command.algorithm)
+                return run_update(
+                    policy,
+                    command.sequences,
+                    command.algorithm,
+                    temperature=command.temperature,
+                )
             case Specs():
                 return policy.weight_specs()
             case Push():
@@ -113,7 +118,7 @@ def serve(connection: "Connection[Any, Any]", rank: PolicyRank) -> bool:
             logging.getLogger(__name__).exception("%s failed", type(command).__name__)
             connection.send(
                 Failed(
-                    kind=_kind(error),
+                    kind=_kind(error, command),
                     message=f"{type(error).__name__}: {error}",
                     traceback=traceback.format_exc(),
                 )
@@ -133,10 +138,10 @@ def _commands(connection: "Connection[Any, Any]") -> Iterator[Command]:
             return
 
 
-def _kind(error: Exception) -> Literal["input", "checkpoint", "peer", "bug"]:
+def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", "peer", "bug"]:
     if isinstance(error, CheckpointError):
         return "checkpoint"
-    if isinstance(error, ValueError | FileNotFoundError):
+    if isinstance(command, Build) and isinstance(error, ValueError | FileNotFoundError):
         return "input"
     lowered = str(error).lower()
     lost = ("connection closed by peer", "connection reset", "timed out", "gloo", "nccl")

@@ -26,13 +26,17 @@ def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSe
 
 
 def run_update(
-    policy: PolicyBackend, sequences: Sequence[TrainSequence], algorithm: AlgorithmConfig
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
 ) -> UpdateStats:
-    """Trains on the batch; see the module."""
+    """Trains on the batch, which was sampled with `temperature`; see the module."""
     started = time.perf_counter()
-    prepared = _with_old_logprobs(policy, sequences, algorithm)
+    prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
     if algorithm.needs_reference:
-        reference = policy.reference_logprobs(prepared)
+        reference = policy.reference_logprobs(prepared, temperature=temperature)
         prepared = [
             replace(sequence, ref_logprobs=logprobs)
             for sequence, logprobs in zip(prepared, reference, strict=True)
@@ -45,6 +49,7 @@ def run_update(
             loss,
             aggregation=algorithm.loss_aggregation,
             aggregation_length=algorithm.aggregation_length,
+            temperature=temperature,
         )
         for _ in range(algorithm.epochs)
         for part in cut(prepared, algorithm.mini_batches)
@@ -53,13 +58,16 @@ def run_update(
 
 
 def _with_old_logprobs(
-    policy: PolicyBackend, sequences: Sequence[TrainSequence], algorithm: AlgorithmConfig
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    temperature: float,
 ) -> list[TrainSequence]:
     if algorithm.old_logprobs == "rollout":
         return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences]
     if algorithm.updates_per_batch == 1:
         return list(sequences)  # the step's own log-probabilities, detached, are the old ones
-    old = policy.logprobs(sequences)
+    old = policy.logprobs(sequences, temperature=temperature)
     return [
         replace(sequence, old_logprobs=logprobs)
         for sequence, logprobs in zip(sequences, old, strict=True)

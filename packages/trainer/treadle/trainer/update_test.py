@@ -23,11 +23,18 @@ class _Policy:
 
     def __init__(self) -> None:
         self.trained: list[Sequence[TrainSequence]] = []
+        self.temperatures: set[float] = set()
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        self.temperatures.add(temperature)
         return [(-1.0,) * len(sequence.ids) for sequence in sequences]
 
-    def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        self.temperatures.add(temperature)
         return [(-2.0,) * len(sequence.ids) for sequence in sequences]
 
     def train_step(
@@ -37,7 +44,9 @@ class _Policy:
         *,
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
+        temperature: float = 1.0,
     ) -> StepStats:
+        self.temperatures.add(temperature)
         self.trained.append(sequences)
         return StepStats(
             step=len(self.trained),
@@ -76,27 +85,33 @@ _SEQUENCES = tuple(
 
 def test_one_update_needs_no_log_probabilities_beforehand() -> None:
     policy = _Policy()
-    stats = run_update(policy, _SEQUENCES, AlgorithmConfig())
+    stats = run_update(policy, _SEQUENCES, AlgorithmConfig(), temperature=1.0)
     assert policy.trained == [list(_SEQUENCES)]
     assert len(stats.steps) == 1
 
 
 def test_several_updates_are_measured_against_the_policy_that_began() -> None:
     policy = _Policy()
-    run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, mini_batches=2))
+    run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, mini_batches=2), temperature=1.0)
     assert [len(part) for part in policy.trained] == [1, 2, 1, 2]
     assert all(s.old_logprobs == (-1.0, -1.0) for part in policy.trained for s in part)
 
 
+def test_everything_is_measured_at_the_temperature_of_the_sampling() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, kl_coef=0.1), temperature=0.7)
+    assert policy.temperatures == {0.7}
+
+
 def test_the_ratio_may_be_taken_against_the_rollout() -> None:
     policy = _Policy()
-    run_update(policy, _SEQUENCES, AlgorithmConfig(old_logprobs="rollout"))
+    run_update(policy, _SEQUENCES, AlgorithmConfig(old_logprobs="rollout"), temperature=1.0)
     assert all(s.old_logprobs == (0.0, -0.5) for s in policy.trained[0])
 
 
 def test_a_kl_term_gets_the_reference() -> None:
     policy = _Policy()
-    run_update(policy, _SEQUENCES, AlgorithmConfig(kl_coef=0.1))
+    run_update(policy, _SEQUENCES, AlgorithmConfig(kl_coef=0.1), temperature=1.0)
     assert all(s.ref_logprobs == (-2.0, -2.0) for s in policy.trained[0])
 
 

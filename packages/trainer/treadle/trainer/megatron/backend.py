@@ -109,7 +109,9 @@ class MegatronPolicy:
     # --- computing ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.logprobs`."""
         packer = Packer(
             sequences,
@@ -120,7 +122,7 @@ class MegatronPolicy:
         values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
 
         def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, _ = self._head(micro, hidden)
+            logprobs_T, _ = self._head(micro, hidden, temperature)
             if self.world.speaks:
                 values_M[micro.slots_T] = logprobs_T
             return logprobs_T.sum()
@@ -132,7 +134,9 @@ class MegatronPolicy:
         return packer.unpack(values_M.tolist())
 
     @torch.no_grad()
-    def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.reference_logprobs`."""
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
@@ -141,7 +145,7 @@ class MegatronPolicy:
         try:
             for parameter, reference in zip(parameters, self._reference, strict=True):
                 parameter.copy_(reference)
-            return self.logprobs(sequences)
+            return self.logprobs(sequences, temperature=temperature)
         finally:
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
@@ -153,6 +157,7 @@ class MegatronPolicy:
         *,
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
+        temperature: float = 1.0,
     ) -> StepStats:
         """See `PolicyBackend.train_step`.
 
@@ -175,7 +180,7 @@ class MegatronPolicy:
         collector = StatsCollector(loss, packer, computed, self.world)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, entropy_T = self._head(micro, hidden)
+            logprobs_T, entropy_T = self._head(micro, hidden, temperature)
             inputs = micro.loss_inputs(logprobs_T, entropy_T)
             output = loss(inputs)
             collector.add(micro, inputs, output)
@@ -243,7 +248,9 @@ class MegatronPolicy:
             forward_only=forward_only,
         )
 
-    def _head(self, micro: MicroBatch, hidden_P1H: Tensor) -> tuple[Tensor, Tensor]:
+    def _head(
+        self, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """[T] log-probabilities and entropies of the loss tokens."""
         return logprobs_and_entropy(
             take_rows(hidden_P1H.squeeze(1), micro.rows_T),
@@ -252,6 +259,7 @@ class MegatronPolicy:
             vocab_size=self.architecture.vocab_size,
             group=self.world.tensor_group,
             chunk=self._config.logits_chunk_tokens,
+            temperature=temperature,
         )
 
     # --- weights and checkpoints ---------------------------------------------------------------

@@ -33,6 +33,7 @@ def logprobs_and_entropy(
     vocab_size: int,
     group: dist.ProcessGroup | None,
     chunk: int,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each target and the entropy, in nats, float32.
 
@@ -43,6 +44,7 @@ def logprobs_and_entropy(
         vocab_size: Real ids, without padding.
         group: The tensor-parallel group; None if this rank has the whole vocabulary.
         chunk: Most rows of logits to hold at a time.
+        temperature: Above 0; the distribution is the softmax of logits / temperature.
 
     Returns:
         Two [T] tensors, the same on every rank of the group.
@@ -52,6 +54,8 @@ def logprobs_and_entropy(
         if group is not None:
             rows_TH = copy_to_tensor_model_parallel_region(rows_TH)
         logits_TV = F.linear(rows_TH.to(head_VH.dtype), head_VH)
+        if temperature != 1.0:
+            logits_TV = logits_TV.float() / temperature
         return from_logits(logits_TV, ids_T, vocab_size=vocab_size, group=group)
 
     if len(targets_T) <= chunk:

@@ -44,6 +44,18 @@ def test_values_and_gradients_are_those_of_torch_without_padded_columns(chunk: i
     assert not got_gradients[1][REAL:].any()
 
 
+def test_the_temperature_divides_the_logits() -> None:
+    hidden, head, targets = problem()
+    got = logprobs_and_entropy(
+        hidden, head, targets, vocab_size=REAL, group=None, chunk=4, temperature=0.5
+    )
+    want = truth(2.0 * hidden @ head.T, targets)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
+    for g, w in zip(gradients(*got, hidden, head), gradients(*want, hidden, head), strict=True):
+        torch.testing.assert_close(g, w, atol=1e-5, rtol=0)
+
+
 def test_logits_are_not_written_to() -> None:
     _, _, targets = problem()
     logits = torch.randn(11, 16)
