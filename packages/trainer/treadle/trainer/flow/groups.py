@@ -3,6 +3,7 @@
 Survivor rule: a trajectory that failed is never trained on, and its group goes on without it. A
 group of which fewer than two are left says nothing about what was better than what, so it is
 left out whole. Every loss is counted. A step of which no group is left cannot be trained on.
+A trajectory of which no token was sampled is compared with its group, but is no sequence.
 """
 
 import itertools
@@ -79,8 +80,17 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> Step
     advantages = group_advantages(
         [_reward(t) for t in members], [t.task.task_id for t in members], norm_by_std=norm_by_std
     )
+    sequences = tuple(
+        _sequence(trajectory, advantage)
+        for trajectory, advantage in zip(members, advantages, strict=True)
+        if trajectory.tokens.num_sampled_tokens
+    )
+    if not sequences:
+        raise NoGroupLeftError(
+            f"none of the {len(members)} trajectories that ended well has a sampled token"
+        )
     return StepBatch(
-        sequences=tuple(map(_sequence, members, advantages)),
+        sequences=sequences,
         num_groups=len(groups),
         num_dropped_groups=len(groups) - len(kept),
         num_failed=len(failed),

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from treadle.agent_loop import (
@@ -68,6 +70,14 @@ def test_a_lone_survivor_has_nothing_to_be_compared_with() -> None:
     )
     assert len(batch.sequences) == 2
     assert batch.metrics()["groups/dropped"] == 1
+
+
+def test_a_trajectory_of_which_nothing_was_sampled_is_compared_but_not_trained_on() -> None:
+    silent = dataclasses.replace(_good(0, 1, 0.0), tokens=Transcript([1, 2]).freeze())
+    (sequence,) = make_batch([_good(0, 0, 1.0), silent], norm_by_std=False).sequences
+    assert sequence.advantages[0] == 0.5
+    with pytest.raises(NoGroupLeftError, match=r"none of the 2 .* has a sampled token"):
+        make_batch([silent, silent], norm_by_std=False)
 
 
 def test_groups_of_one_are_trained_on_where_all_are() -> None:

@@ -21,6 +21,7 @@ from treadle.trainer.policy_group import PolicyGroup
 from treadle.trainer.replicas import ReplicaSet
 from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
 from treadle.trainer.rollout import Rollout
+from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 __all__ = ["Run", "Timer", "sampling_params"]
@@ -94,7 +95,11 @@ class Run:
     async def train_on(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
         """The optimizer steps that one batch gives."""
         with self.progress.phase("train"):
-            command = Update(sequences=tuple(sequences), algorithm=self.config.algorithm)
+            command = Update(
+                sequences=tuple(sequences),
+                algorithm=self.config.algorithm,
+                temperature=self.config.rollout.temperature,
+            )
             stats = (await self.policy.call(command))[0]
         assert isinstance(stats, UpdateStats)
         return stats
@@ -102,22 +107,32 @@ class Run:
     async def publish(self, version: int) -> float:
         """Gives the policy's weights to all replicas, as `version`; the bytes of one copy."""
         with self.progress.phase("sync"):
-            await self.rollout.heal()
+            await self.replicas.look()
+            if revived := await self.replicas.revive():  # they are given `version` with the others
+                self.progress.note(f"started again: {', '.join(revived)}")
             report = await self.publisher.publish(version, self.replicas.clients)
             for name, cause in report.failed.items():
-                self.progress.note(f"rollout server lost: {cause}")
                 await self.replicas.drop(name, cause)
         self.version = version
         return float(report.num_bytes)
 
     async def republish(self, names: Sequence[str]) -> None:
-        """Gives the present weights to the replicas of these names, started again just now."""
+        """Gives the present weights to the replicas of these names, started again just now.
+
+        Raises:
+            WeightSyncError: none of them took the weights, and no other replica is left.
+        """
         self.progress.note(f"started again: {', '.join(names)}")
         if not self.version:  # version 0 is what servers load from the model directory
             return
         clients = [replica.client for replica in self.replicas.live if replica.name in names]
-        report = await self.publisher.publish(self.version, clients)
-        for name, cause in report.failed.items():
+        try:
+            failed = (await self.publisher.publish(self.version, clients)).failed
+        except WeightSyncError as error:
+            if error.outcome is Outcome.STOP or len(clients) == len(self.replicas.live):
+                raise
+            failed = {client.name: str(error) for client in clients}
+        for name, cause in failed.items():
             await self.replicas.drop(name, cause)
 
     async def save(self, step: int, metrics: dict[str, float]) -> None:

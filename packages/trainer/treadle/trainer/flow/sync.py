@@ -15,7 +15,7 @@ from treadle.trainer.flow.run import Run, Timer, sampling_params
 from treadle.trainer.policy_commands import UpdateStats
 from treadle.trainer.report import rollout_metrics
 
-__all__ = ["run_sync"]
+__all__ = ["run_sync", "update_metrics"]
 
 
 async def run_sync(run: Run, *, first_step: int) -> None:
@@ -62,12 +62,17 @@ async def _train_step(run: Run, step: int) -> None:
     _report_losses(run, step, batch)
     with timer.phase("train"):
         stats = await run.train_on(batch.sequences)
+    if skipped := sum(update.skipped for update in stats.steps):
+        run.progress.note(
+            f"step {step}: {skipped} of {len(stats.steps)} updates were skipped, because their "
+            "gradient was not finite"
+        )
     with timer.phase("sync"):
         num_bytes = await run.publish(step)
     metrics = {
         **rollout_metrics(trajectories),
         **batch.metrics(),
-        **_update_metrics(stats),
+        **update_metrics(stats),
         "weights/version": float(run.version),
         "weights/bytes": num_bytes,
         "data/epoch": float(run.order.epoch(step)),
@@ -101,13 +106,17 @@ def _report_losses(run: Run, step: int, batch: StepBatch) -> None:
         run.progress.note(f"  {cause}")
 
 
-def _update_metrics(stats: UpdateStats) -> dict[str, float]:
-    """Means over the optimizer steps of one batch; sums of counts."""
+def update_metrics(stats: UpdateStats) -> dict[str, float]:
+    """Means over the optimizer steps of one batch that have the number; sums of counts.
+
+    `rollout/*`, the difference between engine and trainer, is that of the first such step: the
+    later ones also show what the batch itself has changed.
+    """
     steps = stats.steps
-    names = sorted({name for step in steps for name in step.metrics})
-    metrics = {
-        name: sum(step.metrics.get(name, 0.0) for step in steps) / len(steps) for name in names
-    }
+    metrics: dict[str, float] = {}
+    for name in sorted({name for step in steps for name in step.metrics}):
+        values = [step.metrics[name] for step in steps if name in step.metrics]
+        metrics[name] = values[0] if name.startswith("rollout/") else sum(values) / len(values)
     return metrics | {
         "actor/loss": sum(step.loss for step in steps) / len(steps),
         "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
