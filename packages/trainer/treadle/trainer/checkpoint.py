@@ -180,7 +180,7 @@ class Checkpoints:
                 f"{error.strerror or error}. The run goes on from the one before: make room and "
                 "start it again with the same run.dir"
             ) from error
-        self._remove_old()
+        self._remove_old(name)
 
     def _remove_partial(self) -> None:
         if self._directory.exists():
@@ -190,7 +190,10 @@ class Checkpoints:
                 else:
                     leftover.unlink()
 
-    def _remove_old(self) -> None:
-        complete = sorted(path for path in self._directory.glob("step-*") if path.is_dir())
+    def _remove_old(self, newest: str) -> None:
+        """Keeps `newest` and those before it; later ones are from before the run was set back."""
+        complete = sorted(
+            path for path in self._directory.glob("step-*") if path.is_dir() and path.name <= newest
+        )
         for path in complete[: -self._keep]:
             shutil.rmtree(path)

@@ -29,6 +29,18 @@ def test_the_newest_checkpoint_is_found_with_its_metrics(tmp_path: Path) -> None
     assert names == ["latest", "step-00000010", "step-00000015"]
 
 
+def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    for step in (5, 10):
+        _save(Checkpoints(tmp_path, keep=2), step)
+    (tmp_path / "latest").write_text("step-00000005\n")
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    _save(checkpoints, 6)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 6
+    assert (latest.policy_directory / "weights").exists()
+
+
 def test_a_full_disk_leaves_the_newest_checkpoint_as_it_was(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     _save(checkpoints, 5)

@@ -111,12 +111,18 @@ def make_plan(config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus
     """The plan of a configuration over so many rows.
 
     Raises:
-        ConfigError: there are too few rows for one step.
+        ConfigError: there are too few rows for one step, or trajectories for its updates.
     """
     plan = Plan(config=config, num_train_rows=num_train_rows, num_val_rows=num_val_rows, cpus=cpus)
     if not plan.steps_per_epoch:
         raise ConfigError(
             f"data.prompts_per_step={config.data.prompts_per_step} exceeds the {num_train_rows} "
             "training rows: lower it or give more rows"
+        )
+    if config.algorithm.mini_batches > plan.trajectories_per_step:
+        raise ConfigError(
+            f"algorithm.mini_batches={config.algorithm.mini_batches} exceeds the "
+            f"{plan.trajectories_per_step} trajectories of a step (data.prompts_per_step x "
+            "rollout.samples_per_prompt): lower it"
         )
     return plan

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.load import ConfigError
 from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
 from treadle.trainer.plan import make_plan
@@ -26,6 +27,12 @@ def test_total_steps_overrides_epochs() -> None:
     assert plan.total_steps == 7
     assert "a step" in plan.text()
     assert "4 prompts x 8 samples = 32 trajectories" in plan.text()
+
+
+def test_more_updates_than_trajectories_are_refused() -> None:
+    config = _config().model_copy(update={"algorithm": AlgorithmConfig(mini_batches=33)})
+    with pytest.raises(ConfigError, match=r"mini_batches=33 exceeds the 32 trajectories"):
+        make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2)
 
 
 def test_too_few_rows_are_refused_with_both_numbers() -> None:
