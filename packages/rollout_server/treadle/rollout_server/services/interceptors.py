@@ -109,6 +109,8 @@ async def _guarded(
     method: str, problem: Unauthenticated | None, context: _Context
 ) -> AsyncIterator[None]:
     began = time.monotonic()
+    # Asked now: of a call that was cancelled gRPC has freed the memory that holds the answer.
+    peer = context.peer() if _log.isEnabledFor(logging.DEBUG) else ""
     outcome = "cancelled"
     try:
         if problem is not None:
@@ -124,7 +126,7 @@ async def _guarded(
         await context.abort(code, message_of(error), trailing_metadata=trailer)
     finally:
         took_ms = (time.monotonic() - began) * 1000
-        _log.debug("%s %s %s %.1f ms", context.peer(), method, outcome, took_ms)
+        _log.debug("%s %s %s %.1f ms", peer, method, outcome, took_ms)
 
 
 def _has_deadline(context: _Context) -> bool:
