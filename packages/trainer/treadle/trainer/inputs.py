@@ -4,11 +4,12 @@ Invariant: what `prepare` returns can be trained on. Everything that can be wron
 files is an error here, named with file and row. Takes seconds; the caller decides on which thread.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treadle.agent_loop import HermesParser, Tool
+from treadle.agent_loop import HermesParser, RewardFn, SetupError, Tool
 from treadle.tools import load_catalogue, rewards
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
@@ -36,6 +37,7 @@ class Inputs:
 
     renderer: "HfRenderer"
     tools: Mapping[str, Tool]
+    reward: RewardFn
     train: Sequence[Prompt]
     val: Sequence[Prompt]
     notes: tuple[str, ...]
@@ -56,9 +58,12 @@ def prepare(config: RunConfig, rows: Rows) -> Inputs:
     """Loads tokenizer and tools, and decides about every row.
 
     Raises:
-        SetupError: the tokenizer, the tools or the reward cannot be used.
+        SetupError: the model's context is too short, or the tokenizer, the tools or the reward
+            cannot be used.
         DataError: a row cannot be.
     """
+    _check_context(config)
+    reward = rewards.resolve(config.reward.name, mode=config.reward.mode)
     from treadle.agent_loop.hf import HfRenderer
 
     parser = _PARSERS[config.agent.parser]()
@@ -77,13 +82,33 @@ def prepare(config: RunConfig, rows: Rows) -> Inputs:
     train = make_prompts(rows.train, split="train", rules=rules, renderer=renderer, tools=tools)
     if not rows.val:
         return Inputs(
-            renderer=renderer, tools=tools, train=train.prompts, val=(), notes=train.notes
+            renderer=renderer,
+            tools=tools,
+            reward=reward,
+            train=train.prompts,
+            val=(),
+            notes=train.notes,
         )
     val = make_prompts(rows.val, split="val", rules=rules, renderer=renderer, tools=tools)
     return Inputs(
         renderer=renderer,
         tools=tools,
+        reward=reward,
         train=train.prompts,
         val=val.prompts,
         notes=(*train.notes, *val.notes),
     )
+
+
+def _check_context(config: RunConfig) -> None:
+    """Refuses trajectories that may outgrow the model; a missing or odd file is found later."""
+    rollout, path = config.rollout, config.model.path / "config.json"
+    if not path.is_file():
+        return
+    longest = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+    if isinstance(longest, int) and rollout.context_length > longest:
+        raise SetupError(
+            f"rollout.prompt_length={rollout.prompt_length} + rollout.response_length="
+            f"{rollout.response_length} are {rollout.context_length} tokens, and the model in "
+            f"{config.model.path} has a context of {longest}: lower one of them"
+        )

@@ -47,6 +47,16 @@ def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path: Path) -> Non
         _prepare("rollout.prompt_length=20", "data.overlong_prompts=drop")
 
 
+def test_trajectories_that_may_outgrow_the_model_are_refused() -> None:
+    with pytest.raises(SetupError, match=r"response_length=100000 are 100256 tokens, and the mod"):
+        _prepare("rollout.response_length=100000")
+
+
+def test_a_reward_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SetupError, match="gsm9k"):
+        _prepare("reward.name=gsm9k")
+
+
 def test_rows_that_nothing_can_score_are_refused(tmp_path: Path) -> None:
     rows = _rows(tmp_path / "rows.jsonl", data_source="mine")
     with pytest.raises(SetupError, match="no reward is known for data_source 'mine'"):

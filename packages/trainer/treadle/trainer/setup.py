@@ -7,11 +7,10 @@ Processes start while the inputs are read; the first failure of either cancels t
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treadle.agent_loop.rpc import Requirements
-from treadle.tools import rewards
 from treadle.trainer.checkpoint import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import FileTransportConfig, RunConfig
 from treadle.trainer.data import DataOrder
@@ -149,7 +148,7 @@ class Setup:
                 seed=config.run.seed,
                 shuffle=config.data.shuffle,
             ),
-            total_steps=self.plan.total_steps,
+            total_steps=self._total_steps(inputs),
             version=0 if self.checkpoint is None else self.checkpoint.step,
             policy=policy,
             replicas=replicas,
@@ -162,8 +161,17 @@ class Setup:
         )
         return run
 
+    def _total_steps(self, inputs: Inputs) -> int:
+        """Of the plan, less what the rows that were left out would have made."""
+        plan = replace(self.plan, num_train_rows=len(inputs.train))
+        if plan.total_steps != self.plan.total_steps:
+            self.progress.note(
+                f"{plan.total_steps} steps, not {self.plan.total_steps}: {len(inputs.train)} "
+                f"of {self.plan.num_train_rows} training rows are left"
+            )
+        return plan.total_steps
+
     def _rollout(self, inputs: Inputs, replicas: ReplicaSet, republish: Republish) -> Rollout:
-        reward = self.config.reward
         return Rollout(
             config=self.config,
             replicas=replicas,
@@ -174,6 +182,6 @@ class Setup:
                 context_length=self.config.rollout.context_length,
             ),
             tools=inputs.tools,
-            reward=rewards.resolve(reward.name, mode=reward.mode),
+            reward=inputs.reward,
             republish=republish,
         )
