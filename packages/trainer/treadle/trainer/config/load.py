@@ -23,6 +23,8 @@ from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys
 
 __all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
 
+_MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
@@ -50,15 +52,17 @@ def load_config(
         ConfigError: a file cannot be read, a key is unknown, or a value is refused.
     """
     arguments = [_parse_argument(text) for text in overrides]
-    arguments, notes = translate(arguments)
-    layers: list[list[Assignment]] = []
-    if not files and default_file is not None and not any(a.key == "model.path" for a in arguments):
+    names_model = any(argument.key in _MODEL_KEYS for argument in arguments)
+    if not files and default_file is not None and not names_model:
         files = (default_file,)
-    for path in files:
-        assignments, file_notes = translate(list(_read_file(path)))
-        layers.append(assignments)
-        notes += file_notes
-    layers.append(arguments)
+    layers: list[list[Assignment]] = []
+    notes: list[str] = []
+    written: dict[str, Any] = {}
+    for layer in (*(list(_read_file(path)) for path in files), arguments):
+        translated, layer_notes = translate(layer, below=written)
+        layers.append(translated)
+        notes += layer_notes
+        written |= {assignment.key: assignment.value for assignment in layer}
     merged = _merge(layers)
     tree = _nest(merged)
     try:
@@ -177,10 +181,16 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
     if item_types and isinstance(value, str):
         value = [value]  # one file needs no brackets
     if leaf.takes(Path) and isinstance(value, str):
-        return assignment.base / Path(value).expanduser()
+        return _path(assignment.base, value)
     if Path in item_types and isinstance(value, list):
-        return [assignment.base / Path(str(item)).expanduser() for item in value]
+        return [_path(assignment.base, str(item)) for item in value]
     return value
+
+
+def _path(base: Path, text: str) -> Path:
+    """Absolute and without `..`, but with its symbolic links: other hosts may have others."""
+    path = base / Path(text).expanduser()
+    return path.resolve() if ".." in path.parts else path
 
 
 def _expected(leaf: Leaf) -> str:

@@ -36,10 +36,11 @@ def test_paths_in_a_file_are_relative_to_it_and_in_arguments_to_here(
         tmp_path / "configs" / "a.yaml", "model: {path: m}\ndata: {train_files: x.jsonl}\n"
     )
     monkeypatch.chdir(tmp_path)
-    loaded = load_config([file], ["run.dir=out"])
+    loaded = load_config([file], ["run.dir=out", "agent.tool_catalogue=configs/../tools.yaml"])
     assert loaded.config.model.path == tmp_path / "configs" / "m"
     assert loaded.config.data.train_files == (tmp_path / "configs" / "x.jsonl",)
     assert loaded.config.run.dir == tmp_path / "out"
+    assert loaded.config.agent.tool_catalogue == tmp_path.resolve() / "tools.yaml"
 
 
 def test_the_default_file_counts_until_a_model_or_a_file_is_named(tmp_path: Path) -> None:

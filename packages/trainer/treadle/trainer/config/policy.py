@@ -49,12 +49,13 @@ class OptimizerConfig(BaseModel):
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
+    """Optimizer steps over which the learning rate rises linearly from lr / warmup_steps to lr. A
+    training step makes algorithm.epochs x algorithm.mini_batches of them."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after warm-up."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Steps, warm-up included, after which the learning rate has reached `min_lr` and stays.
-    Required unless the schedule is constant."""
+    """Optimizer steps, warm-up included, after which the learning rate has reached `min_lr` and
+    stays. Required unless the schedule is constant."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of a linear or cosine schedule."""
     weight_decay: float = Field(default=0.01, ge=0)

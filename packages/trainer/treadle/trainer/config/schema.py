@@ -132,9 +132,11 @@ class RolloutConfig(Section):
     samples_per_prompt: Count = 8
     """Trajectories per row: the size of a GRPO group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature in training."""
+    """Sampling temperature in training; the policy is trained at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus to sample from in training."""
+    """Nucleus to sample from in training. Below 1, as with top_k, the servers report
+    log-probabilities of the truncated distribution, and `rollout/logprob_diff_*` shows how far
+    that is from the policy that is trained."""
     top_k: Count | None = None
     """Most likely tokens to sample from in training. Null: the whole vocabulary."""
     prompt_length: Count = 512

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from treadle.trainer.config.schema import DataConfig
+
 __all__ = ["Assignment", "ConfigError", "known_keys", "translate"]
 
 
@@ -223,7 +225,8 @@ def _one_of(key: str, names: Mapping[Any, Any], fix: str) -> Converter:
 
 def _mini_batches(value: Any, verl: Verl) -> Mapping[str, Any]:
     """Verl counts a mini-batch in prompts; here a step has a number of updates."""
-    prompts = verl.get("data.train_batch_size", verl.get("data.prompts_per_step", 1024))
+    default = DataConfig.model_fields["prompts_per_step"].default
+    prompts = verl.get("data.train_batch_size", verl.get("data.prompts_per_step", default))
     if not isinstance(value, int) or not 1 <= value <= prompts or prompts % value:
         raise ConfigError(
             f"{value!r} prompts per update do not divide the step's {prompts} "
@@ -326,13 +329,18 @@ def known_keys() -> Iterable[str]:
     return (*_RENAMED, *_CONVERTED, *_IMPLIED, *_NOTED, *_REFUSED)
 
 
-def translate(layer: Sequence[Assignment]) -> tuple[list[Assignment], list[str]]:
+def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment], list[str]]:
     """The layer in our keys, and notes on what was accepted without effect.
+
+    Args:
+        layer: As it was written.
+        below: What earlier layers set, by the keys that they used: the meaning of some of verl's
+            keys depends on others, wherever those are set.
 
     Raises:
         ConfigError: one of verl's keys asks for what this release does not do.
     """
-    values = {assignment.key: assignment.value for assignment in layer}
+    values = {**below, **{assignment.key: assignment.value for assignment in layer}}
     ours: list[Assignment] = []
     notes: list[str] = []
     for assignment in layer:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from treadle.trainer.config import verl_keys
@@ -113,7 +115,7 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
         ("actor_rollout_ref.rollout.trace.backend=weave", "tracing.backend=jsonl"),
         ("data.custom_cls.path=a.py", r"\.jsonl or \.parquet"),
         ("data.truncation=left", "only error"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "do not divide the step's 1024"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "do not divide the step's 16"),
         ("actor_rollout_ref.rollout.top_k=x", "is not a number"),
     ],
 )
@@ -127,6 +129,20 @@ def test_the_kl_loss_needs_its_switch() -> None:
     assert _load(f"{prefix}.kl_loss_coef=0.01").config.algorithm.kl_coef == 0.0
     on = _load(f"{prefix}.use_kl_loss=True", f"{prefix}.kl_loss_coef=0.01")
     assert on.config.algorithm.kl_coef == 0.01
+
+
+def test_what_a_key_means_may_depend_on_an_earlier_layer(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "data: {train_batch_size: 64}\n"
+        "actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_coef: 0.1}}\n"
+    )
+    prefix = "actor_rollout_ref.actor"
+    arguments = [f"{prefix}.ppo_mini_batch_size=16", f"{prefix}.kl_loss_coef=0.01"]
+    paths = ["model.path=/m", "data.train_files=/t.jsonl"]
+    algorithm = load_config([file], [*paths, *arguments]).config.algorithm
+    assert algorithm.mini_batches == 4
+    assert algorithm.kl_coef == 0.01
 
 
 def test_micro_batches_by_tokens_need_their_switch() -> None:
