@@ -30,15 +30,10 @@ from treadle.agent_loop import (
     ToolSpec,
     Transcript,
 )
-from treadle.trainer.policy import (
-    LossInputs,
-    LossOutput,
-    PolicyBackend,
-    StepStats,
-    TrainSequence,
-)
+from treadle.trainer.algorithms.loss import NegativeLogLikelihood
+from treadle.trainer.policy import PolicyBackend, StepStats, TrainSequence
 
-__all__ = ["Demonstration", "NegativeLogLikelihood", "fine_tune", "train_sequence", "transcribe"]
+__all__ = ["Demonstration", "fine_tune", "train_sequence", "transcribe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,20 +124,6 @@ def train_sequence(tokens: Tokens) -> TrainSequence:
         rollout_logprobs=tokens.logprobs,
         advantages=tuple(float(sampled) for sampled in tokens.loss_mask),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class NegativeLogLikelihood:
-    """Cross-entropy per token: ``-log p(id | ids before)``, nats. Ignores advantages."""
-
-    @property
-    def zero_without_advantage(self) -> bool:
-        """False: every token of the loss mask has a gradient."""
-        return False
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The loss of each token, [T]."""
-        return LossOutput(loss_T=-inputs.logprobs_T)
 
 
 def fine_tune(
