@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import errno
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -21,6 +22,8 @@ __all__ = ["DEMO", "main"]
 
 DEMO = Path(__file__).parent / "demo" / "calculator" / "config.yaml"
 """What runs when no configuration is named."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 T = TypeVar("T")
 
@@ -64,6 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         _say(f"{parser.format_help()}\n{key_listing()}")
         return 0
+    try:
+        return _run(args)
+    except KeyboardInterrupt:  # before or after the part that awaits signals
+        _say("interrupted", error=True)
+        return 128 + signal.SIGINT
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         loaded = load_config(args.config, args.overrides, default_file=DEMO)
     except ConfigError as error:
@@ -123,8 +134,13 @@ def _train(loaded: LoadedConfig) -> int:
         return _fail(error, status=2 if error.from_input else 1)
     except (NoGroupLeftError, ProcessError, ReplicasLostError, WeightSyncError) as error:
         return _fail(error, status=1)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return _fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
     except _Ended as ended:
-        _say(f"interrupted; to go on: run.dir={run_dir}", error=True)
+        keeps = config.schedule.save_every is not None
+        _say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
         return 128 + ended.number
     print_summary(summary, run_dir)
     return 0

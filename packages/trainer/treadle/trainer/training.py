@@ -47,8 +47,13 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
         checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.schedule.keep_checkpoints)
         changes = _begin_or_resume(directory, config)
         begun = directory.holds_run
-        directory.write_config(config.model_dump(mode="json"))
         checkpoint = checkpoints.latest()
+        if begun and checkpoint is None and config.schedule.save_every is None:
+            raise RunDirectoryError(
+                f"run.dir={run_dir} holds a run that kept no checkpoint to go on from "
+                "(schedule.save_every=null): choose another directory, or remove this one"
+            )
+        directory.write_config(config.model_dump(mode="json"))
         first_step = checkpoint.step + 1 if checkpoint is not None else 1
         with (
             open_progress(total_steps=plan.total_steps, first_step=first_step) as progress,
@@ -60,6 +65,8 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
                 progress.note(f"changed since the run began: {change}")
             if checkpoint is not None:
                 progress.note(f"resuming after step {checkpoint.step}")
+            elif begun:
+                progress.note("no checkpoint was reached before: beginning again")
             if first_step <= plan.total_steps:
                 setup = Setup(
                     config=config,
