@@ -1,3 +1,4 @@
+import errno
 import json
 import resource
 import subprocess
@@ -85,3 +86,28 @@ def test_a_row_without_a_column_is_found_by_the_dry_run(
     path.write_text(f"{json.dumps(_row())}\n{json.dumps(row)}\n")
     assert main(["--dry-run", f"data.train_files={path}"]) == 2
     assert "train.jsonl, line 2: the column 'reward_model' is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "run: No space left on device"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_ends_a_run_from_outside_is_one_line(
+    error: BaseException,
+    status: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def read(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("treadle.trainer.inputs.read_all_rows", read)
+    assert main([f"run.dir={tmp_path / 'run'}"]) == status
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
