@@ -8,12 +8,12 @@ be wrong with the user's files is found before the first step.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from treadle.tracing import JsonlSink, use_sink
 from treadle.trainer.checkpoint import Checkpoints, RunDirectory, RunDirectoryError
+from treadle.trainer.config.keys import flatten
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.flow.sync import run_sync
 from treadle.trainer.inputs import Rows
@@ -96,7 +96,7 @@ def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> list[str]:
             f"run.dir={directory.path} already holds a run and run.resume=never: choose another "
             "directory, or set run.resume=auto to go on with it"
         )
-    then, now = _leaves(directory.read_config()), _leaves(config.model_dump(mode="json"))
+    then, now = flatten(directory.read_config()), flatten(config.model_dump(mode="json"))
     changed = [key for key in now if then.get(key) != now[key] and not key.startswith("run.dir")]
     other = [key for key in changed if key.startswith(_IDENTITY)]
     if other:
@@ -106,16 +106,6 @@ def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> list[str]:
             + ". Choose another directory, or set what the run began with"
         )
     return [f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in changed]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= _leaves(value, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from treadle.trainer.config.keys import Leaf, all_leaves, all_sections
+from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, flatten
 from treadle.trainer.config.load import LoadedConfig
 
 __all__ = ["document", "key_listing", "value_listing"]
@@ -31,7 +31,7 @@ def key_listing() -> str:
 
 def value_listing(loaded: LoadedConfig) -> str:
     """Every leaf of the resolved tree as `key = value  # source`."""
-    values = _values(loaded.config.model_dump(mode="json"))
+    values = flatten(loaded.config.model_dump(mode="json"))
     entries = [
         (f"{key} = {_written(values[key])}", loaded.sources[key])
         for key in all_leaves()
@@ -115,16 +115,6 @@ def _written(value: Any) -> str:
         return json.dumps(value)
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("...\n").strip()
-
-
-def _values(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            values |= _values(value, f"{prefix}{name}.")
-        else:
-            values[f"{prefix}{name}"] = value
-    return values
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from treadle.trainer.config.schema import RunConfig
 
-__all__ = ["Leaf", "Section", "all_leaves", "all_sections", "nearest"]
+__all__ = ["Leaf", "Section", "all_leaves", "all_sections", "flatten", "nearest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +140,17 @@ def all_leaves() -> Mapping[str, Leaf]:
 def all_sections() -> Mapping[str, Section]:
     """Every node above the leaves, in the order of the tree."""
     return {entry.key: entry for entry in _walk(RunConfig, "") if isinstance(entry, Section)}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a dumped configuration by key."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            values |= flatten(value, f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
 
 
 def nearest(key: str, among: Iterable[str], *, limit: int = 3) -> list[str]:

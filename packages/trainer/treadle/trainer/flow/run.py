@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
 from treadle.trainer.checkpoint import Checkpoints
@@ -24,19 +25,7 @@ from treadle.trainer.rollout import Rollout
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
-__all__ = ["Run", "Timer", "sampling_params"]
-
-
-def sampling_params(
-    config: RunConfig, *, temperature: float, top_p: float, top_k: int | None
-) -> SamplingParams:
-    """Sampling of one completion; seeds come with the tasks."""
-    return SamplingParams(
-        max_tokens=config.rollout.response_length,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-    )
+__all__ = ["Run", "Timer"]
 
 
 @dataclass(slots=True)
@@ -81,16 +70,36 @@ class Run:
     progress: Progress
 
     async def sample(
-        self, phase: str, tasks: Sequence[AgentTask], sampling: SamplingParams
+        self, split: Literal["train", "val"], step: int, tasks: Sequence[AgentTask]
     ) -> list[Trajectory]:
-        """One trajectory per task, from the present weights."""
-        with self.progress.phase(phase, total=len(tasks)):
-            return await self.rollout.run(
+        """One trajectory per task, from the present weights; some go to the log, under `step`."""
+        settings = self.config.rollout if split == "train" else self.config.rollout.val
+        sampling = SamplingParams(  # seeds come with the tasks
+            max_tokens=self.config.rollout.response_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
+        phase = "rollout" if split == "train" else "validate"
+        with (
+            self.progress.phase(phase, total=len(tasks)),
+            self.trajectory_log.recording() as recorded,
+        ):
+            trajectories = await self.rollout.run(
                 tasks,
                 sampling,
                 min_weight_version=self.version,
                 on_end=self.progress.advance,
             )
+        run = self.config.run
+        self.trajectory_log.append(
+            step,
+            trajectories,
+            phase=split,
+            limit=run.trajectories_per_step if split == "train" else run.val_trajectories,
+            spans=recorded.spans,
+        )
+        return trajectories
 
     async def train_on(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
         """The optimizer steps that one batch gives."""

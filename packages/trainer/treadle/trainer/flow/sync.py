@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from treadle.trainer.evaluate import validate
 from treadle.trainer.flow.groups import StepBatch, make_batch
-from treadle.trainer.flow.run import Run, Timer, sampling_params
+from treadle.trainer.flow.run import Run, Timer
 from treadle.trainer.policy_commands import UpdateStats
 from treadle.trainer.report import rollout_metrics
 
@@ -45,19 +45,8 @@ async def _train_step(run: Run, step: int) -> None:
             samples=config.rollout.samples_per_prompt, seed=config.run.seed, step=step
         )
     ]
-    rollout = config.rollout
-    sampling = sampling_params(
-        config, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
-    )
-    with timer.phase("rollout"), run.trajectory_log.recording() as recorded:
-        trajectories = await run.sample("rollout", tasks, sampling)
-    run.trajectory_log.append(
-        step,
-        trajectories,
-        phase="train",
-        limit=config.run.trajectories_per_step,
-        spans=recorded.spans,
-    )
+    with timer.phase("rollout"):
+        trajectories = await run.sample("train", step, tasks)
     batch = make_batch(trajectories, norm_by_std=config.algorithm.norm_by_std)
     _report_losses(run, step, batch)
     with timer.phase("train"):
