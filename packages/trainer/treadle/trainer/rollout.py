@@ -4,10 +4,11 @@ Invariant: the result holds exactly one trajectory per task, in the order of the
 order they ended in; nothing downstream depends on timing. Every token is of the weight version
 asked for, or newer.
 
-A replica that dies while tasks run: the client moves its sessions to the others. If none is left
-the tasks under way are cancelled. Either way dead replicas are then started again and given the
-present weights, and tasks that failed through no fault of the model are attempted once more;
-when no replica is left and none may be started, `ReplicasLostError` names them all.
+A replica that dies while tasks run: the client moves its sessions to the others. If none is left,
+or one dies before the client has reached it, the tasks under way are cancelled. Either way dead
+replicas are then started again and given the present weights, and tasks that failed through no
+fault of the model are attempted once more; when no replica is left and none may be started,
+`ReplicasLostError` names them all.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from treadle.agent_loop import (
     SamplingParams,
     Services,
     SetupError,
+    TokenGenerator,
     Tool,
     Trajectory,
     TruncateSide,
@@ -113,7 +115,7 @@ class Rollout:
                     on_end()
 
             try:
-                await self._run_until_all_lost(waiting, sampling, keep, min_weight_version)
+                await self._run_until_lost(waiting, sampling, keep, min_weight_version)
             except SetupError:  # a replica that died before the handshake is no misfit
                 if not await self.heal():
                     raise
@@ -141,48 +143,63 @@ class Rollout:
             await self.republish(revived)
         return bool(died or revived)
 
-    async def _run_until_all_lost(
+    async def _run_until_lost(
         self,
         tasks: Sequence[AgentTask],
         sampling: SamplingParams,
         sink: Callable[[Trajectory], Awaitable[None]],
         min_weight_version: int,
     ) -> None:
-        """Runs the tasks; returns early, with some of them not ended, when no replica is alive."""
-        async with connect(self.replicas.addresses, requirements=self.requirements) as generator:
-            runner = RolloutRunner(
-                agent_loops(self.config.agent),
-                Services(
-                    generator=generator,
-                    renderer=self.renderer,
-                    limits=loop_limits(self.config),
-                    sampling=sampling,
-                    tools=self.tools,
-                    reward=self.reward,
-                    min_weight_version=min_weight_version,
-                ),
-                max_in_flight=self.config.rollout.max_in_flight * len(self.replicas.live),
-                deadline_s=self.config.agent.deadline_s,
-                strategy=Retry(max_attempts=self.config.agent.max_attempts),
-            )
-            running = asyncio.create_task(runner.run(tasks, sink))
-            watching = asyncio.create_task(self._all_lost())
-            try:
-                await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
-                if running.done():
-                    running.result()
-            finally:
-                for task in (running, watching):
-                    task.cancel()
-                await asyncio.wait({running, watching})
-            if not watching.cancelled():
-                watching.result()
+        """Runs the tasks; returns early, with some of them not ended, if `_lost` does."""
+        connected = asyncio.Event()
 
-    async def _all_lost(self) -> None:
-        """Returns when no replica is alive."""
+        async def run() -> None:
+            async with connect(
+                self.replicas.addresses, requirements=self.requirements
+            ) as generator:
+                connected.set()
+                await self._runner(generator, sampling, min_weight_version).run(tasks, sink)
+
+        running = asyncio.create_task(run())
+        watching = asyncio.create_task(self._lost(connected))
+        try:
+            await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            for task in (running, watching):
+                task.cancel()
+            await asyncio.wait({running, watching})
+        if not watching.cancelled():
+            watching.result()
+
+    def _runner(
+        self, generator: TokenGenerator, sampling: SamplingParams, min_weight_version: int
+    ) -> RolloutRunner:
+        return RolloutRunner(
+            agent_loops(self.config.agent),
+            Services(
+                generator=generator,
+                renderer=self.renderer,
+                limits=loop_limits(self.config),
+                sampling=sampling,
+                tools=self.tools,
+                reward=self.reward,
+                min_weight_version=min_weight_version,
+            ),
+            max_in_flight=self.config.rollout.max_in_flight * len(self.replicas.live),
+            deadline_s=self.config.agent.deadline_s,
+            strategy=Retry(max_attempts=self.config.agent.max_attempts),
+        )
+
+    async def _lost(self, connected: asyncio.Event) -> None:
+        """Returns when no replica is alive, or when one is not that is still to be connected to.
+
+        The client gives a server that does not answer the time to start; these have started.
+        """
         while True:
             alive = [await replica.process.poll() is None for replica in self.replicas.live]
-            if not any(alive):
+            if not any(alive) or not (connected.is_set() or all(alive)):
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
 
