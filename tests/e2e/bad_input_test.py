@@ -1,5 +1,9 @@
 """Input that only a started run finds bad: one message, and the run directory as it was."""
 
+import contextlib
+import resource
+from collections.abc import Iterator
+
 import pytest
 
 from .conftest import StartTrainer, Trainer
@@ -24,18 +28,32 @@ def test_a_run_directory_belongs_to_one_trainer_and_one_run(start_trainer: Start
     kept = first.metrics()
     assert "run.seed was 0 and is 5" in _end(start_trainer(*_ONE_STEP, "run.seed=5"), 2)
     assert "already holds a run" in _end(start_trainer(*_ONE_STEP, "run.resume=never"), 2)
+    assert "kept no checkpoint to go on from" in _end(start_trainer(*_ONE_STEP), 2)
     assert first.metrics() == kept
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(start_trainer: StartTrainer) -> None:
-    trainer = start_trainer(*_ONE_STEP, "schedule.save_every=1", name="full")
-    trainer.read_until("run directory")
-    (trainer.run_dir / "checkpoints").write_text("not a directory")
+def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
+    start_trainer: StartTrainer,
+) -> None:
+    every = "schedule.save_every=1"
+    _end(start_trainer(*_ONE_STEP, every, name="full"), 0)
+    with _files_of_at_most(4 << 20):  # a checkpoint is larger, everything else is smaller
+        trainer = start_trainer(*_ONE_STEP, every, "schedule.total_steps=2", name="full")
     said = _end(trainer, 2)
-    assert "the checkpoint of step 1 cannot be written" in said
+    assert f"cannot write {trainer.run_dir / 'checkpoints'}" in said
+    assert "MiB are free there" in said
+    checkpoints = trainer.run_dir / "checkpoints"
+    assert (checkpoints / "latest").read_text() == "step-00000001\n"
+    assert (checkpoints / "step-00000001" / "state.json").exists()
+    assert [line["step"] for line in trainer.metrics()] == [1]
 
 
-def test_a_model_of_another_kind_is_named(start_trainer: StartTrainer) -> None:
-    trainer = start_trainer(*_ONE_STEP, "policy.parallel.tensor=3", name="kind")
-    said = _end(trainer, 2)
-    assert "3" in said
+@contextlib.contextmanager
+def _files_of_at_most(size: int) -> Iterator[None]:
+    """Processes started inside, and theirs, cannot write more bytes to a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,6 +1,8 @@
 """What dies: the trainer, a rollout server, the user's patience."""
 
 import os
+import re
+import select
 import signal
 
 import pytest
@@ -46,22 +48,28 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
 
 def _await_end(pidfd: int) -> None:
     """Waits for the end of a process that is not our child."""
-    import select
-
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     assert poller.poll(20_000), "the process has outlived the trainer"
     os.close(pidfd)
 
 
-def test_a_step_goes_on_without_a_server_that_died(start_trainer: StartTrainer) -> None:
-    trainer = start_trainer("rollout.num_replicas=2", "schedule.total_steps=3")
-    trainer.read_until("step 1/3")
+def test_a_run_goes_on_without_a_server_that_died_until_none_is_left(
+    start_trainer: StartTrainer,
+) -> None:
+    trainer = start_trainer(
+        "rollout.num_replicas=2", "rollout.max_restarts=0", "schedule.total_steps=4"
+    )
+    trainer.read_until("step 1/4")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
-    assert trainer.wait() == 0, trainer.output
-    assert "rollout-0" in trainer.output
-    assert "was ended by SIGKILL" in trainer.output
-    assert [line["rollout/num_failed"] for line in trainer.metrics() if line["step"]] == [0, 0, 0]
+    trainer.read_until("step 2/4")
+    os.kill(trainer.pid_of("rollout-1"), signal.SIGKILL)
+    assert trainer.wait() == 1
+    assert "no rollout server is left" in trainer.output
+    for name in ("rollout-0", "rollout-1"):
+        assert re.search(rf"{name} \(127\.0\.0\.1:\d+\) was ended by SIGKILL", trainer.output)
+    steps = [line for line in trainer.metrics() if line["step"]]
+    assert [line["rollout/num_failed"] for line in steps] == [0] * len(steps)
 
 
 def test_the_only_server_is_started_again_with_the_present_weights(
@@ -81,17 +89,6 @@ def test_the_only_server_is_started_again_with_the_present_weights(
     assert set(sampled) == {2}
 
 
-def test_a_run_whose_servers_may_not_be_started_again_ends_and_names_them(
-    start_trainer: StartTrainer,
-) -> None:
-    trainer = start_trainer("rollout.max_restarts=0", "schedule.total_steps=3")
-    trainer.read_until("step 1/3")
-    os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
-    assert trainer.wait() == 1
-    assert "no rollout server is left" in trainer.output
-    assert "rollout-0 (127.0.0.1:" in trainer.output
-
-
 def test_a_policy_rank_that_dies_ends_the_run_and_is_named(start_trainer: StartTrainer) -> None:
     trainer = start_trainer("schedule.total_steps=3")
     trainer.read_until("step 1/3")
@@ -101,7 +98,7 @@ def test_a_policy_rank_that_dies_ends_the_run_and_is_named(start_trainer: StartT
 
 
 def test_an_interrupt_ends_everything_and_says_how_to_go_on(start_trainer: StartTrainer) -> None:
-    trainer = start_trainer("schedule.total_steps=3")
+    trainer = start_trainer("schedule.total_steps=3", "schedule.save_every=2")
     trainer.read_until("step 1/3")
     server = os.pidfd_open(trainer.pid_of("rollout-0"))
     trainer.process.send_signal(signal.SIGINT)
