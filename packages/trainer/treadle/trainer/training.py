@@ -8,14 +8,14 @@ be wrong with the user's files is found before the first step.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from treadle.tracing import JsonlSink, use_sink
 from treadle.trainer.checkpoint import Checkpoints, RunDirectory, RunDirectoryError
-from treadle.trainer.config.keys import flatten
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.flow.sync import run_sync
+from treadle.trainer.identity import compare
 from treadle.trainer.inputs import Rows
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.plan import make_plan
@@ -23,9 +23,6 @@ from treadle.trainer.report import Progress, Summary, open_progress, write_repor
 from treadle.trainer.setup import Setup
 
 __all__ = ["train"]
-
-_IDENTITY = ("data.", "model.", "run.seed", "rollout.samples_per_prompt", "algorithm.kind")
-"""What a run cannot change and still be the same run."""
 
 
 async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
@@ -87,7 +84,7 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
         )
 
 
-def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> list[str]:
+def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> Sequence[str]:
     """Refuses a directory of another run; the settings that changed since this one began."""
     if not directory.holds_run:
         return []
@@ -96,16 +93,13 @@ def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> list[str]:
             f"run.dir={directory.path} already holds a run and run.resume=never: choose another "
             "directory, or set run.resume=auto to go on with it"
         )
-    then, now = flatten(directory.read_config()), flatten(config.model_dump(mode="json"))
-    changed = [key for key in now if then.get(key) != now[key] and not key.startswith("run.dir")]
-    other = [key for key in changed if key.startswith(_IDENTITY)]
-    if other:
+    changes = compare(directory.read_config(), config.model_dump(mode="json"))
+    if changes.breaking:
         raise RunDirectoryError(
-            f"run.dir={directory.path} holds another run: "
-            + "; ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in other)
-            + ". Choose another directory, or set what the run began with"
+            f"run.dir={directory.path} holds another run: {'; '.join(changes.breaking)}. "
+            "Choose another directory, or set what the run began with"
         )
-    return [f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in changed]
+    return changes.allowed
 
 
 @contextlib.contextmanager

@@ -1,0 +1,68 @@
+"""The identity of a run: which settings may change between two sittings, and which may not.
+
+Data, starting weights, seed, group size and algorithm make a run what it is; with other ones, its
+curve would go on as if nothing had happened. A path is compared by what it leads to: the same
+files in another place, as after a new installation, are the same.
+"""
+
+import filecmp
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.trainer.config.keys import flatten
+
+__all__ = ["Changes", "compare"]
+
+_IDENTITY = ("data.", "model.", "run.seed", "rollout.samples_per_prompt", "algorithm.kind")
+_PATHS = ("data.train_files", "data.val_files", "model.path", "agent.tool_catalogue")
+_IRRELEVANT = "run.dir"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What differs, a line for each key.
+
+    Attributes:
+        breaking: Settings that make it another run.
+        allowed: The others.
+    """
+
+    breaking: Sequence[str]
+    allowed: Sequence[str]
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Compares two dumped configurations, of the run as it began and as it is to go on."""
+    before, after = flatten(then), flatten(now)
+    changed = [
+        key
+        for key, value in after.items()
+        if key != _IRRELEVANT
+        and before.get(key) != value
+        and not (key in _PATHS and _same_content(before.get(key), value))
+    ]
+    lines = {key: f"{key} was {before.get(key)!r} and is {after[key]!r}" for key in changed}
+    return Changes(
+        breaking=[line for key, line in lines.items() if key.startswith(_IDENTITY)],
+        allowed=[line for key, line in lines.items() if not key.startswith(_IDENTITY)],
+    )
+
+
+def _same_content(then: object, now: object) -> bool:
+    """Whether two paths, or two lists of them, lead to the same bytes."""
+    if isinstance(then, list) and isinstance(now, list):
+        return len(then) == len(now) and all(map(_same_content, then, now))
+    if not (isinstance(then, str) and isinstance(now, str)):
+        return False
+    old, new = Path(then), Path(now)
+    if old.is_file() and new.is_file():
+        return filecmp.cmp(old, new, shallow=False)
+    if not (old.is_dir() and new.is_dir()):
+        return False
+    names = sorted(path.name for path in old.iterdir() if path.is_file())
+    if names != sorted(path.name for path in new.iterdir() if path.is_file()):
+        return False
+    _, different, unreadable = filecmp.cmpfiles(old, new, names, shallow=False)
+    return not different and not unreadable
