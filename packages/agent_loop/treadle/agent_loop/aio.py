@@ -5,7 +5,7 @@ is delayed at most, never swallowed. Besides `runner` the only module that makes
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
     return task.result()
 
 
-async def concurrently(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def concurrently(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs coroutines at the same time and returns their results in the order given.
 
     Raises:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, Self
 
+from treadle.agent_loop.aio import concurrently
 from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.local import describe_exit
@@ -30,7 +31,6 @@ from treadle.trainer.policy_commands import (
     Meet,
     Stop,
 )
-from treadle.trainer.tasks import together
 
 __all__ = ["PolicyError", "PolicyGroup"]
 
@@ -108,7 +108,7 @@ class PolicyGroup:
 
     async def _start(self) -> None:
         size = self._config.parallel.num_ranks
-        self._ranks = await together(self._start_rank(number) for number in range(size))
+        self._ranks = await concurrently(self._start_rank(number) for number in range(size))
         address, port = "127.0.0.1", 0
         if size > 1:
             meeting = (await self._exchange([Meet()] + [None] * (size - 1)))[0]

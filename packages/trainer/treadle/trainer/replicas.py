@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from treadle.agent_loop.aio import concurrently
 from treadle.trainer.config.schema import FileTransportConfig, RunConfig
 from treadle.trainer.launch.environment import cpu_count, thread_variables
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError, ProcessSpec
-from treadle.trainer.tasks import together
 from treadle.trainer.weight_sync.client import WeightSyncClient
 
 __all__ = ["Replica", "ReplicaSet", "ReplicasLostError"]
@@ -58,7 +58,7 @@ class ReplicaSet:
             ProcessError: one did not start.
         """
         names = [f"rollout-{number}" for number in range(self._config.rollout.num_replicas)]
-        started = await together(self._start(name) for name in names)
+        started = await concurrently(self._start(name) for name in names)
         self._live = {replica.name: replica for replica in started}
         return self
 

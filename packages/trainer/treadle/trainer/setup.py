@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import FileTransportConfig, RunConfig
@@ -24,7 +25,6 @@ from treadle.trainer.policy_group import PolicyGroup
 from treadle.trainer.replicas import ReplicaSet
 from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
 from treadle.trainer.rollout import Republish, Rollout
-from treadle.trainer.tasks import together
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 __all__ = ["Setup"]
@@ -60,7 +60,7 @@ class Setup:
             with self.progress.phase("start"):
                 preparing = asyncio.to_thread(prepare, config, self.rows)
                 starting = [stack.enter_async_context(part) for part in (policy, replicas)]
-                inputs, *_ = await together([preparing, *starting])
+                inputs, *_ = await concurrently([preparing, *starting])
             assert isinstance(inputs, Inputs)
             for note in inputs.notes:
                 self.progress.note(note)
