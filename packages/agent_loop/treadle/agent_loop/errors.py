@@ -79,6 +79,10 @@ class RequestRejectedError(GenerationError):
     """The server refused the request as malformed or not allowed: a bug or a wrong token."""
 
 
+class ImageRejectedError(GenerationError):
+    """The servers cannot take the prompt's images: unreadable, too large, or no vision model."""
+
+
 class ContractError(GenerationError):
     """The server broke the contract: counts that do not add up, tokens after the end."""
 

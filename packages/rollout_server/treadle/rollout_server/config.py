@@ -131,6 +131,12 @@ class ServerConfig(_Model):
     parent_pid: Positive | None = Field(
         default=None, description="Shut down when this process is gone."
     )
+    max_request_bytes: int = Field(
+        default=64 << 20,
+        ge=4 << 20,
+        le=(1 << 31) - 1,
+        description="Largest request message; a prompt travels with its images. Clients learn it.",
+    )
     shutdown_grace_s: float = Field(
         default=10.0,
         ge=0,

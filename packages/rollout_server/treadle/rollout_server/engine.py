@@ -108,6 +108,7 @@ class EngineCapabilities:
     priority: bool = False
     in_flight_continue: bool = False
     release_memory: bool = False
+    images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +185,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImage:
+    """One image of a prompt.
+
+    Attributes:
+        data: The bytes of its file.
+        media_type: image/png, image/jpeg or image/webp; `data` begins like one.
+        start: Index of its first placeholder id in the prompt.
+        num_tokens: Placeholder ids that follow one another there, at least one. Only the
+            engine knows whether that many fit the image.
+    """
+
+    data: bytes
+    media_type: str
+    start: int
+    num_tokens: int
+
+    @property
+    def stop(self) -> int:
+        """After its last placeholder id."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One sequence to run.
 
@@ -193,6 +217,7 @@ class EngineRequest:
         prompt: ``[P]`` ids, at least one.
         logprobs: Whether `Tokens.logprobs` is wanted.
         priority: Larger runs earlier.
+        images: In the order of their places, which lie within the prompt and do not overlap.
     """
 
     request_id: str
@@ -201,6 +226,7 @@ class EngineRequest:
     session_id: str = ""
     logprobs: bool = False
     priority: int = 0
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +292,12 @@ class Engine(Protocol):
         """One `Started`, then `Tokens`, then one `Finished`.
 
         A sequence that comes while the engine is paused waits for `resume`. Closing the
-        generator before `Finished` aborts the sequence. Raises only when the engine is
-        broken; the server then stops serving.
+        generator before `Finished` aborts the sequence.
+
+        Raises:
+            ImageUnreadable: An image cannot be decoded; before `Started`.
+            ImagePlaceholders: It has not as many ids as the model makes of it; likewise.
+            Exception: Any other says that the engine is broken; the server stops serving.
         """
 
     async def pause(self, policy: InFlightPolicy) -> None:

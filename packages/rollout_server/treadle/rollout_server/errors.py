@@ -49,6 +49,36 @@ class PromptTooLong(RolloutServerError):
         self.context_length = context_length
 
 
+class ImageUnreadable(RolloutServerError):
+    """The bytes of an image are not an image of their media type, or of one too large."""
+
+    def __init__(self, image_index: int, media_type: str, problem: str) -> None:
+        super().__init__(
+            f"images[{image_index}] cannot be read as {media_type}: {problem}; send the bytes of "
+            "the file as they are"
+        )
+        self.image_index = image_index
+        self.media_type = media_type
+        self.problem = problem
+
+
+class ImagePlaceholders(RolloutServerError):
+    """The prompt has another number of placeholder ids for an image than the model makes of it."""
+
+    def __init__(
+        self, image_index: int, first_placeholder: int, received: int, expected: int
+    ) -> None:
+        super().__init__(
+            f"images[{image_index}] has {received} placeholder ids at {first_placeholder} and the "
+            f"model makes {expected} of it: give renderer and server the same image processor "
+            "(preprocessor_config.json)"
+        )
+        self.image_index = image_index
+        self.first_placeholder = first_placeholder
+        self.received = received
+        self.expected = expected
+
+
 class CapabilityMissing(RolloutServerError):
     """The engine cannot do what the call asks for."""
 

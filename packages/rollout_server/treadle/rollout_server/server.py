@@ -39,10 +39,6 @@ from treadle.rollout_server.services.server import ServerServicer
 from treadle.rollout_server.version import server_version
 
 _log = logging.getLogger(__name__)
-_OPTIONS = (
-    # Without this a second server on the same port starts and takes half of the calls.
-    ("grpc.so_reuseport", 0),
-)
 _HEALTHY = frozenset({ServerState.SERVING, ServerState.PAUSED, ServerState.UPDATING})
 _SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -89,7 +85,12 @@ async def serve(
     """
     build = factory or engine_factory(config.engine)
     replica = Replica(config, clock or asyncio.get_running_loop())
-    grpc_server = grpc.aio.server(interceptors=(Guard(_token(config)),), options=_OPTIONS)
+    options = (
+        # Without this a second server on the same port starts and takes half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+    )
+    grpc_server = grpc.aio.server(interceptors=(Guard(_token(config)),), options=options)
     health_servicer = _assemble(grpc_server, replica)
     address = f"{config.address.rpartition(':')[0]}:{_bind(grpc_server, config)}"
     changed = asyncio.Event()

@@ -34,6 +34,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_NO_REPLICA: _ClassVar[ErrorReason]
     ERROR_REASON_SESSION_UNKNOWN: _ClassVar[ErrorReason]
     ERROR_REASON_STATE_CONFLICT: _ClassVar[ErrorReason]
+    ERROR_REASON_IMAGE_UNREADABLE: _ClassVar[ErrorReason]
+    ERROR_REASON_IMAGE_PLACEHOLDERS: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_DEADLINE_REQUIRED: ErrorReason
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason
@@ -56,6 +58,8 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason
 ERROR_REASON_NO_REPLICA: ErrorReason
 ERROR_REASON_SESSION_UNKNOWN: ErrorReason
 ERROR_REASON_STATE_CONFLICT: ErrorReason
+ERROR_REASON_IMAGE_UNREADABLE: ErrorReason
+ERROR_REASON_IMAGE_PLACEHOLDERS: ErrorReason
 
 class InvalidField(_message.Message):
     __slots__ = ("field", "received", "expected")
@@ -114,3 +118,25 @@ class UpdateIncomplete(_message.Message):
     TENSOR_INDICES_FIELD_NUMBER: _ClassVar[int]
     tensor_indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tensor_indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ImageUnreadable(_message.Message):
+    __slots__ = ("image_index", "media_type", "problem")
+    IMAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    image_index: int
+    media_type: str
+    problem: str
+    def __init__(self, image_index: _Optional[int] = ..., media_type: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class ImagePlaceholders(_message.Message):
+    __slots__ = ("image_index", "first_placeholder", "received", "expected")
+    IMAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PLACEHOLDER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    image_index: int
+    first_placeholder: int
+    received: int
+    expected: int
+    def __init__(self, image_index: _Optional[int] = ..., first_placeholder: _Optional[int] = ..., received: _Optional[int] = ..., expected: _Optional[int] = ...) -> None: ...

@@ -31,7 +31,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_INTERRUPTED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "session_id", "prompt_token_ids", "sampling", "logprob_mode", "min_weight_version", "priority")
+    __slots__ = ("request_id", "session_id", "prompt_token_ids", "sampling", "logprob_mode", "min_weight_version", "priority", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     LOGPROB_MODE_FIELD_NUMBER: _ClassVar[int]
     MIN_WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     session_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -46,7 +47,20 @@ class GenerateRequest(_message.Message):
     logprob_mode: LogprobMode
     min_weight_version: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., logprob_mode: _Optional[_Union[LogprobMode, str]] = ..., min_weight_version: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., logprob_mode: _Optional[_Union[LogprobMode, str]] = ..., min_weight_version: _Optional[int] = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+
+class PromptImage(_message.Message):
+    __slots__ = ("data", "media_type", "first_placeholder", "num_placeholders")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PLACEHOLDER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACEHOLDERS_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    media_type: str
+    first_placeholder: int
+    num_placeholders: int
+    def __init__(self, data: _Optional[bytes] = ..., media_type: _Optional[str] = ..., first_placeholder: _Optional[int] = ..., num_placeholders: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop_token_ids", "ignore_eos")

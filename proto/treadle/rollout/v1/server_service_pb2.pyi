@@ -61,7 +61,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory")
+    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images")
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_CONTINUE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Capabilities(_message.Message):
     FILE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     sampled_logprobs: bool
     priority: bool
     in_flight_continue: bool
@@ -76,7 +77,8 @@ class Capabilities(_message.Message):
     file_transport: bool
     collective_transport: bool
     release_memory: bool
-    def __init__(self, sampled_logprobs: _Optional[bool] = ..., priority: _Optional[bool] = ..., in_flight_continue: _Optional[bool] = ..., inline_transport: _Optional[bool] = ..., file_transport: _Optional[bool] = ..., collective_transport: _Optional[bool] = ..., release_memory: _Optional[bool] = ...) -> None: ...
+    images: bool
+    def __init__(self, sampled_logprobs: _Optional[bool] = ..., priority: _Optional[bool] = ..., in_flight_continue: _Optional[bool] = ..., inline_transport: _Optional[bool] = ..., file_transport: _Optional[bool] = ..., collective_transport: _Optional[bool] = ..., release_memory: _Optional[bool] = ..., images: _Optional[bool] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256")
@@ -91,12 +93,14 @@ class ModelInfo(_message.Message):
     def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., tokenizer_sha256: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionLimits(_message.Message):
-    __slots__ = ("max_in_flight", "max_queued")
+    __slots__ = ("max_in_flight", "max_queued", "max_request_bytes")
     MAX_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_in_flight: int
     max_queued: int
-    def __init__(self, max_in_flight: _Optional[int] = ..., max_queued: _Optional[int] = ...) -> None: ...
+    max_request_bytes: int
+    def __init__(self, max_in_flight: _Optional[int] = ..., max_queued: _Optional[int] = ..., max_request_bytes: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("in_flight",)

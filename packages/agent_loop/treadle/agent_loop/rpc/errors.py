@@ -16,6 +16,7 @@ from treadle.agent_loop.errors import (
     EngineFailedError,
     GenerationError,
     GenerationTimeoutError,
+    ImageRejectedError,
     OverloadedError,
     PromptTooLongError,
     ReplicaUnavailableError,
@@ -73,6 +74,8 @@ RULES: dict[errors_pb2.ErrorReason, Rule] = {
     errors_pb2.ERROR_REASON_NO_REPLICA: Rule(ReplicaUnavailableError, Action.WAIT),
     errors_pb2.ERROR_REASON_SESSION_UNKNOWN: _BUG,
     errors_pb2.ERROR_REASON_STATE_CONFLICT: _BUG,
+    errors_pb2.ERROR_REASON_IMAGE_UNREADABLE: Rule(ImageRejectedError, Action.RAISE),
+    errors_pb2.ERROR_REASON_IMAGE_PLACEHOLDERS: Rule(ImageRejectedError, Action.RAISE),
 }
 
 # Statuses that gRPC itself gives, without a reason of ours.

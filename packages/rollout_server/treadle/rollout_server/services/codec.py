@@ -23,12 +23,18 @@ from treadle.rollout_server.engine import (
     InFlightPolicy,
     MemoryKind,
     ModelInfo,
+    PromptImage,
     Sampling,
     Started,
     TensorSpec,
     Tokens,
 )
-from treadle.rollout_server.errors import CapabilityMissing, InvalidField, PromptTooLong
+from treadle.rollout_server.errors import (
+    CapabilityMissing,
+    ImageUnreadable,
+    InvalidField,
+    PromptTooLong,
+)
 from treadle.rollout_server.lifecycle import ServerState
 
 MAX_ID_BYTES = 128
@@ -71,6 +77,12 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda x: 0 < x < math.inf, "a finite number above 0"),
 }
 _SCALARS = (*_RANGES, "seed", "ignore_eos")
+# Media type -> what a file of it begins with; WebP's size stands between the two parts.
+_IMAGE_BEGINNINGS: Mapping[str, tuple[bytes, bytes]] = {
+    "image/png": (b"\x89PNG\r\n\x1a\n", b""),
+    "image/jpeg": (b"\xff\xd8\xff", b""),
+    "image/webp": (b"RIFF", b"WEBP"),
+}
 
 
 def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineRequest:
@@ -81,6 +93,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
     Raises:
         InvalidField: A value is not accepted.
         PromptTooLong: The prompt leaves no room for a token.
+        ImageUnreadable: The bytes of an image do not begin like its media type.
         CapabilityMissing: The engine cannot do what is asked.
     """
     _check_id("request_id", request.request_id, least=1)
@@ -94,6 +107,8 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         raise CapabilityMissing(info.name, "sampled_logprobs")
     if request.priority and not info.capabilities.priority:
         raise CapabilityMissing(info.name, "priority")
+    if request.images and not info.capabilities.images:
+        raise CapabilityMissing(info.name, "images")
     return EngineRequest(
         request_id=request.request_id,
         session_id=request.session_id,
@@ -101,6 +116,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         sampling=_decode_sampling(request.sampling, info.model, len(prompt)),
         logprobs=logprobs,
         priority=request.priority,
+        images=_decode_images(request.images, len(prompt)),
     )
 
 
@@ -204,6 +220,47 @@ def _decode_sampling(params: gen.SamplingParams, model: ModelInfo, prompt_tokens
     stops = tuple(params.stop_token_ids)
     _check_tokens("sampling.stop_token_ids", stops, model.vocab_size, least=0)
     return Sampling(**values, stop_token_ids=frozenset(stops))
+
+
+def _decode_images(
+    images: Sequence[gen.PromptImage], prompt_tokens: int
+) -> tuple[PromptImage, ...]:
+    free = 0  # The first id that no image before has taken.
+    for index, image in enumerate(images):
+        field = f"images[{index}]"
+        if image.media_type not in _IMAGE_BEGINNINGS:
+            video = image.media_type.startswith("video/")
+            expected = "one of " + ", ".join(_IMAGE_BEGINNINGS)
+            raise InvalidField(
+                f"{field}.media_type",
+                repr(image.media_type),
+                f"{expected}: video is not supported, send frames" if video else expected,
+            )
+        begin, form = _IMAGE_BEGINNINGS[image.media_type]
+        if not image.data.startswith(begin) or not image.data.startswith(form, 8):
+            raise ImageUnreadable(
+                index, image.media_type, f"it begins with {image.data[:12].hex(' ') or 'no byte'}"
+            )
+        first, count = image.first_placeholder, image.num_placeholders
+        if count < 1:
+            raise InvalidField(f"{field}.num_placeholders", count, "at least 1")
+        if not free <= first <= prompt_tokens - count:
+            raise InvalidField(
+                f"{field}.first_placeholder",
+                first,
+                f"from {free} (the end of the image before) to {prompt_tokens - count}, so that "
+                f"its {count} ids lie within the prompt's {prompt_tokens}",
+            )
+        free = first + count
+    return tuple(
+        PromptImage(
+            data=image.data,
+            media_type=image.media_type,
+            start=image.first_placeholder,
+            num_tokens=image.num_placeholders,
+        )
+        for image in images
+    )
 
 
 def _decode_logprob_mode(mode: int) -> bool:

@@ -31,6 +31,8 @@ TABLE: Mapping[type[errors.RolloutServerError], _Row] = MappingProxyType(
         errors.Unauthenticated: (_CODE.UNAUTHENTICATED, pb.ERROR_REASON_UNAUTHENTICATED),
         errors.InvalidField: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_FIELD),
         errors.PromptTooLong: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_PROMPT_TOO_LONG),
+        errors.ImageUnreadable: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_IMAGE_UNREADABLE),
+        errors.ImagePlaceholders: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_IMAGE_PLACEHOLDERS),
         errors.CapabilityMissing: (_CODE.UNIMPLEMENTED, pb.ERROR_REASON_CAPABILITY_MISSING),
         errors.Overloaded: (_CODE.RESOURCE_EXHAUSTED, pb.ERROR_REASON_OVERLOADED),
         errors.NotServing: (_CODE.UNAVAILABLE, pb.ERROR_REASON_PAUSED),
@@ -94,6 +96,19 @@ def _detail(error: errors.RolloutServerError) -> Message | None:
         case errors.PromptTooLong():
             return pb.PromptTooLong(
                 prompt_tokens=error.prompt_tokens, context_length=error.context_length
+            )
+        case errors.ImageUnreadable():
+            return pb.ImageUnreadable(
+                image_index=error.image_index,
+                media_type=_cut(error.media_type, _FIELD_CHARACTERS),
+                problem=_cut(error.problem, _FIELD_CHARACTERS),
+            )
+        case errors.ImagePlaceholders():
+            return pb.ImagePlaceholders(
+                image_index=error.image_index,
+                first_placeholder=error.first_placeholder,
+                received=error.received,
+                expected=error.expected,
             )
         case errors.WeightVersionBehind():
             return pb.WeightVersionBehind(serving=error.serving, wanted=error.wanted)

@@ -43,6 +43,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
             limits=pb.AdmissionLimits(
                 max_in_flight=replica.admission.max_in_flight,
                 max_queued=replica.admission.max_queued,
+                max_request_bytes=replica.config.max_request_bytes,
             ),
         )
         engine = replica.loaded_engine
@@ -61,6 +62,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     file_transport=replica.config.weights.directory is not None,
                     collective_transport=False,
                     release_memory=info.capabilities.release_memory,
+                    images=info.capabilities.images,
                 )
             )
         return response

@@ -55,6 +55,8 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "NO_REPLICA": Outcome.REPLACE,
         "SESSION_UNKNOWN": Outcome.STOP,
         "STATE_CONFLICT": Outcome.STOP,
+        "IMAGE_UNREADABLE": Outcome.STOP,
+        "IMAGE_PLACEHOLDERS": Outcome.STOP,
     }
 )
 """By `ErrorReason` without its prefix."""
