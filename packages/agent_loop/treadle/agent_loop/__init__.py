@@ -28,8 +28,8 @@ from treadle.agent_loop.errors import (
 )
 from treadle.agent_loop.function_tool import FunctionTool, function_tool
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
-from treadle.agent_loop.limits import LoopLimits, TruncateSide
-from treadle.agent_loop.loop import AgentLoop, RewardFn, Services
+from treadle.agent_loop.limits import LoopLimits, TextCodec, TruncateSide
+from treadle.agent_loop.loop import AgentLoop, RewardFn, Score, Services
 from treadle.agent_loop.parsers import HermesParser, ParsedText, ToolCallParser
 from treadle.agent_loop.registry import (
     SINGLE_TURN_AGENT,
@@ -37,7 +37,13 @@ from treadle.agent_loop.registry import (
     LoopRegistry,
     default_loops,
 )
-from treadle.agent_loop.renderer import ChatRenderer, MalformedCall, ParsedCompletion
+from treadle.agent_loop.renderer import (
+    ChatRenderer,
+    MalformedCall,
+    ParsedCompletion,
+    PlacedImage,
+    Rendering,
+)
 from treadle.agent_loop.routing import LeastLoaded, ReplicaLoad, Router, StickySession
 from treadle.agent_loop.runner import RolloutRunner, RunReport
 from treadle.agent_loop.seeds import derive_seed
@@ -45,13 +51,15 @@ from treadle.agent_loop.single_turn import SingleTurnLoop
 from treadle.agent_loop.strategy import Drop, FailFast, Retry, Strategy, Verdict
 from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tool_loop import OnMalformedCall, ToolAgentLoop
-from treadle.agent_loop.toolbox import Toolbox
+from treadle.agent_loop.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.transcript import Origin, Span, Tokens, Transcript
 from treadle.agent_loop.types import (
+    IMAGE_MARK,
     AgentTask,
     Completion,
     FinishReason,
+    Image,
     Message,
     Role,
     SamplingParams,
@@ -62,6 +70,7 @@ from treadle.agent_loop.types import (
 )
 
 __all__ = [
+    "IMAGE_MARK",
     "SINGLE_TURN_AGENT",
     "TOOL_AGENT",
     "AgentLoop",
@@ -79,6 +88,7 @@ __all__ = [
     "GenerationError",
     "GenerationTimeoutError",
     "HermesParser",
+    "Image",
     "LeastLoaded",
     "LoopError",
     "LoopLimits",
@@ -90,8 +100,10 @@ __all__ = [
     "OverloadedError",
     "ParsedCompletion",
     "ParsedText",
+    "PlacedImage",
     "PromptTooLongError",
     "RenderError",
+    "Rendering",
     "ReplicaLoad",
     "ReplicaUnavailableError",
     "RequestContext",
@@ -105,6 +117,7 @@ __all__ = [
     "Router",
     "RunReport",
     "SamplingParams",
+    "Score",
     "Services",
     "SetupError",
     "SingleTurnLoop",
@@ -112,6 +125,7 @@ __all__ = [
     "StickySession",
     "StopReason",
     "Strategy",
+    "TextCodec",
     "TokenChunk",
     "TokenGenerator",
     "Tokens",
@@ -137,4 +151,5 @@ __all__ = [
     "default_loops",
     "derive_seed",
     "function_tool",
+    "selected_tools",
 ]

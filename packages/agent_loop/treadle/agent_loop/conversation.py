@@ -84,7 +84,8 @@ class Conversation:
         self._services = services
         self._tools = tuple(tools)
         self._messages = list(task.messages)
-        self._transcript = Transcript(services.renderer.render(task.messages, tools=self._tools))
+        rendered = services.renderer.render(task.messages, tools=self._tools)
+        self._transcript = Transcript(rendered.ids, images=rendered.images)
         self._assistant_turns = 0
         self._user_turns = 0
         self._parse_errors = 0
@@ -148,7 +149,9 @@ class Conversation:
         self._activity = f"generating as {request.request_id}"
         started = time.perf_counter()
         async with span("generate", request_id=request.request_id) as trace:
-            completion = await services.generator.generate(transcript.ids, params, request=request)
+            completion = await services.generator.generate(
+                transcript.ids, params, request=request, images=transcript.images
+            )
             trace.set(tokens=completion.num_tokens, finish=completion.finish.value)
         self._generate_s += time.perf_counter() - started
         _check(completion, params)
@@ -178,13 +181,13 @@ class Conversation:
             RenderError: The template refuses these messages.
         """
         transcript = self._transcript
-        ids = self._services.renderer.extend(transcript.ids, messages, tools=self._tools)
+        answer = self._services.renderer.extend(transcript.ids, messages, tools=self._tools)
         stop = self._services.limits.length_stop(
             prompt=transcript.num_prompt_tokens,
-            response=transcript.num_response_tokens + len(ids),
+            response=transcript.num_response_tokens + len(answer.ids),
         )
         if stop is None:
-            transcript.observe(ids)
+            transcript.observe(answer.ids, images=answer.images)
             self._messages.extend(messages)
             self._user_turns += 1
         return stop
@@ -210,7 +213,7 @@ class Conversation:
         )
         return Trajectory(
             task=self._task,
-            tokens=self._transcript.freeze(),
+            samples=(self._transcript.freeze(),),
             messages=self.messages,
             stop=stop,
             assistant_turns=self._assistant_turns,

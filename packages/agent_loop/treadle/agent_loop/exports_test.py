@@ -54,6 +54,7 @@ def test_the_client_needs_grpc_and_protobuf_only() -> None:
 
 
 PUBLIC = [
+    "IMAGE_MARK",
     "SINGLE_TURN_AGENT",
     "TOOL_AGENT",
     "AgentLoop",
@@ -71,6 +72,7 @@ PUBLIC = [
     "GenerationError",
     "GenerationTimeoutError",
     "HermesParser",
+    "Image",
     "LeastLoaded",
     "LoopError",
     "LoopLimits",
@@ -82,8 +84,10 @@ PUBLIC = [
     "OverloadedError",
     "ParsedCompletion",
     "ParsedText",
+    "PlacedImage",
     "PromptTooLongError",
     "RenderError",
+    "Rendering",
     "ReplicaLoad",
     "ReplicaUnavailableError",
     "RequestContext",
@@ -97,6 +101,7 @@ PUBLIC = [
     "Router",
     "RunReport",
     "SamplingParams",
+    "Score",
     "Services",
     "SetupError",
     "SingleTurnLoop",
@@ -104,6 +109,7 @@ PUBLIC = [
     "StickySession",
     "StopReason",
     "Strategy",
+    "TextCodec",
     "TokenChunk",
     "TokenGenerator",
     "Tokens",
@@ -129,4 +135,5 @@ PUBLIC = [
     "default_loops",
     "derive_seed",
     "function_tool",
+    "selected_tools",
 ]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.types import Completion, SamplingParams
 
 
@@ -45,7 +46,12 @@ class TokenGenerator(Protocol):
     """Samples continuations of token prompts."""
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request: RequestContext,
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Samples one completion of at most `params.max_tokens` tokens.
 
@@ -53,6 +59,8 @@ class TokenGenerator(Protocol):
             prompt: [P] ids, at least one.
             params: How to sample.
             request: Who asks, and until when.
+            images: What the placeholder ids in the prompt stand for, in order. A generator that
+                cannot take them refuses: it never samples as if they were not there.
 
         Raises:
             GenerationError: The completion could not be made; the subclass says why.

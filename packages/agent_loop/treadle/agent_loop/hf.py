@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treadle.agent_loop.errors import RenderError, SetupError, boundary
 from treadle.agent_loop.parsers import HermesParser, ToolCallParser
-from treadle.agent_loop.renderer import ParsedCompletion
+from treadle.agent_loop.renderer import ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
 
 _MARKER = "treadle-boundary"
@@ -102,17 +102,17 @@ class HfRenderer:
             template_kwargs=template_kwargs,
         )
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
         """Returns the ids of a conversation, open for the assistant's turn.
 
         Raises:
-            RenderError: The template refuses these messages.
+            RenderError: The template refuses these messages, or one has images.
         """
-        return self._encode(self._text(messages, tools, open_turn=True))
+        return Rendering(ids=self.encode(self._text(messages, tools, open_turn=True)))
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[ToolSpec]
-    ) -> tuple[int, ...]:
+    ) -> Rendering:
         """Returns the ids that follow the sampled turn at the end of `ids`.
 
         Raises:
@@ -130,8 +130,8 @@ class HfRenderer:
                 f"the template ends a turn with {before!r}, but writes {after[:80]!r} once "
                 f"{[m.role for m in messages]} follow: the conversation cannot be extended exactly"
             )
-        extension = self._encode(after)
-        return extension[1:] if ids[-1] == self._turn_end_id else extension
+        extension = self.encode(after)
+        return Rendering(ids=extension[1:] if ids[-1] == self._turn_end_id else extension)
 
     def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
         """Reads the ids of one completion; special ids at its end are no part of its text."""
@@ -145,6 +145,15 @@ class HfRenderer:
             malformed=parsed.malformed,
         )
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of a text; marks of special tokens in it become special ids.
+
+        Raises:
+            RenderError: The tokenizer refuses the text.
+        """
+        with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of ids, special tokens included."""
         text: str = self._tokenizer.decode(
@@ -157,7 +166,7 @@ class HfRenderer:
             after = _after_marker(self._text(_CLOSED_TURN, (), open_turn=False))
         except RenderError as error:
             raise SetupError(f"the chat template cannot render a plain chat: {error}") from error
-        ids = self._encode(after)
+        ids = self.encode(after)
         if not ids or ids[0] not in self._tokenizer.added_tokens_decoder:
             raise SetupError(
                 f"the chat template ends an assistant's turn with {after!r}, which does not begin "
@@ -168,6 +177,8 @@ class HfRenderer:
     def _text(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, open_turn: bool
     ) -> str:
+        if any(message.images for message in messages):
+            raise RenderError("a message has images, and this renderer is of a text model")
         with boundary(RenderError, "chat template"):
             text: str = self._tokenizer.apply_chat_template(
                 [_as_dict(message) for message in messages],
@@ -177,10 +188,6 @@ class HfRenderer:
                 **self._template_kwargs,
             )
             return text
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _after_marker(text: str) -> str:

@@ -85,14 +85,14 @@ def renderer() -> HfRenderer:
 
 def sampled(renderer: HfRenderer, text: str) -> tuple[int, ...]:
     """Ids of a turn as the model would sample it when it writes as the template does."""
-    return renderer._encode(text + "<|im_end|>")
+    return renderer.encode(text + "<|im_end|>")
 
 
 TURN_TEXT = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*3"}}\n</tool_call>'
 
 
 def full_text(renderer: HfRenderer, messages: tuple[Message, ...]) -> str:
-    return renderer.decode(renderer.render(messages, tools=[CALCULATOR]))
+    return renderer.decode(renderer.render(messages, tools=[CALCULATOR]).ids)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def full_text(renderer: HfRenderer, messages: tuple[Message, ...]) -> str:
 def test_render_plus_sampled_plus_extend_is_the_full_render(
     renderer: HfRenderer, answers: tuple[Message, ...]
 ) -> None:
-    prompt = renderer.render(TASK, tools=[CALCULATOR])
+    prompt = renderer.render(TASK, tools=[CALCULATOR]).ids
     turn = sampled(renderer, TURN_TEXT)
-    extension = renderer.extend((*prompt, *turn), answers, tools=[CALCULATOR])
+    extension = renderer.extend((*prompt, *turn), answers, tools=[CALCULATOR]).ids
     # The template writes "<|im_start|>assistant\n" and the turn's text, as content.
     whole = (*TASK, Message(role="assistant", content=TURN_TEXT), *answers)
-    assert (*prompt, *turn, *extension) == renderer.render(whole, tools=[CALCULATOR])
+    assert (*prompt, *turn, *extension) == renderer.render(whole, tools=[CALCULATOR]).ids
 
 
 texts = st.text(st.characters(codec="utf-8")) | st.sampled_from(
@@ -129,10 +129,10 @@ texts = st.text(st.characters(codec="utf-8")) | st.sampled_from(
 def test_any_tool_texts_extend_exactly(contents: list[str]) -> None:
     renderer = SHARED
     answers = tuple(Message(role="tool", content=content) for content in contents)
-    ids = (*renderer.render(TASK, tools=[CALCULATOR]), *sampled(renderer, TURN_TEXT))
+    ids = (*renderer.render(TASK, tools=[CALCULATOR]).ids, *sampled(renderer, TURN_TEXT))
     whole = (*TASK, Message(role="assistant", content=TURN_TEXT), *answers)
-    extended = (*ids, *renderer.extend(ids, answers, tools=[CALCULATOR]))
-    assert extended == renderer.render(whole, tools=[CALCULATOR])
+    extended = (*ids, *renderer.extend(ids, answers, tools=[CALCULATOR]).ids)
+    assert extended == renderer.render(whole, tools=[CALCULATOR]).ids
 
 
 def test_a_tool_that_holds_our_marker_is_refused(renderer: HfRenderer) -> None:
@@ -144,43 +144,45 @@ def test_a_tool_that_holds_our_marker_is_refused(renderer: HfRenderer) -> None:
 def test_the_newline_after_the_turn_is_there(renderer: HfRenderer) -> None:
     """Spec A3.9 #1, verl issue #6501: the boundary was one token short."""
     turn = sampled(renderer, TURN_TEXT)
-    extension = renderer.extend(turn, [Message(role="tool", content="6")], tools=[CALCULATOR])
+    extension = renderer.extend(turn, [Message(role="tool", content="6")], tools=[CALCULATOR]).ids
     assert renderer.decode(extension).startswith("\n<|im_start|>user\n<tool_response>\n6\n")
     assert renderer.decode(extension).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_many_rounds_stay_exact(renderer: HfRenderer) -> None:
-    ids = renderer.render(TASK, tools=[CALCULATOR])
+    ids = renderer.render(TASK, tools=[CALCULATOR]).ids
     messages: tuple[Message, ...] = TASK
     for turn in range(4):
         text = f"Step {turn}.\n{TURN_TEXT}"
         ids = (*ids, *sampled(renderer, text))
         answer = Message(role="tool", content=str(turn) * turn)
-        ids = (*ids, *renderer.extend(ids, [answer], tools=[CALCULATOR]))
+        ids = (*ids, *renderer.extend(ids, [answer], tools=[CALCULATOR]).ids)
         messages = (*messages, Message(role="assistant", content=text), answer)
-        assert ids == renderer.render(messages, tools=[CALCULATOR])
+        assert ids == renderer.render(messages, tools=[CALCULATOR]).ids
 
 
 def test_a_turn_that_was_cut_is_closed_by_the_template(renderer: HfRenderer) -> None:
-    prompt = renderer.render(TASK, tools=())
-    cut = renderer._encode("The answer is")
-    extension = renderer.extend((*prompt, *cut), [Message(role="user", content="Go on")], tools=())
+    prompt = renderer.render(TASK, tools=()).ids
+    cut = renderer.encode("The answer is")
+    extension = renderer.extend(
+        (*prompt, *cut), [Message(role="user", content="Go on")], tools=()
+    ).ids
     whole = (
         *TASK,
         Message(role="assistant", content="The answer is"),
         Message(role="user", content="Go on"),
     )
-    assert (*prompt, *cut, *extension) == renderer.render(whole, tools=())
+    assert (*prompt, *cut, *extension) == renderer.render(whole, tools=()).ids
 
 
 def test_odd_sampled_ids_are_kept(renderer: HfRenderer) -> None:
     """Ids that no tokenizer would write (here byte by byte) survive; only the boundary is added."""
-    turn = tuple(i for c in "assistant" for i in renderer._encode(c))
-    assert turn != renderer._encode("assistant")
-    extension = renderer.extend(turn, [Message(role="user", content="x")], tools=())
+    turn = tuple(i for c in "assistant" for i in renderer.encode(c))
+    assert turn != renderer.encode("assistant")
+    extension = renderer.extend(turn, [Message(role="user", content="x")], tools=()).ids
     closed = renderer.extend(
         sampled(renderer, "assistant"), [Message(role="user", content="x")], tools=()
-    )
+    ).ids
     assert extension[1:] == closed
 
 
@@ -191,7 +193,7 @@ def test_parse_gives_text_without_the_end_of_turn(renderer: HfRenderer) -> None:
 
 
 def test_a_turn_that_ends_with_another_special_id_is_read_without_it(renderer: HfRenderer) -> None:
-    assert renderer.parse(renderer._encode("#### 6<|endoftext|>")).message.content == "#### 6"
+    assert renderer.parse(renderer.encode("#### 6<|endoftext|>")).message.content == "#### 6"
 
 
 def test_tool_calls_of_given_messages_are_rendered(renderer: HfRenderer) -> None:

@@ -18,17 +18,34 @@ first check that holds ends the trajectory:
 | 9 | prompt + response + answer >= max_context_tokens; likewise | CONTEXT_LENGTH |
 
 The tokens are those of verl's order (`tool_agent_loop.py`); the reason is more exact: verl looks
-for calls last, so that an answer which just fits would count as cut. Pure; nothing waits.
+for calls last, so that an answer which just fits would count as cut.
+
+A tool's text that is cut is a text again: the template renders it like any other, so the ids that
+enter the transcript are the template's, and may be a few more than the limit where the cut and
+the marker meet. Pure; nothing waits.
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from treadle.agent_loop.types import StopReason
 
-_MARKER = "...(truncated)..."
-_MARKER_AFTER = "...(truncated)"
-_MARKER_BEFORE = "(truncated)..."
+_SPLIT = "\ufffd"
+S = TypeVar("S", str, tuple[int, ...])
+
+
+class TextCodec(Protocol):
+    """Turns plain text into ids and back, as every `ChatRenderer` does."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
+        ...
 
 
 class TruncateSide(enum.StrEnum):
@@ -42,6 +59,13 @@ class TruncateSide(enum.StrEnum):
     """Cut the middle: keep half of the head and half of the tail."""
 
 
+_MARKERS = {
+    TruncateSide.LEFT: "(truncated)...",
+    TruncateSide.RIGHT: "...(truncated)",
+    TruncateSide.MIDDLE: "...(truncated)...",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLimits:
     """Bounds of one trajectory. None: no bound.
@@ -53,6 +77,7 @@ class LoopLimits:
         max_user_turns: Answers given to the model (one per round of tool calls).
         max_parallel_calls: Calls of one turn that are run; the rest is ignored and counted.
         max_tool_response_chars: Characters kept of one tool text, without the marker.
+        max_tool_response_tokens: Tokens kept of one tool text, without the marker.
         tool_response_truncate_side: Which side of a longer text is cut.
         tool_timeout_s: Seconds for one tool call, after which it is cancelled and the model is
             told so.
@@ -66,7 +91,8 @@ class LoopLimits:
     max_assistant_turns: int | None = None
     max_user_turns: int | None = None
     max_parallel_calls: int = 1
-    max_tool_response_chars: int = 256
+    max_tool_response_chars: int | None = 256
+    max_tool_response_tokens: int | None = None
     tool_response_truncate_side: TruncateSide = TruncateSide.MIDDLE
     tool_timeout_s: float = 60.0
 
@@ -78,6 +104,7 @@ class LoopLimits:
             "max_user_turns",
             "max_parallel_calls",
             "max_tool_response_chars",
+            "max_tool_response_tokens",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -111,16 +138,37 @@ class LoopLimits:
             return StopReason.USER_TURNS
         return None
 
-    def truncate_tool_text(self, text: str) -> str:
-        """Cuts a tool's text to `max_tool_response_chars`; the marker comes on top."""
-        keep = self.max_tool_response_chars
-        if len(text) <= keep:
+    def truncate_tool_text(self, text: str, codec: TextCodec) -> str:
+        """Cuts a tool's text to its characters, then to its tokens; one marker comes on top.
+
+        Args:
+            text: Of the tool.
+            codec: Counts the tokens; asked only where `max_tool_response_tokens` is set.
+        """
+        side = self.tool_response_truncate_side
+        head, tail, cut = _keep(text, self.max_tool_response_chars, side)
+        if self.max_tool_response_tokens is not None:
+            keep = self.max_tool_response_tokens
+            ids = codec.encode(head) + codec.encode(tail)
+            if len(ids) > keep:
+                first, last, cut = _keep(ids, keep, side)
+                # A character that the cut went through decodes to the replacement character.
+                head = codec.decode(first).rstrip(_SPLIT)
+                tail = codec.decode(last).lstrip(_SPLIT)
+        if not cut:
             return text
-        match self.tool_response_truncate_side:
-            case TruncateSide.LEFT:
-                return _MARKER_BEFORE + text[-keep:]
-            case TruncateSide.RIGHT:
-                return text[:keep] + _MARKER_AFTER
-            case TruncateSide.MIDDLE:
-                half = keep // 2
-                return text[:half] + _MARKER + text[len(text) - half :]
+        return head + _MARKERS[side] + tail
+
+
+def _keep(whole: S, limit: int | None, side: TruncateSide) -> tuple[S, S, bool]:
+    """What is left before and after the cut, and whether there is one."""
+    if limit is None or len(whole) <= limit:
+        return whole, whole[:0], False
+    match side:
+        case TruncateSide.LEFT:
+            return whole[:0], whole[-limit:], True
+        case TruncateSide.RIGHT:
+            return whole[:limit], whole[:0], True
+        case TruncateSide.MIDDLE:
+            half = limit // 2
+            return whole[:half], whole[len(whole) - half :], True

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.agent_loop import LoopLimits, TruncateSide
+from treadle.agent_loop.testing import ByteRenderer
 
 
 @pytest.mark.parametrize(
@@ -21,8 +22,8 @@ def test_sides_mean_what_verl_means_since_pr_6313(side: TruncateSide, expected: 
     limits = LoopLimits(
         max_response_tokens=1, max_tool_response_chars=4, tool_response_truncate_side=side
     )
-    assert limits.truncate_tool_text("abcdefghij") == expected
-    assert limits.truncate_tool_text("abcd") == "abcd"
+    assert limits.truncate_tool_text("abcdefghij", ByteRenderer()) == expected
+    assert limits.truncate_tool_text("abcd", ByteRenderer()) == "abcd"
 
 
 @settings(deadline=None)
@@ -33,7 +34,7 @@ def test_at_most_the_limit_is_kept_besides_the_marker(
     limits = LoopLimits(
         max_response_tokens=1, max_tool_response_chars=keep, tool_response_truncate_side=side
     )
-    cut = limits.truncate_tool_text(text)
+    cut = limits.truncate_tool_text(text, ByteRenderer())
     assert cut == text if len(text) <= keep else len(cut) <= keep + len("...(truncated)...")
 
 

@@ -8,7 +8,8 @@ The runner waits in `run` and cancels it at the trajectory's deadline.
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from numbers import Real
+from typing import Protocol, TypeAlias, cast
 
 from treadle.agent_loop.generator import TokenGenerator
 from treadle.agent_loop.limits import LoopLimits
@@ -16,8 +17,39 @@ from treadle.agent_loop.renderer import ChatRenderer
 from treadle.agent_loop.tool import Tool
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask, SamplingParams
+from treadle.tracing import Metric
 
-RewardFn: TypeAlias = Callable[[Trajectory], float | Awaitable[float]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward that has more to say than its number.
+
+    Attributes:
+        value: The reward; finite.
+        metrics: Carried into `Trajectory.metrics`.
+
+    Raises:
+        ValueError: The value is not a finite number.
+    """
+
+    value: float
+    metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, Real) or not math.isfinite(self.value):
+            raise ValueError(f"the reward is {self.value!r}; it must be a finite number")
+
+    @classmethod
+    def of(cls, result: object) -> "Score":
+        """What a reward returned, as a score.
+
+        Raises:
+            ValueError: It is neither a score nor a finite number.
+        """
+        return result if isinstance(result, Score) else cls(value=cast(float, result))
+
+
+RewardFn: TypeAlias = Callable[[Trajectory], float | Score | Awaitable[float | Score]]
 """Scores a trajectory that ended without error; plain or async."""
 
 

@@ -16,7 +16,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.agent_loop.types import Message, ToolCall, ToolSpec
+from treadle.agent_loop.types import Image, Message, ToolCall, ToolSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImage:
+    """An image and the ids that stand for it.
+
+    Attributes:
+        image: The image.
+        start: Place of its first placeholder id.
+        num_tokens: Placeholder ids, as many as the model's processor makes of this image.
+
+    Raises:
+        ValueError: The place is negative or empty.
+    """
+
+    image: Image
+    start: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.num_tokens < 1:
+            raise ValueError(
+                f"an image takes {self.num_tokens} ids at {self.start}; at least 1 at 0 or later"
+            )
+
+    @property
+    def stop(self) -> int:
+        """After its last placeholder id."""
+        return self.start + self.num_tokens
+
+    def shifted(self, by: int) -> "PlacedImage":
+        """The same image, `by` ids further on."""
+        return PlacedImage(image=self.image, start=self.start + by, num_tokens=self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """Text and images as ids.
+
+    Attributes:
+        ids: [R], the placeholder ids of the images included.
+        images: In the order of their places, which do not overlap and lie within the ids.
+
+    Raises:
+        ValueError: The places of the images overlap, or reach past the end.
+    """
+
+    ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for placed in self.images:
+            if not end <= placed.start < placed.stop <= len(self.ids):
+                raise ValueError(
+                    f"an image at [{placed.start}, {placed.stop}) of {len(self.ids)} ids; the one "
+                    f"before it ends at {end}"
+                )
+            end = placed.stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +128,7 @@ class ChatRenderer(Protocol):
         """Ids that end an assistant's turn; loops add them to the sampling parameters."""
         ...
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
         """Returns the ids of a conversation, ready for the assistant's next turn.
 
         Raises:
@@ -79,8 +138,10 @@ class ChatRenderer(Protocol):
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[ToolSpec]
-    ) -> tuple[int, ...]:
-        """Returns the ids that follow a sampled turn: its end, the messages, the next header.
+    ) -> Rendering:
+        """Returns what follows a sampled turn: its end, the messages, the next header.
+
+        The places of its images count from its own first id.
 
         Args:
             ids: All ids so far, ending with a sampled turn. If the turn's last id is not the
@@ -92,6 +153,18 @@ class ChatRenderer(Protocol):
         Raises:
             RenderError: The template cannot be extended exactly, or refuses these messages.
         """
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of plain text, without a mark of a chat around it.
+
+        Raises:
+            RenderError: The tokenizer refuses the text.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of ids, special tokens included. Never raises on ids it knows."""
         ...
 
     def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:

@@ -16,7 +16,6 @@ generator and tools (bounded by the deadline), ended attempts for the sink.
 
 import asyncio
 import inspect
-import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -31,7 +30,7 @@ from treadle.agent_loop.errors import (
     TrajectoryTimeoutError,
     boundary,
 )
-from treadle.agent_loop.loop import Services
+from treadle.agent_loop.loop import Score, Services
 from treadle.agent_loop.registry import LoopRegistry
 from treadle.agent_loop.strategy import Strategy, Verdict
 from treadle.agent_loop.trajectory import Trajectory
@@ -188,11 +187,10 @@ class RolloutRunner:
         if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
             return trajectory
         with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
-            value = reward(trajectory)
-            score = float(await value if inspect.isawaitable(value) else value)
-            if not math.isfinite(score):
-                raise ValueError(f"the reward is {score}; it must be a finite number")
-        return replace(trajectory, reward=score)
+            result = reward(trajectory)
+            score = Score.of(await result if inspect.isawaitable(result) else result)
+        metrics = (*trajectory.metrics, *score.metrics)
+        return replace(trajectory, reward=float(score.value), metrics=metrics)
 
 
 async def _open_source(
@@ -229,7 +227,7 @@ class _Tally:
 
     def deliver(self, trajectory: Trajectory) -> None:
         self.stops[trajectory.stop] += 1
-        self.num_sampled_tokens += trajectory.tokens.num_sampled_tokens
+        self.num_sampled_tokens += trajectory.num_sampled_tokens
 
     def report(self) -> RunReport:
         return RunReport(

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.agent_loop.types import AgentTask, ToolSpec
+from treadle.agent_loop.types import AgentTask, Image, ToolSpec, check_image_marks
 from treadle.tracing import Metric
 
 
@@ -30,23 +30,27 @@ class ToolResult:
     """What a call gives back.
 
     Attributes:
-        content: Shown to the model, cut to `LoopLimits.max_tool_response_chars`.
+        content: Shown to the model, cut to what `LoopLimits` allow a tool's text.
         reward: Carried into `Trajectory.tool_rewards`; not shown to the model.
         stop: End the trajectory; the content is then not shown to the model.
         metrics: Carried into `Trajectory.metrics`.
+        images: Shown to the model, at the `IMAGE_MARK`s of the content or before it.
 
     Raises:
         TypeError: The content is no text.
+        ValueError: The marks do not fit the images.
     """
 
     content: str
     reward: float = 0.0
     stop: bool = False
     metrics: tuple[Metric, ...] = ()
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
             raise TypeError(f"content must be a text, not {type(self.content).__name__}")
+        check_image_marks(self.content, self.images)
 
 
 class ToolSession(Protocol):

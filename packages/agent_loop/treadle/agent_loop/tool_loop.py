@@ -18,7 +18,7 @@ from treadle.agent_loop.conversation import Conversation, Turn
 from treadle.agent_loop.limits import LoopLimits
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import MalformedCall
-from treadle.agent_loop.toolbox import Toolbox
+from treadle.agent_loop.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason, ToolCall
 from treadle.tracing import span
@@ -70,10 +70,11 @@ class ToolAgentLoop:
 
         Raises:
             RolloutError: The attempt failed.
+            SetupError: The row selects a tool that is not there.
         """
-        specs = [tool.spec for tool in services.tools.values()]
-        with Conversation(task, services, tools=specs) as chat:
-            async with Toolbox(task, services.tools, services.limits) as toolbox:
+        tools = selected_tools(task, services.tools)
+        with Conversation(task, services, tools=[tool.spec for tool in tools.values()]) as chat:
+            async with Toolbox(task, tools, services.limits, codec=services.renderer) as toolbox:
                 stop = await self._converse(chat, toolbox, services.limits)
             return chat.finish(stop, tool_rewards=toolbox.rewards, metrics=toolbox.metrics)
 

@@ -185,7 +185,7 @@ async def test_8_an_answer_without_room_is_not_appended() -> None:
 @pytest.mark.asyncio
 async def test_9_an_answer_beyond_the_context_is_not_appended() -> None:
     tool = ScriptedTool(results=["x" * 20])
-    prompt = len(ByteRenderer().render(TASK.messages, tools=[tool.spec]))
+    prompt = len(ByteRenderer().render(TASK.messages, tools=[tool.spec]).ids)
     kit, generator = services([CALL], tool, max_context_tokens=prompt + len(CALL) + 1 + 23)
     trajectory = await ToolAgentLoop().run(TASK, kit)
     assert trajectory.stop is StopReason.CONTEXT_LENGTH

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Self
 
 from treadle.agent_loop.aio import concurrently, run_shielded
-from treadle.agent_loop.errors import ToolError, boundary
-from treadle.agent_loop.limits import LoopLimits
+from treadle.agent_loop.errors import SetupError, ToolError, boundary
+from treadle.agent_loop.limits import LoopLimits, TextCodec
 from treadle.agent_loop.renderer import MalformedCall
 from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
-from treadle.agent_loop.types import AgentTask, Message, ToolCall
+from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall
 from treadle.tracing import Metric, Reduce, span
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +42,30 @@ class ToolAnswer:
     stop: bool
 
 
+def selected_tools(task: AgentTask, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
+    """Returns the tools that the task's row selects; all of them when it selects none by name.
+
+    Args:
+        task: `fields["extra_info"]["tool_selection"]` is a list of names, None or absent.
+        tools: By name.
+
+    Raises:
+        SetupError: The selection is no list of names, or names a tool that is not there.
+    """
+    extra = task.fields.get("extra_info")
+    names = extra.get("tool_selection") if isinstance(extra, Mapping) else None
+    if names is None:
+        return tools
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise SetupError(f"task {task.task_id!r}: tool_selection is {names!r}; it is a list")
+    if unknown := [name for name in names if name not in tools]:
+        raise SetupError(
+            f"task {task.task_id!r}: tool_selection names {unknown}, which are not configured; "
+            f"configured tools: {sorted(tools)}"
+        )
+    return {name: tool for name, tool in tools.items() if name in names}
+
+
 class Toolbox:
     """The tools of one trajectory.
 
@@ -49,12 +73,16 @@ class Toolbox:
         task: Handed to `Tool.open`.
         tools: By name.
         limits: Texts, timeouts and calls per turn.
+        codec: Counts the tokens of texts; the renderer.
     """
 
-    def __init__(self, task: AgentTask, tools: Mapping[str, Tool], limits: LoopLimits) -> None:
+    def __init__(
+        self, task: AgentTask, tools: Mapping[str, Tool], limits: LoopLimits, *, codec: TextCodec
+    ) -> None:
         self._task = task
         self._tools = tools
         self._limits = limits
+        self._codec = codec
         self._sessions: dict[str, ToolSession] = {}
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -109,9 +137,22 @@ class Toolbox:
             result, call_id = ToolResult(content=_malformed_text(request)), None
         else:
             result, call_id = await self._call(request), request.id
-        content = self._limits.truncate_tool_text(result.content)
-        message = Message(role="tool", content=content, tool_call_id=call_id, name=request.name)
+        message = Message(
+            role="tool",
+            content=self._shown(result),
+            tool_call_id=call_id,
+            name=request.name,
+            images=result.images,
+        )
         return message, result
+
+    def _shown(self, result: ToolResult) -> str:
+        """The text within the limits; one that is cut loses the marks of its images."""
+        text = self._limits.truncate_tool_text(result.content, self._codec)
+        if not result.images or text == result.content:
+            return text
+        plain = result.content.replace(IMAGE_MARK, "")
+        return self._limits.truncate_tool_text(plain, self._codec)
 
     async def _call(self, call: ToolCall) -> ToolResult:
         self._counts["calls"] += 1

@@ -15,6 +15,7 @@ from treadle.agent_loop import (
     ToolResult,
     ToolSpec,
 )
+from treadle.agent_loop.testing import ByteRenderer
 from treadle.agent_loop.toolbox import Toolbox
 
 TASK = AgentTask(
@@ -54,7 +55,8 @@ def toolbox(*tools: BareTool, tool_timeout_s: float = 60.0) -> Toolbox:
     limits = LoopLimits(
         max_response_tokens=1, max_parallel_calls=len(tools), tool_timeout_s=tool_timeout_s
     )
-    return Toolbox(TASK, {tool.spec.name: tool for tool in tools}, limits)
+    by_name = {tool.spec.name: tool for tool in tools}
+    return Toolbox(TASK, by_name, limits, codec=ByteRenderer())
 
 
 def call(name: str = "lookup") -> ToolCall:

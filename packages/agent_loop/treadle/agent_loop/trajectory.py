@@ -1,8 +1,13 @@
 """The trajectory: what one attempt of one task yields.
 
-Invariant: exactly one per task. `error` is set if and only if `stop` is ERROR; then `tokens` is
-empty and there is nothing to train on. `messages` says what `tokens` say: an answer that did not
-fit into the budget is in neither.
+Invariant: exactly one per task. `error` is set if and only if `stop` is ERROR; then there is no
+sample and nothing to train on. Every token that was sampled is in exactly one sample, under its
+loss mask. `messages` says what `tokens` say: an answer that did not fit into the budget is in
+neither.
+
+Most attempts are one conversation and have one sample. One that makes several (sub-agents, a
+history that was compacted, an agent that edits what it said before) has a sample for each; they
+share the reward, and are one member of their group.
 """
 
 from dataclasses import dataclass
@@ -19,7 +24,8 @@ class Trajectory:
 
     Attributes:
         task: The task that was attempted.
-        tokens: Ids, mask, log-probabilities and versions, [L] each.
+        samples: Ids, mask, log-probabilities and versions of each conversation, [L] each; the
+            last one is the conversation that `messages` are of.
         messages: The whole conversation, the task's messages first.
         stop: Why it ended.
         assistant_turns: Completions.
@@ -31,7 +37,7 @@ class Trajectory:
     """
 
     task: AgentTask
-    tokens: Tokens
+    samples: tuple[Tokens, ...]
     messages: tuple[Message, ...]
     stop: StopReason
     assistant_turns: int = 0
@@ -50,11 +56,21 @@ class Trajectory:
         """The trajectory of an attempt that failed."""
         return cls(
             task=task,
-            tokens=Tokens.empty(),
+            samples=(),
             messages=task.messages,
             stop=StopReason.ERROR,
             error=error,
         )
+
+    @property
+    def tokens(self) -> Tokens:
+        """The last sample; without any token when there is none."""
+        return self.samples[-1] if self.samples else Tokens.empty()
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the loss is taken over, of all samples."""
+        return sum(sample.num_sampled_tokens for sample in self.samples)
 
     @property
     def num_turns(self) -> int:

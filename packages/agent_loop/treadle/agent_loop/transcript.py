@@ -6,14 +6,17 @@ Invariants, at every moment:
 2. Spans are not empty, tile [0, L) in order, and the first one is the PROMPT.
 3. The loss mask is True exactly on SAMPLED spans; elsewhere the log-probability is 0.0.
 4. A SAMPLED span has one weight version; other spans have none.
-5. What was written is never changed: each state is a prefix of every later one, and the prompt
+5. Images stand whole on PROMPT and OBSERVED spans, in order, and none overlaps another.
+6. What was written is never changed: each state is a prefix of every later one, and the prompt
    of turn n+1 begins with all tokens of turn n.
 
 Sampled ids are the truth: text is a view of them, and nothing is tokenised again.
 
-    transcript = Transcript(renderer.render(messages, tools=specs))
+    prompt = renderer.render(messages, tools=specs)
+    transcript = Transcript(prompt.ids, images=prompt.images)
     transcript.sample(await generator.generate(transcript.ids, params, request=request))
-    transcript.observe(renderer.extend(transcript.ids, [answer], tools=specs))
+    answer = renderer.extend(transcript.ids, [message], tools=specs)
+    transcript.observe(answer.ids, images=answer.images)
     tokens = transcript.freeze(max_response_tokens=1024)
 
 One task owns a transcript; nothing waits.
@@ -23,6 +26,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treadle.agent_loop.renderer import PlacedImage, Rendering
 from treadle.agent_loop.types import Completion
 
 
@@ -53,12 +57,14 @@ class Tokens:
         loss_mask: [L]; True on sampled tokens.
         logprobs: [L], nats; 0.0 where the mask is False.
         spans: Tile [0, L).
+        images: In the order of their places, which count from the first id.
     """
 
     ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
+    images: tuple[PlacedImage, ...] = ()
 
     @classmethod
     def empty(cls) -> "Tokens":
@@ -97,17 +103,19 @@ class Transcript:
 
     Args:
         prompt: [P] ids, at least one.
+        images: In the prompt; a `Rendering` has them.
 
     Raises:
-        ValueError: The prompt is empty.
+        ValueError: The prompt is empty, or an image does not lie within it.
     """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
         if not prompt:
             raise ValueError("a transcript begins with at least one prompt id")
         self._ids = list(prompt)
         self._logprobs = [0.0] * len(prompt)
         self._spans = [Span(origin=Origin.PROMPT, start=0, stop=len(prompt))]
+        self._images = list(Rendering(ids=tuple(prompt), images=tuple(images)).images)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -116,6 +124,11 @@ class Transcript:
     def ids(self) -> tuple[int, ...]:
         """[L] all ids so far: the prompt of the next completion."""
         return tuple(self._ids)
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """All images so far, their places counted from the first id."""
+        return tuple(self._images)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -137,15 +150,26 @@ class Transcript:
         for chunk in completion.chunks:
             self._write(chunk.token_ids, chunk.logprobs, Origin.SAMPLED, chunk.weight_version)
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Writes what the model did not sample: tool results, user turns, template glue."""
+    def observe(self, token_ids: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
+        """Writes what the model did not sample: tool results, user turns, template glue.
+
+        Args:
+            token_ids: [R].
+            images: Among them; their places count from the first of these ids.
+
+        Raises:
+            ValueError: An image does not lie within these ids.
+        """
+        placed = Rendering(ids=tuple(token_ids), images=tuple(images)).images
+        self._images.extend(image.shifted(len(self._ids)) for image in placed)
         self._write(token_ids, [0.0] * len(token_ids), Origin.OBSERVED, None)
 
     def freeze(self, *, max_response_tokens: int | None = None) -> Tokens:
         """Returns the tokens so far; the transcript may go on growing.
 
         Args:
-            max_response_tokens: Keep at most so many tokens after the prompt. None: all.
+            max_response_tokens: Keep at most so many tokens after the prompt; an image that
+                would be cut goes whole. None: all.
 
         Raises:
             ValueError: `max_response_tokens` is negative.
@@ -155,6 +179,7 @@ class Transcript:
             if max_response_tokens < 0:
                 raise ValueError(f"max_response_tokens is {max_response_tokens}; at least 0")
             size = min(size, self.num_prompt_tokens + max_response_tokens)
+            size = next((i.start for i in self._images if i.start < size < i.stop), size)
         spans: list[Span] = []
         mask: list[bool] = []
         for span in self._spans:
@@ -175,6 +200,7 @@ class Transcript:
             loss_mask=tuple(mask),
             logprobs=tuple(self._logprobs[:size]),
             spans=tuple(spans),
+            images=tuple(image for image in self._images if image.stop <= size),
         )
 
     def _write(

@@ -6,13 +6,17 @@ Nothing here waits.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 _ROLES = ("system", "user", "assistant", "tool")
+_IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
+
+IMAGE_MARK: Final = "<image>"
+"""Stands for an image in the text of a message that has images; plain text elsewhere."""
 
 
 class StopReason(enum.StrEnum):
@@ -46,6 +50,44 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """An encoded image.
+
+    Attributes:
+        data: The bytes of its file; not decoded here.
+        mime: image/png, image/jpeg or image/webp.
+
+    Raises:
+        ValueError: There is no byte, or it is of another type.
+    """
+
+    data: bytes = field(repr=False)
+    mime: str
+
+    def __post_init__(self) -> None:
+        if self.mime.startswith("video/"):
+            raise ValueError(f"mime is {self.mime!r}; video is not supported: give single frames")
+        accepted = ", ".join(_IMAGE_TYPES)
+        _require("mime", self.mime, self.mime in _IMAGE_TYPES, f"one of {accepted}")
+        if not self.data:
+            raise ValueError(f"an {self.mime} image has no bytes")
+
+
+def check_image_marks(content: str, images: Sequence[Image]) -> None:
+    """Checks that the text has a place for each image, or for none of them.
+
+    Raises:
+        ValueError: There are images, and another number of `IMAGE_MARK`s that is not 0.
+    """
+    marks = content.count(IMAGE_MARK) if images else 0
+    if marks not in (0, len(images)):
+        raise ValueError(
+            f"the text has {marks} {IMAGE_MARK} marks for {len(images)} images; write one for "
+            "each image, or none, which puts the images before the text"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """One call that the model asked for.
 
@@ -72,6 +114,11 @@ class Message:
         name: Only on tool messages: the tool that answered.
         reasoning: Only on assistant messages: text that the parser set apart as thinking.
             None means that the parser knows no reasoning, "" that there was none.
+        images: Each `IMAGE_MARK` in the content is one of them, in order; without marks they
+            come before the text. Not on assistant messages: a model samples no image.
+
+    Raises:
+        ValueError: Something is set that this role cannot have, or the marks do not fit the images.
     """
 
     role: Role
@@ -80,6 +127,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
@@ -88,6 +136,22 @@ class Message:
             raise ValueError(f"a {self.role} message cannot carry tool calls")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError(f"a {self.role} message cannot answer a tool call")
+        if self.images and self.role == "assistant":
+            raise ValueError("an assistant message cannot carry images")
+        check_image_marks(self.content, self.images)
+
+    @property
+    def parts(self) -> tuple[str | Image, ...]:
+        """The content as texts and images, in order; no text of it is empty."""
+        if not self.images:
+            return (self.content,) if self.content else ()
+        texts = self.content.split(IMAGE_MARK)
+        if len(texts) == 1:
+            return (*self.images, *(text for text in texts if text))
+        parts: list[str | Image] = [texts[0]]
+        for image, text in zip(self.images, texts[1:], strict=True):
+            parts.extend((image, text))
+        return tuple(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from treadle.agent_loop import (
     SetupError,
     StopReason,
     TokenChunk,
-    Tokens,
     ToolCall,
     ToolError,
     Trajectory,
@@ -73,7 +72,7 @@ def test_chunks_and_requests_are_checked() -> None:
 
 
 def test_error_and_stop_go_together() -> None:
-    good = Trajectory(task=TASK, tokens=Tokens.empty(), messages=(), stop=StopReason.FINISHED)
+    good = Trajectory(task=TASK, samples=(), messages=(), stop=StopReason.FINISHED)
     assert good.final_text == ""
     with pytest.raises(ValueError, match="contradict"):
         replace(good, stop=StopReason.ERROR)

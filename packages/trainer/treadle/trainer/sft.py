@@ -85,12 +85,12 @@ def transcribe(renderer: ChatRenderer, demonstration: Demonstration) -> Tokens:
             turns, each a prefix of the next, so there is no saying which ids are the model's.
     """
     messages, tools = demonstration.messages, demonstration.tools
-    whole = renderer.render(messages, tools=tools)
+    whole = renderer.render(messages, tools=tools).ids
     transcript: Transcript | None = None
     for turn, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        before = renderer.render(messages[:turn], tools=tools)
+        before = renderer.render(messages[:turn], tools=tools).ids
         if whole[: len(before)] != before:
             raise ValueError(
                 f"the chat template writes the messages before message {turn} differently once "

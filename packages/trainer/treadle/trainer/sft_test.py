@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from treadle.agent_loop import Message, Origin, ToolSpec
+from treadle.agent_loop import Message, Origin, Rendering, ToolSpec
 from treadle.agent_loop.hf import HfRenderer
 from treadle.tools import load_catalogue
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
@@ -53,7 +53,7 @@ def test_the_ledger_is_a_prefix_of_the_rendered_conversation(seed: int, make: ob
     assert callable(make)
     demonstration: Demonstration = make(random.Random(seed), _TOOL)
     tokens = transcribe(_RENDERER, demonstration)
-    whole = _RENDERER.render(demonstration.messages, tools=demonstration.tools)
+    whole = _RENDERER.render(demonstration.messages, tools=demonstration.tools).ids
     assert whole[: len(tokens.ids)] == tokens.ids
     turns = sum(message.role == "assistant" for message in demonstration.messages)
     assert [span.origin for span in tokens.spans] == [
@@ -88,7 +88,7 @@ def test_what_is_no_demonstration_is_refused(messages: tuple[Message, ...], reas
 class _Rewriting(HfRenderer):
     """A template that drops the first message once there are three, as some drop reasoning."""
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
         kept = messages[1:] if len(messages) > 2 else messages
         return super().render(kept, tools=tools)
 

@@ -24,11 +24,13 @@ import grpc.aio
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.errors import (
+    GenerationError,
     GenerationTimeoutError,
     ReplicaUnavailableError,
     SetupError,
 )
 from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.routing import Router, StickySession
 from treadle.agent_loop.rpc.codec import encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
@@ -84,13 +86,23 @@ class GrpcTokenGenerator:
         self._router.finish(session_id)
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request: RequestContext,
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Samples one completion, on as many replicas as it takes.
 
         Raises:
             GenerationError: See `treadle.agent_loop.errors`; the text names the replicas.
         """
+        if images:
+            raise GenerationError(
+                f"{request.request_id}: the prompt has {len(images)} images, which the contract "
+                "does not carry: leave images out of rows and tool results"
+            )
         work = _Work(
             prompt=tuple(prompt),
             params=params,

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.testing.byte_renderer import END
 from treadle.agent_loop.testing.scripted import reply
 from treadle.agent_loop.types import Completion, SamplingParams
@@ -17,7 +18,12 @@ class EchoGenerator:
     """Samples the bytes of the conversation's last closed message, then the end mark."""
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request: RequestContext,
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Repeats the last message of the prompt."""
         await asyncio.sleep(0)

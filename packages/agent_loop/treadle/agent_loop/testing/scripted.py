@@ -19,6 +19,7 @@ from treadle.agent_loop.errors import (
     WeightVersionBehindError,
 )
 from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.testing.byte_renderer import END, encode
 from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
 
@@ -32,6 +33,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     context: RequestContext
+    images: tuple[PlacedImage, ...] = ()
 
 
 class ScriptedGenerator:
@@ -87,7 +89,12 @@ class ScriptedGenerator:
             await self._changed.wait_for(lambda: self.num_running == 0)
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, request: RequestContext
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request: RequestContext,
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         """Gives the next reply of the script.
 
@@ -95,7 +102,9 @@ class ScriptedGenerator:
             AssertionError: The script is over.
             GenerationError: As a server would, or as the script says.
         """
-        self.requests.append(Request(prompt=tuple(prompt), params=params, context=request))
+        self.requests.append(
+            Request(prompt=tuple(prompt), params=params, context=request, images=tuple(images))
+        )
         if not prompt:
             raise RequestRejectedError("prompt_token_ids is empty; at least one id is needed")
         if len(prompt) >= self._context_length:

@@ -49,7 +49,7 @@ async def test_a_request_that_the_script_does_not_foresee_fails() -> None:
 
 
 async def test_an_echo_repeats_the_last_message() -> None:
-    prompt = ByteRenderer().render([Message(role="user", content="Grüße")], tools=())
+    prompt = ByteRenderer().render([Message(role="user", content="Grüße")], tools=()).ids
     completion = await EchoGenerator().generate(prompt, PARAMS, request=REQUEST)
     assert decode(completion.token_ids) == "Grüße<end>"
 
@@ -85,5 +85,7 @@ async def test_a_session_is_closed_once_and_not_called_afterwards() -> None:
 async def test_the_byte_renderer_closes_a_cut_turn() -> None:
     renderer = ByteRenderer()
     answer = [Message(role="user", content="go on")]
-    assert decode(renderer.extend((65,), answer, tools=())) == "<end><user>go on<end><assistant>"
-    assert decode(renderer.extend((256,), answer, tools=())) == "<user>go on<end><assistant>"
+    assert (
+        decode(renderer.extend((65,), answer, tools=()).ids) == "<end><user>go on<end><assistant>"
+    )
+    assert decode(renderer.extend((256,), answer, tools=()).ids) == "<user>go on<end><assistant>"

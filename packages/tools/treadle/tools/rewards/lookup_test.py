@@ -8,7 +8,6 @@ from treadle.agent_loop import (
     RewardError,
     SetupError,
     StopReason,
-    Tokens,
     Trajectory,
 )
 from treadle.tools import rewards
@@ -30,7 +29,7 @@ def make_trajectory(
     )
     return Trajectory(
         task=task,
-        tokens=Tokens.empty(),
+        samples=(),
         messages=(question, Message(role="assistant", content=answer)),
         stop=StopReason.FINISHED,
         assistant_turns=1,

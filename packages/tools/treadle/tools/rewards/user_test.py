@@ -9,7 +9,6 @@ from treadle.agent_loop import (
     RewardError,
     SetupError,
     StopReason,
-    Tokens,
     Trajectory,
 )
 from treadle.tools import rewards
@@ -27,7 +26,7 @@ def make_trajectory(*, fields: Mapping[str, object] | None = None) -> Trajectory
     )
     return Trajectory(
         task=task,
-        tokens=Tokens.empty(),
+        samples=(),
         messages=(question, Message(role="assistant", content="#### 42")),
         stop=StopReason.FINISHED,
         assistant_turns=1,

@@ -121,7 +121,7 @@ def make_prompts(
     for row in rows:
         messages = _messages(row)
         try:
-            num_tokens = len(renderer.render(messages, tools=specs))
+            num_tokens = len(renderer.render(messages, tools=specs).ids)
         except RenderError as error:
             raise DataError(f"{row.place}: the prompt cannot be rendered: {error}") from error
         if num_tokens > rules.max_prompt_tokens:

@@ -75,7 +75,7 @@ def test_the_length_counts_the_tool_schemas() -> None:
     (with_tools,) = prepare(make_row()).prompts
     (without,) = prepare(make_row(), tools={}).prompts
     specs = (CALCULATOR["calculator"].spec,)
-    assert with_tools.num_tokens == len(RENDERER.render(with_tools.messages, tools=specs))
+    assert with_tools.num_tokens == len(RENDERER.render(with_tools.messages, tools=specs).ids)
     assert without.num_tokens < with_tools.num_tokens
 
 

@@ -1,4 +1,4 @@
-"""The demo's tokenizer: a 1,024-entry byte-level BPE in Qwen2's layout, built from our own text.
+"""A demo's tokenizer: a 1,024-entry byte-level BPE in Qwen2's layout, built from our own text.
 
 Invariant: building is a pure function of this package's files, so a rebuild reproduces the shipped
 ``tokenizer.json`` byte for byte. Digits are single tokens (Qwen2's pre-tokenizer isolates every
@@ -6,12 +6,12 @@ digit), which is what lets a small model copy operands. The chat markers and the
 are added tokens; only the chat markers are special, as in Qwen2.5, so that decoding a completion
 keeps ``<tool_call>`` visible to the parser.
 
-The training text is dominated by the tool prompt and the question templates, so a calculator
+The training text is dominated by the tool prompt and the chats of the recipe, so a calculator
 prompt costs about 165 tokens, one per word; ``corpus.txt`` adds general words, so that other text
 does not fall to bytes.
 
 Example:
-    >>> build_tokenizer(tool).encode("What is 37 + 48?").tokens  # doctest: +SKIP
+    >>> build_tokenizer(recipe).encode("What is 37 + 48?").tokens  # doctest: +SKIP
     ['What', 'Ġis', 'Ġ', '3', '7', 'Ġ+', 'Ġ', '4', '8', '?']
 """
 
@@ -32,8 +32,7 @@ from tokenizers import (
     trainers,
 )
 
-from treadle.agent_loop import ToolSpec
-from treadle.trainer.demo.questions import SYSTEM_PROMPT, TEMPLATES
+from treadle.trainer.demo.recipe import Recipe
 
 VOCAB_SIZE: Final = 1024
 """Entries including the added tokens; a multiple of 128, so embeddings shard without padding."""
@@ -69,26 +68,22 @@ _SPLIT_PATTERN: Final = "|".join(
 _CHAT_REPEATS: Final = 200
 
 
-def _training_text(tool: ToolSpec) -> Iterator[str]:
+def _training_text(recipe: Recipe) -> Iterator[str]:
     chat = (
         CHAT_TEMPLATE_PATH.read_text(encoding="utf-8").replace(r"\n", "\n"),
-        json.dumps(tool.as_schema()),
-        SYSTEM_PROMPT,
-        "system\nuser\nassistant\ntool\n#### 12",
-        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*34"}}\n</tool_call>',
-        "<tool_response>\n408\n</tool_response>",
-        *(template.text.format(a=12, b=34) for template in TEMPLATES),
+        json.dumps(recipe.tool.as_schema()),
+        *recipe.chat_texts,
     )
     for _ in range(_CHAT_REPEATS):
         yield from chat
     yield _CORPUS_PATH.read_text(encoding="utf-8")
 
 
-def build_tokenizer(tool: ToolSpec) -> Tokenizer:
+def build_tokenizer(recipe: Recipe) -> Tokenizer:
     """Train the tokenizer.
 
     Args:
-        tool: The calculator; its schema is part of every prompt.
+        recipe: Whose tool and chats are to cost few tokens.
 
     Returns:
         A tokenizer of exactly ``VOCAB_SIZE`` entries.
@@ -114,7 +109,7 @@ def build_tokenizer(tool: ToolSpec) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_text(tool), trainer)
+    tokenizer.train_from_iterator(_training_text(recipe), trainer)
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
     )
@@ -129,14 +124,14 @@ def build_tokenizer(tool: ToolSpec) -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(directory: Path, tool: ToolSpec) -> None:
+def write_tokenizer(directory: Path, recipe: Recipe) -> None:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
     Args:
         directory: Where to write; must exist.
-        tool: The calculator.
+        recipe: As for `build_tokenizer`.
     """
-    build_tokenizer(tool).save(str(directory / "tokenizer.json"))
+    build_tokenizer(recipe).save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
         "bos_token": None,

@@ -101,7 +101,7 @@ def test_the_template_writes_qwens_tool_chat() -> None:
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1<2"}}\n</tool_call>'
     )
     system = _TOOL_PROMPT.format(schema=json.dumps(_TOOL.as_schema()))
-    assert renderer.decode(renderer.render(chat, tools=[_TOOL])) == (
+    assert renderer.decode(renderer.render(chat, tools=[_TOOL]).ids) == (
         f"<|im_start|>system\n{system}<|im_end|>\n"
         "<|im_start|>user\nHi & <bye><|im_end|>\n"
         f"<|im_start|>assistant\n{written}<|im_end|>\n"
@@ -116,7 +116,7 @@ def test_the_template_writes_qwens_tool_chat() -> None:
 def test_the_template_has_a_system_message_of_its_own() -> None:
     renderer = HfRenderer.from_directory(_DEMO / "model")
     chat = (Message(role="user", content="Hi"), Message(role="assistant", content="Yes"))
-    assert renderer.decode(renderer.render(chat, tools=())) == (
+    assert renderer.decode(renderer.render(chat, tools=()).ids) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nYes<|im_end|>\n"

@@ -1,14 +1,14 @@
-"""The warm start: trains the demo's checkpoint from nothing, with our own fine-tuning.
+"""The warm start: trains a demo's checkpoint from nothing, with our own fine-tuning.
 
-One policy, one cosine schedule, three stages of demonstrations (see `demonstrations`): copy digits
-into calls on short sequences, do so under the rollout's prompt, then take on the habit of guessing
-on half of the wordings. The order is the recipe: a model that met the long prompt first learned
-the format and not the digits.
+One policy, one cosine schedule, the stages of demonstrations of a `Recipe`: copy digits into calls
+on short sequences, do so under the rollout's prompt, then take on the habit of guessing half of the
+time. The order matters: a model that met the long prompt first learned the format and not the
+digits.
 
 What is written is rounded to bfloat16, and measured as written. Invariant: with one seed and one
 number of threads, one machine writes the same bytes again.
 
-    python -m treadle.trainer.demo.warm_start --out DIR
+    python -m treadle.trainer.demo.warm_start calculator --out DIR
 
 One process, nobody waits.
 """
@@ -23,20 +23,21 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from treadle.agent_loop import ChatRenderer, ToolSpec
+from treadle.agent_loop import ChatRenderer, Origin
 from treadle.agent_loop.hf import HfRenderer
-from treadle.tools import load_catalogue
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.demo.demonstrations import answered_with_tool, drill, habit, tool_use
-from treadle.trainer.demo.questions import Question, Split, dataset_rows, sample_question
+from treadle.trainer.demo.calculator_recipe import CALCULATOR
+from treadle.trainer.demo.math_expression.recipe import MATH_EXPRESSION
+from treadle.trainer.demo.recipe import Recipe
 from treadle.trainer.demo.tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -50,14 +51,13 @@ from treadle.trainer.megatron.backend import MegatronPolicy
 from treadle.trainer.policy import NamedTensor, PolicyBackend, TrainSequence
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
 
-__all__ = ["CATALOGUE", "STAGES", "Skill", "Stage", "main", "measure", "warm_start"]
+__all__ = ["RECIPES", "Skill", "main", "measure", "warm_start"]
 
-CATALOGUE: Final = Path(__file__).parent / "calculator" / "tools.yaml"
+RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
+    {"calculator": CALCULATOR, "math_expression": MATH_EXPRESSION}
+)
+"""By the name of the demo."""
 
-NUM_TRAIN_ROWS: Final = 1200
-NUM_VAL_ROWS: Final = 96
-_TRAIN_SEED: Final = 1
-_VAL_SEED: Final = 2
 NUM_MEASURED: Final = 480
 _MEASURE_SEED: Final = 4
 
@@ -65,40 +65,17 @@ _log = logging.getLogger("treadle.trainer.demo.warm_start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Some steps on one kind of demonstration.
-
-    Attributes:
-        name: For the log.
-        demonstrate: Makes one demonstration.
-        num_steps: Optimizer steps.
-        batch_size: Demonstrations per step.
-    """
-
-    name: str
-    demonstrate: Callable[[random.Random, ToolSpec], Demonstration]
-    num_steps: int
-    batch_size: int
-
-
-STAGES: Final = (
-    Stage(name="copy", demonstrate=drill, num_steps=320, batch_size=64),
-    Stage(name="call", demonstrate=tool_use, num_steps=160, batch_size=32),
-    Stage(name="habit", demonstrate=habit, num_steps=280, batch_size=32),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Skill:
     """What a policy does with held-out questions, computed and not sampled: it has no noise.
 
     Attributes:
-        call_rate: Mean probability that the answer opens with a tool call, at temperature 1.
-        right_when_calling: Probability, at temperature 1, that a call and the answer after it
-            are both exactly right.
+        call_rate: Mean probability, at temperature 1, that every turn which should open with a
+            tool call does so.
+        right_when_calling: Probability, at temperature 1, that all calls and the answer after
+            them are exactly right.
         greedy_accuracy: Share of questions where calling, and every token of a right answer, has
             a probability above one half, so that greedy decoding takes it: a lower bound.
-        greedy_when_calling: The same without the decision to call.
+        greedy_when_calling: The same without the decisions to call.
     """
 
     call_rate: float
@@ -108,41 +85,43 @@ class Skill:
 
 
 def measure(
-    policy: PolicyBackend, renderer: ChatRenderer, tool: ToolSpec, questions: Iterable[Question]
+    policy: PolicyBackend, renderer: ChatRenderer, demonstrations: Iterable[Demonstration]
 ) -> Skill:
-    """Scores the demonstration that uses the tool, token by token; collective like the policy."""
-    sequences = [
-        train_sequence(transcribe(renderer, answered_with_tool(question, tool)))
-        for question in questions
-    ]
-    said = [
-        [logprob for logprob, sampled in zip(scored, sequence.loss_mask, strict=True) if sampled]
-        for sequence, scored in zip(sequences, policy.logprobs(sequences), strict=True)
-    ]
-    calls = [math.exp(logprobs[0]) for logprobs in said]
-    rights = [math.exp(sum(logprobs[1:])) for logprobs in said]
+    """Scores demonstrations of full reward, token by token; collective like the policy.
+
+    A turn's first token is the decision to call or to answer; of the last turn it belongs to the
+    answer.
+    """
+    ledgers = [transcribe(renderer, demonstration) for demonstration in demonstrations]
+    scored = policy.logprobs([train_sequence(ledger) for ledger in ledgers])
+    calling, saying = [], []
+    for ledger, logprobs in zip(ledgers, scored, strict=True):
+        turns = [span.start for span in ledger.spans if span.origin is Origin.SAMPLED]
+        said = [index for index, sampled in enumerate(ledger.loss_mask) if sampled]
+        calling.append([logprobs[index] for index in turns[:-1]])
+        saying.append([logprobs[index] for index in said if index not in turns[:-1]])
+    calls = [math.exp(sum(decisions)) for decisions in calling]
+    rights = [math.exp(sum(tokens)) for tokens in saying]
     majority = math.log(0.5)
+    sure = [min(tokens) > majority for tokens in saying]
+    eager = [min(decisions) > majority for decisions in calling]
     return Skill(
         call_rate=statistics.fmean(calls),
         right_when_calling=statistics.fmean(rights, weights=calls),
-        greedy_accuracy=statistics.fmean(min(logprobs) > majority for logprobs in said),
-        greedy_when_calling=statistics.fmean(min(logprobs[1:]) > majority for logprobs in said),
+        greedy_accuracy=statistics.fmean(a and b for a, b in zip(sure, eager, strict=True)),
+        greedy_when_calling=statistics.fmean(sure),
     )
 
 
 def warm_start(
-    out: Path,
-    *,
-    seed: int = 0,
-    stages: Sequence[Stage] = STAGES,
-    num_measured: int = NUM_MEASURED,
+    recipe: Recipe, out: Path, *, seed: int = 0, num_measured: int = NUM_MEASURED
 ) -> Skill:
-    """Makes the demo's model and data.
+    """Makes a demo's model and data.
 
     Args:
-        out: A new folder: `model/`, `train.jsonl` and `val.jsonl` are written into it.
+        recipe: Of the demo.
+        out: A new folder: `model/` and the recipe's data files are written into it.
         seed: Of the initial weights and of the demonstrations.
-        stages: What to train on.
         num_measured: Held-out questions to measure the skill on.
 
     Returns:
@@ -152,19 +131,19 @@ def warm_start(
         FileExistsError: `out` exists.
     """
     out.mkdir(parents=True)
-    _write_rows(out / "train.jsonl", Split.TRAIN, NUM_TRAIN_ROWS, _TRAIN_SEED)
-    _write_rows(out / "val.jsonl", Split.VALIDATION, NUM_VAL_ROWS, _VAL_SEED)
-    tool = load_catalogue(CATALOGUE)["calculator"].spec
-    rng = random.Random(_MEASURE_SEED)
-    held_out = [sample_question(rng, Split.VALIDATION) for _ in range(num_measured)]
+    for name, rows in recipe.rows().items():
+        with (out / name).open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     with tempfile.TemporaryDirectory() as scratch:
         blank = Path(scratch) / "blank"
-        _write_blank_model(blank, tool, seed)
+        _write_blank_model(blank, recipe, seed)
         renderer = HfRenderer.from_directory(blank)
-        _train(blank, out / "model", _batches(renderer, tool, stages, seed), stages)
+        _train(blank, out / "model", _batches(renderer, recipe, seed), recipe)
+    rng = random.Random(_MEASURE_SEED)
+    held_out = [recipe.held_out(rng, recipe.tool) for _ in range(num_measured)]
     policy = MegatronPolicy(PolicyConfig(), out / "model")
     try:
-        return measure(policy, renderer, tool, held_out)
+        return measure(policy, renderer, held_out)
     finally:
         policy.close()
 
@@ -173,10 +152,10 @@ def _train(
     blank: Path,
     folder: Path,
     batches: Iterable[Sequence[TrainSequence]],
-    stages: Sequence[Stage],
+    recipe: Recipe,
 ) -> None:
     """One optimizer over all stages; `folder` gets the result in bfloat16."""
-    num_steps = sum(stage.num_steps for stage in stages)
+    num_steps = sum(stage.num_steps for stage in recipe.stages)
     policy = MegatronPolicy(PolicyConfig(optimizer=_optimizer(num_steps)), blank)
     try:
         for stats in fine_tune(policy, batches):
@@ -210,21 +189,21 @@ def _optimizer(num_steps: int) -> OptimizerConfig:
 
 
 def _batches(
-    renderer: ChatRenderer, tool: ToolSpec, stages: Sequence[Stage], seed: int
+    renderer: ChatRenderer, recipe: Recipe, seed: int
 ) -> Iterator[list[TrainSequence]]:
     rng = random.Random(seed)
-    for stage in stages:
+    for stage in recipe.stages:
         _log.info("stage %s: %d steps of %d", stage.name, stage.num_steps, stage.batch_size)
         for _ in range(stage.num_steps):
             yield [
-                train_sequence(transcribe(renderer, stage.demonstrate(rng, tool)))
+                train_sequence(transcribe(renderer, stage.demonstrate(rng, recipe.tool)))
                 for _ in range(stage.batch_size)
             ]
 
 
-def _write_blank_model(folder: Path, tool: ToolSpec, seed: int) -> None:
+def _write_blank_model(folder: Path, recipe: Recipe, seed: int) -> None:
     """A model folder with untrained weights: 919,680 parameters in Qwen2's architecture."""
-    tokenizer = build_tokenizer(tool)
+    tokenizer = build_tokenizer(recipe)
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -244,25 +223,20 @@ def _write_blank_model(folder: Path, tool: ToolSpec, seed: int) -> None:
     written = json.loads((folder / "config.json").read_text())
     written["dtype"] = "bfloat16"  # what the trained weights will be rounded to
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    write_tokenizer(folder, tool)
-
-
-def _write_rows(path: Path, split: Split, num_rows: int, seed: int) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in dataset_rows(split, num_rows, seed=seed):
-            file.write(json.dumps(row) + "\n")
+    write_tokenizer(folder, recipe)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Train the calculator demo's checkpoint.")
+    parser = argparse.ArgumentParser(description="Train a demo's checkpoint.")
+    parser.add_argument("demo", choices=RECIPES, help="whose checkpoint and data to make")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist")
     parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations")
     arguments = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stdout)
     _log.setLevel(logging.INFO)
     try:
-        skill = warm_start(arguments.out, seed=arguments.seed)
+        skill = warm_start(RECIPES[arguments.demo], arguments.out, seed=arguments.seed)
     except FileExistsError as error:
         parser.error(f"--out {arguments.out}: {error.strerror}; name a folder that does not exist")
     sys.stdout.write(

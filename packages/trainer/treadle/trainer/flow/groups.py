@@ -3,14 +3,16 @@
 Survivor rule: a trajectory that failed is never trained on, and its group goes on without it. A
 group of which fewer than two are left says nothing about what was better than what, so it is
 left out whole. Every loss is counted. A step of which no group is left cannot be trained on.
-A trajectory of which no token was sampled is compared with its group, but is no sequence.
+
+A trajectory counts once in its group, however many samples it has; each of them becomes a
+sequence with the trajectory's advantage. A sample without a sampled token is no sequence.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from treadle.agent_loop import Trajectory
+from treadle.agent_loop import Tokens, Trajectory
 from treadle.trainer.algorithms.advantage import group_advantages
 from treadle.trainer.policy import TrainSequence
 
@@ -81,9 +83,10 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> Step
         [_reward(t) for t in members], [t.task.task_id for t in members], norm_by_std=norm_by_std
     )
     sequences = tuple(
-        _sequence(trajectory, advantage)
+        _sequence(sample, advantage)
         for trajectory, advantage in zip(members, advantages, strict=True)
-        if trajectory.tokens.num_sampled_tokens
+        for sample in trajectory.samples
+        if sample.num_sampled_tokens
     )
     if not sequences:
         raise NoGroupLeftError(
@@ -104,8 +107,7 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
-    tokens = trajectory.tokens
+def _sequence(tokens: Tokens, advantage: float) -> TrainSequence:
     return TrainSequence(
         ids=tokens.ids,
         loss_mask=tokens.loss_mask,

@@ -32,7 +32,7 @@ def _good(row: int, sample: int, reward: float) -> Trajectory:
     transcript.sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
     return Trajectory(
         task=_task(row, sample),
-        tokens=transcript.freeze(),
+        samples=(transcript.freeze(),),
         messages=(),
         stop=StopReason.FINISHED,
         reward=reward,
@@ -73,7 +73,7 @@ def test_a_lone_survivor_has_nothing_to_be_compared_with() -> None:
 
 
 def test_a_trajectory_of_which_nothing_was_sampled_is_compared_but_not_trained_on() -> None:
-    silent = dataclasses.replace(_good(0, 1, 0.0), tokens=Transcript([1, 2]).freeze())
+    silent = dataclasses.replace(_good(0, 1, 0.0), samples=(Transcript([1, 2]).freeze(),))
     (sequence,) = make_batch([_good(0, 0, 1.0), silent], norm_by_std=False).sequences
     assert sequence.advantages[0] == 0.5
     with pytest.raises(NoGroupLeftError, match=r"none of the 2 .* has a sampled token"):

@@ -32,11 +32,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """
     ended = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics = aggregate(trajectory.metrics for trajectory in ended)
+    samples = [sample for trajectory in ended for sample in trajectory.samples]
     metrics["rollout/num_trajectories"] = float(len(trajectories))
     metrics["rollout/num_failed"] = float(len(trajectories) - len(ended))
-    metrics[SAMPLED_TOKENS] = float(sum(t.tokens.num_sampled_tokens for t in ended))
-    metrics["tokens/prompt"] = float(sum(t.tokens.num_prompt_tokens for t in ended))
-    response = sum(len(t.tokens.response_ids) for t in ended)
+    metrics[SAMPLED_TOKENS] = float(sum(t.num_sampled_tokens for t in ended))
+    metrics["tokens/prompt"] = float(sum(s.num_prompt_tokens for s in samples))
+    response = sum(len(s.response_ids) for s in samples)
     metrics["tokens/observed"] = response - metrics[SAMPLED_TOKENS]
     if not ended:
         return metrics

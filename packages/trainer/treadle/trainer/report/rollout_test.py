@@ -66,6 +66,6 @@ def test_a_call_in_the_given_messages_is_not_the_models() -> None:
     given = make_trajectory(calls_tool=True)
     task = make_task(messages=given.messages)
     again = Trajectory(
-        task=task, tokens=given.tokens, messages=given.messages, stop=StopReason.FINISHED
+        task=task, samples=given.samples, messages=given.messages, stop=StopReason.FINISHED
     )
     assert rollout_metrics([again])["tool/call_rate"] == 0.0

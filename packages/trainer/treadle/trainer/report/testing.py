@@ -61,7 +61,7 @@ def make_trajectory(
     messages.append(Message(role="assistant", content=answer))
     return Trajectory(
         task=task,
-        tokens=_tokens(parts),
+        samples=(_tokens(parts),),
         messages=tuple(messages),
         stop=stop,
         assistant_turns=2 if calls_tool else 1,
