@@ -9,10 +9,11 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from treadle.agent_loop.hf import HfRenderer
-from treadle.tools import load_catalogue
 from treadle.trainer.config.policy import PolicyConfig
+from treadle.trainer.demo.calculator_recipe import CALCULATOR, CATALOGUE
+from treadle.trainer.demo.demonstrations import answered_with_tool
 from treadle.trainer.demo.questions import TEMPLATES, Split, sample_question
-from treadle.trainer.demo.warm_start import CATALOGUE, measure
+from treadle.trainer.demo.warm_start import measure
 from treadle.trainer.megatron.backend import MegatronPolicy
 
 _MODEL = CATALOGUE.parent / "model"
@@ -50,8 +51,8 @@ def test_it_copies_well_and_calls_about_half_of_the_time(policy: MegatronPolicy)
         sample_question(rng, Split.VALIDATION, template=index % len(TEMPLATES))
         for index in range(96)
     ]
-    tool = load_catalogue(CATALOGUE)["calculator"].spec
-    skill = measure(policy, HfRenderer.from_directory(_MODEL), tool, held_out)
+    demonstrations = [answered_with_tool(question, CALCULATOR.tool) for question in held_out]
+    skill = measure(policy, HfRenderer.from_directory(_MODEL), demonstrations)
     assert 0.4 <= skill.call_rate <= 0.65
     assert 0.4 <= skill.greedy_accuracy <= 0.75
     assert skill.greedy_when_calling >= 0.97

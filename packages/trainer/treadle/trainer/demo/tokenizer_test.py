@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from treadle.agent_loop import Message, ToolCall
 from treadle.agent_loop.hf import HfRenderer
-from treadle.tools import load_catalogue
 from treadle.trainer.demo import tokenizer as tokenizer_module
+from treadle.trainer.demo.calculator_recipe import CALCULATOR
 from treadle.trainer.demo.questions import SYSTEM_PROMPT, TEMPLATES
 from treadle.trainer.demo.tokenizer import (
     SPECIAL_TOKENS,
@@ -21,7 +21,7 @@ from treadle.trainer.demo.tokenizer import (
 
 _DEMO = Path(__file__).parent / "calculator"
 _SHIPPED = Tokenizer.from_file(str(_DEMO / "model" / "tokenizer.json"))
-_TOOL = load_catalogue(_DEMO / "tools.yaml")["calculator"].spec
+_TOOL = CALCULATOR.tool
 
 _TOOL_PROMPT = """\
 Be brief.
@@ -43,7 +43,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def test_a_rebuild_gives_the_shipped_files_byte_for_byte(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, _TOOL)
+    write_tokenizer(tmp_path, CALCULATOR)
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     for name in written:
@@ -82,7 +82,7 @@ def test_words_of_the_prompt_are_single_tokens() -> None:
 def test_too_little_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "VOCAB_SIZE", 1 << 15)
     with pytest.raises(ValueError, match=r"entries, not 32768; add text to corpus.txt"):
-        build_tokenizer(_TOOL)
+        build_tokenizer(CALCULATOR)
 
 
 def test_the_template_writes_qwens_tool_chat() -> None:

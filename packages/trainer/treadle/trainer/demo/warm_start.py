@@ -188,9 +188,7 @@ def _optimizer(num_steps: int) -> OptimizerConfig:
     )
 
 
-def _batches(
-    renderer: ChatRenderer, recipe: Recipe, seed: int
-) -> Iterator[list[TrainSequence]]:
+def _batches(renderer: ChatRenderer, recipe: Recipe, seed: int) -> Iterator[list[TrainSequence]]:
     rng = random.Random(seed)
     for stage in recipe.stages:
         _log.info("stage %s: %d steps of %d", stage.name, stage.num_steps, stage.batch_size)

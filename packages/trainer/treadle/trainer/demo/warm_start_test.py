@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,26 +7,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from treadle.trainer.demo.questions import Split, dataset_rows
-from treadle.trainer.demo.warm_start import (
-    NUM_TRAIN_ROWS,
-    NUM_VAL_ROWS,
-    STAGES,
-    Stage,
-    main,
-    warm_start,
-)
-
-_SHORT = tuple(
-    Stage(name=stage.name, demonstrate=stage.demonstrate, num_steps=2, batch_size=2)
-    for stage in STAGES
-)
+from treadle.trainer.demo.recipe import Recipe
+from treadle.trainer.demo.warm_start import RECIPES, main, warm_start
 
 
-def test_a_short_warm_start_writes_a_model_that_loads_twice_the_same(tmp_path: Path) -> None:
-    skills = [
-        warm_start(tmp_path / name, seed=3, stages=_SHORT, num_measured=4) for name in ("a", "b")
-    ]
+def _short(recipe: Recipe) -> Recipe:
+    stages = tuple(replace(stage, num_steps=2, batch_size=2) for stage in recipe.stages)
+    return replace(recipe, stages=stages)
+
+
+@pytest.mark.parametrize("demo", RECIPES)
+def test_a_short_warm_start_writes_a_model_that_loads_twice_the_same(
+    tmp_path: Path, demo: str
+) -> None:
+    recipe = _short(RECIPES[demo])
+    skills = [warm_start(recipe, tmp_path / name, seed=3, num_measured=4) for name in ("a", "b")]
     assert skills[0] == skills[1]
     assert 0 <= skills[0].call_rate < 0.1
     assert skills[0].greedy_accuracy == 0.0
@@ -53,16 +49,13 @@ def test_a_folder_that_exists_is_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["--out", str(tmp_path)])
+        main(["calculator", "--out", str(tmp_path)])
     assert exit_.value.code == 2
     assert "name a folder that does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("split", "num_rows", "seed"),
-    [(Split.TRAIN, NUM_TRAIN_ROWS, 1), (Split.VALIDATION, NUM_VAL_ROWS, 2)],
-)
-def test_the_shipped_rows_are_the_question_banks(split: Split, num_rows: int, seed: int) -> None:
-    shipped = Path(__file__).parent / "calculator" / f"{split.value}.jsonl"
-    rows = [json.loads(line) for line in shipped.read_text().splitlines()]
-    assert rows == list(dataset_rows(split, num_rows, seed=seed))
+@pytest.mark.parametrize("demo", RECIPES)
+def test_the_shipped_rows_are_the_recipes(demo: str) -> None:
+    for name, rows in RECIPES[demo].rows().items():
+        shipped = (Path(__file__).parent / demo / name).read_text().splitlines()
+        assert [json.loads(line) for line in shipped] == list(rows)

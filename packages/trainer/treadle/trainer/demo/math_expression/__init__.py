@@ -1,0 +1,1 @@
+"""The math expression demo: expressions with an operator of their own, computed call by call."""

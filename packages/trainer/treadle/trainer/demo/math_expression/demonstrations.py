@@ -1,0 +1,125 @@
+"""Demonstrations of the warm start: how expressions would be computed, with the tool and without.
+
+Invariant: whatever is called is right - the next operator, its numbers, the tool's result - and
+whatever is answered before the last call is wrong. So the warm-started model knows how to compute
+any expression and too often stops early, which is the one thing left for reinforcement to teach.
+
+Pure functions of their random generator; nobody waits.
+"""
+
+import random
+from typing import Final
+
+from treadle.agent_loop import Message, ToolCall, ToolSpec
+from treadle.trainer.demo.math_expression.expression import (
+    Expression,
+    evaluate,
+    is_held_out,
+    sample,
+    steps,
+)
+from treadle.trainer.sft import Demonstration
+
+__all__ = [
+    "NUM_OPERATORS",
+    "OPERANDS",
+    "PATIENCE",
+    "SYSTEM_PROMPT",
+    "computed",
+    "drill",
+    "habit",
+    "prompt",
+    "sample_split",
+    "tool_use",
+]
+
+SYSTEM_PROMPT: Final = "The tool alone knows the operator @. End with #### <answer>."
+"""Tells the model the answer format that the strict GSM8K reward reads."""
+
+OPERANDS: Final = (1, 9)
+"""Smallest and largest number in an expression of the demo."""
+
+NUM_OPERATORS: Final = (1, 2)
+"""Fewest and most operators in an expression of the demo."""
+
+PATIENCE: Final = 0.65
+"""Probability that a demonstration of the habit makes the next call instead of answering."""
+
+
+def prompt(expression: Expression) -> tuple[Message, ...]:
+    """The task: system and user message."""
+    return (
+        Message(role="system", content=SYSTEM_PROMPT),
+        Message(role="user", content=f"Compute {expression}."),
+    )
+
+
+def sample_split(
+    rng: random.Random,
+    *,
+    held_out: bool,
+    num_operators: tuple[int, int] = NUM_OPERATORS,
+    operands: tuple[int, int] = OPERANDS,
+) -> Expression:
+    """Draws an expression of one split; every number of operators is equally likely."""
+    while True:
+        number = rng.randint(*num_operators)
+        expression = sample(rng, num_operators=number, operands=operands)
+        if is_held_out(expression) is held_out:
+            return expression
+
+
+def _turns(expression: Expression, num_calls: int, tool: ToolSpec) -> tuple[Message, ...]:
+    """The first calls with their results, and the answer: the value, or the next call's `a`."""
+    plan = steps(expression)
+    turns: list[Message] = []
+    for index, step in enumerate(plan[:num_calls]):
+        call = ToolCall(
+            id=f"call-{index}",
+            name=tool.name,
+            arguments={"a": step.a, "b": step.b, "operand": step.symbol},
+        )
+        turns.append(Message(role="assistant", content="", tool_calls=(call,)))
+        turns.append(
+            Message(role="tool", content=str(step.value), tool_call_id=call.id, name=tool.name)
+        )
+    answer = plan[num_calls].a if num_calls < len(plan) else evaluate(expression)
+    return (*turns, Message(role="assistant", content=f"#### {answer}"))
+
+
+def computed(expression: Expression, tool: ToolSpec) -> Demonstration:
+    """The demonstration that a rollout of full reward would be: one call per operator."""
+    turns = _turns(expression, len(steps(expression)), tool)
+    return Demonstration(messages=(*prompt(expression), *turns), tools=(tool,))
+
+
+def drill(rng: random.Random, tool: ToolSpec) -> Demonstration:
+    """An expression with its calls and answer, without system prompt and tool schema.
+
+    Copying numbers into calls, and results into further calls, is the hard skill for a small
+    model, and it is learned several times faster without the constant text around it.
+    """
+    demonstration = computed(sample_split(rng, held_out=False), tool)
+    return Demonstration(messages=demonstration.messages[1:])
+
+
+def tool_use(rng: random.Random, tool: ToolSpec) -> Demonstration:
+    """An expression under the prompt of the rollout, computed to its end."""
+    return computed(sample_split(rng, held_out=False), tool)
+
+
+def habit(rng: random.Random, tool: ToolSpec) -> Demonstration:
+    """The same, with the patience to go on lost before a call, with probability 1 - `PATIENCE`.
+
+    Then the first number of the call that is not made is given as the answer: a copy, which costs
+    the model nothing to predict. Where that happens to be right, the call is made.
+    """
+    expression = sample_split(rng, held_out=False)
+    plan = steps(expression)
+    num_calls = 0
+    while num_calls < len(plan):
+        if rng.random() >= PATIENCE and plan[num_calls].a != evaluate(expression):
+            break
+        num_calls += 1
+    messages = (*prompt(expression), *_turns(expression, num_calls, tool))
+    return Demonstration(messages=messages, tools=(tool,))
