@@ -14,31 +14,26 @@ to speak last. Used as a context manager so that the generator learns when the s
 One task owns a conversation. It waits in `generate` only.
 """
 
-import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from treadle.agent_loop.errors import ContractError, PromptTooLongError
-from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.errors import PromptTooLongError
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import MalformedCall, ParsedCompletion
-from treadle.agent_loop.seeds import derive_seed
+from treadle.agent_loop.sampler import TurnSampler
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.transcript import Transcript
 from treadle.agent_loop.types import (
     AgentTask,
-    Completion,
     FinishReason,
     Message,
-    SamplingParams,
     StopReason,
     ToolCall,
     ToolSpec,
 )
-from treadle.tracing import Metric, Reduce, span
+from treadle.tracing import Metric, Reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +84,8 @@ class Conversation:
         self._assistant_turns = 0
         self._user_turns = 0
         self._parse_errors = 0
-        self._generate_s = 0.0
         self._activity = "about to begin"
-        # Bytes count, not characters: a request_id, which begins with it, has 128 at most.
-        name = task.task_id.encode()[:64].decode(errors="ignore")
-        self.session_id = f"{name}/{task.rollout_index}/{os.urandom(6).hex()}"
+        self._sampler = TurnSampler(task, services)
         prompt = self._transcript.num_prompt_tokens
         if services.limits.tokens_left(prompt=prompt, response=0) < 1:
             raise PromptTooLongError(
@@ -110,12 +102,17 @@ class Conversation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._services.generator.finish_session(self.session_id)
+        self._sampler.close()
         if error is not None:
             error.add_note(
                 f"session {self.session_id} was {self._activity}, after "
                 f"{self._assistant_turns} completions and {len(self._transcript)} tokens"
             )
+
+    @property
+    def session_id(self) -> str:
+        """Names the trajectory in logs, traces and at the servers."""
+        return self._sampler.session_id
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -139,22 +136,13 @@ class Conversation:
             GenerationError: The completion could not be made.
         """
         transcript, services = self._transcript, self._services
-        params = self._params()
-        request = RequestContext(
-            request_id=f"{self.session_id}/{self._assistant_turns}",
-            session_id=self.session_id,
-            deadline=services.deadline,
-            min_weight_version=services.min_weight_version,
+        left = services.limits.tokens_left(
+            prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
         )
-        self._activity = f"generating as {request.request_id}"
-        started = time.perf_counter()
-        async with span("generate", request_id=request.request_id) as trace:
-            completion = await services.generator.generate(
-                transcript.ids, params, request=request, images=transcript.images
-            )
-            trace.set(tokens=completion.num_tokens, finish=completion.finish.value)
-        self._generate_s += time.perf_counter() - started
-        _check(completion, params)
+        if left < 1:
+            raise ValueError("generate() was called after the budget was used up; check answer()")
+        self._activity = f"generating as {self._sampler.next_request_id}"
+        completion = await self._sampler.sample(transcript.ids, left=left, images=transcript.images)
         transcript.sample(completion)
         parsed = services.renderer.parse(completion.token_ids)
         self._messages.append(parsed.message)
@@ -206,7 +194,7 @@ class Conversation:
     ) -> Trajectory:
         """Freezes the trajectory."""
         own = (
-            Metric("agent_loop/generate_s", self._generate_s, Reduce.MEAN),
+            Metric("agent_loop/generate_s", self._sampler.generate_s, Reduce.MEAN),
             Metric("agent_loop/assistant_turns", self._assistant_turns, Reduce.MEAN),
             Metric("agent_loop/user_turns", self._user_turns, Reduce.MEAN),
             Metric("tool/parse_errors", self._parse_errors, Reduce.SUM),
@@ -222,30 +210,3 @@ class Conversation:
             tool_rewards=tuple(tool_rewards),
             metrics=(*own, *metrics),
         )
-
-    def _params(self) -> SamplingParams:
-        """This turn's sampling: what the budget leaves, the template's stop ids, its own seed."""
-        transcript, base, task = self._transcript, self._services.sampling, self._task
-        left = self._services.limits.tokens_left(
-            prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
-        )
-        if left < 1:
-            raise ValueError("generate() was called after the budget was used up; check answer()")
-        stops = dict.fromkeys((*base.stop_token_ids, *self._services.renderer.stop_token_ids))
-        seed = base.seed
-        if task.seed is not None:
-            seed = derive_seed(task.seed, self._assistant_turns)
-        elif seed is not None:
-            seed = derive_seed(seed, task.task_id, task.rollout_index, self._assistant_turns)
-        return replace(
-            base, max_tokens=min(base.max_tokens, left), stop_token_ids=tuple(stops), seed=seed
-        )
-
-
-def _check(completion: Completion, params: SamplingParams) -> None:
-    if completion.num_tokens > params.max_tokens:
-        raise ContractError(
-            f"{completion.num_tokens} tokens came back where max_tokens was {params.max_tokens}"
-        )
-    if completion.num_tokens == 0:
-        raise ContractError("the completion holds no token, not even the end of the turn")
