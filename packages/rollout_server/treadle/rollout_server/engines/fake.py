@@ -8,6 +8,8 @@ Each sequence runs in the task that reads it, so there is no task to own. A sequ
 for a place (woken by one that ends, or by `resume`), for its latency (woken by the clock)
 or, when kept by CONTINUE, for `resume`; `pause` waits for the last sequence to end.
 
+An image is its bytes: it is never decoded, and any number of placeholder ids fits it.
+
 Latency is a straight line: `prefill_s_per_token` for each prompt token that is not cached,
 `decode_s_per_token` for each sampled one, however many run.
 """
@@ -16,7 +18,7 @@ import asyncio
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -43,6 +45,7 @@ from treadle.rollout_server.engines.fake_model import (
     Prefix,
     fingerprint_entry,
     fingerprint_of,
+    image_digest,
     logits,
     sample,
 )
@@ -106,7 +109,11 @@ class FakeEngine:
             name="fake",
             version="1",
             capabilities=EngineCapabilities(
-                sampled_logprobs=True, priority=True, in_flight_continue=True, release_memory=True
+                sampled_logprobs=True,
+                priority=True,
+                in_flight_continue=True,
+                release_memory=True,
+                images=True,
             ),
             model=model,
             parameters=parameters,
@@ -173,7 +180,8 @@ class FakeEngine:
         if not sampling.ignore_eos:
             stops |= self.info.model.eos_token_ids
         prefix = Prefix()
-        cached = self._read_prompt(prefix, request.prompt)
+        digests = [await asyncio.to_thread(image_digest, image.data) for image in request.images]
+        cached = self._read_prompt(prefix, request, digests)
         yield Started(cached)
         uncached_s = (len(request.prompt) - cached) * self._latency.prefill_s_per_token
         await self._work(sequence, uncached_s)
@@ -294,14 +302,16 @@ class FakeEngine:
         while self._policy is InFlightPolicy.CONTINUE and not sequence.interrupted:
             await sequence.wait()
 
-    def _read_prompt(self, prefix: Prefix, prompt: tuple[int, ...]) -> int:
+    def _read_prompt(
+        self, prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
+    ) -> int:
         """Hashes the prompt; returns how many of its tokens the cache holds."""
         cached = 0
         hit = True
-        for number, block in enumerate(prefix.extend(prompt), start=1):
+        for number, block in enumerate(_blocks(prefix, request, image_digests), start=1):
             hit = hit and block in self._cache
             # The last token is always computed: its logits are what is sampled from.
-            if hit and number * BLOCK_TOKENS < len(prompt):
+            if hit and number * BLOCK_TOKENS < len(request.prompt):
                 cached = number * BLOCK_TOKENS
             self._remember(block)
         return cached
@@ -311,6 +321,18 @@ class FakeEngine:
         self._cache.move_to_end(block)
         if len(self._cache) > _CACHE_BLOCKS:
             self._cache.popitem(last=False)
+
+
+def _blocks(
+    prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
+) -> Iterator[bytes]:
+    """Reads a prompt with its images; yields the keys of its cache blocks."""
+    done = 0
+    for image, digest in zip(request.images, image_digests, strict=True):
+        yield from prefix.extend(request.prompt[done : image.start])
+        prefix.see(digest)
+        done = image.start
+    yield from prefix.extend(request.prompt[done:])
 
 
 async def create(config: ServerConfig) -> FakeEngine:

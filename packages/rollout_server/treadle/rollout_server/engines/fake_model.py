@@ -1,8 +1,9 @@
 """The fake model: a distribution over next tokens computed by hashing, not by learning.
 
-Invariant: the distribution depends on the weights' fingerprint and the prefix alone, and
-the draw from it on the seed and the position, so every token can be told in advance and
-any change of weights changes nearly every token. Pure; no engine state.
+Invariant: the distribution depends on the weights' fingerprint and the prefix alone (its
+ids, and the bytes of its images), and the draw from it on the seed and the position, so
+every token can be told in advance and any change of weights or of an image changes nearly
+every token after it. Pure; no engine state.
 
 A position offers at most eight candidate ids with logits in [0, 4), enough for sampling
 parameters to have their true effect and log-probs their true values.
@@ -42,11 +43,20 @@ class Prefix:
             if self.length % BLOCK_TOKENS == 0:
                 yield self._hash.digest()
 
+    def see(self, image_digest: bytes) -> None:
+        """Takes in an image; its placeholder ids follow."""
+        self._hash.update(image_digest)
+
     def digest(self, fingerprint: bytes) -> bytes:
         """48 bytes that stand for this prefix under these weights."""
         mixed = self._hash.copy()
         mixed.update(fingerprint)
         return mixed.digest()
+
+
+def image_digest(data: bytes) -> bytes:
+    """32 bytes that stand for an image's."""
+    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, str, int]]) -> bytes:

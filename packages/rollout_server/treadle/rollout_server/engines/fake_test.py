@@ -13,6 +13,7 @@ from treadle.rollout_server.engine import (
     MemoryKind,
     ModelInfo,
     NamedTensor,
+    PromptImage,
     Sampling,
     Started,
     TensorSpec,
@@ -21,6 +22,7 @@ from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
 from treadle.rollout_server.engines.fake_model import fingerprint_entry, fingerprint_of
 from treadle.rollout_server.testing.clock import FakeClock
 from treadle.rollout_server.testing.engine_contract import EngineContract, Reader, request, run
+from treadle.rollout_server.testing.image_contract import ImageContract
 
 MODEL = ModelInfo(
     architecture="fake", vocab_size=64, context_length=1024, eos_token_ids=frozenset({0, 1})
@@ -52,6 +54,19 @@ class TestFakeEngine(EngineContract):
 
     def weights(self, which: int) -> Sequence[NamedTensor]:
         return tensors(which)
+
+
+class TestFakeEngineSees(ImageContract):
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[Engine]:
+        engine = FakeEngine(model=MODEL, clock=asyncio.get_running_loop())
+        yield engine
+        await engine.aclose()
+
+    def pictured(self, which: int) -> tuple[tuple[int, ...], PromptImage]:
+        prompt = (*range(2, 22), *[60] * 9, *range(2, 42))
+        image = PromptImage(data=b"RIFF%d" % which, media_type="image/webp", start=20, num_tokens=9)
+        return prompt, image
 
 
 def fake(clock: FakeClock, **settings: object) -> FakeEngine:

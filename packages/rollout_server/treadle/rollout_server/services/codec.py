@@ -237,7 +237,7 @@ def _decode_images(
                 f"{expected}: video is not supported, send frames" if video else expected,
             )
         begin, form = _IMAGE_BEGINNINGS[image.media_type]
-        if not image.data.startswith(begin) or not image.data.startswith(form, 8):
+        if not image.data.startswith(begin) or image.data[8 : 8 + len(form)] != form:
             raise ImageUnreadable(
                 index, image.media_type, f"it begins with {image.data[:12].hex(' ') or 'no byte'}"
             )
