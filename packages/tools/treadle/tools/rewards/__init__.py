@@ -1,16 +1,10 @@
-"""Rewards: functions from a finished trajectory to a float.
+"""Rewards: functions from a finished trajectory to a score.
 
 `resolve` takes what a configuration says: nothing (each row by its `data_source`), a name, or
 the place of a function of your own.
 """
 
-from treadle.tools.rewards.lookup import (
-    DATA_SOURCES,
-    by_data_source,
-    check_data_sources,
-    get,
-    resolve,
-)
-from treadle.tools.rewards.user import load
+from treadle.tools.rewards.lookup import check_data_sources, resolve
+from treadle.tools.rewards.named import NAMED, sources
 
-__all__ = ["DATA_SOURCES", "by_data_source", "check_data_sources", "get", "load", "resolve"]
+__all__ = ["NAMED", "check_data_sources", "resolve", "sources"]

@@ -1,134 +1,138 @@
-"""Rewards by name, by data source, or from a file of the user's: all end as one kind of function.
+"""Rewards by name, by data source, or of the user's own: all end as one kind of function.
 
 Invariant: whatever the way, the result is a `RewardFn`, called with a finished trajectory and
-giving a finite float; what else a function returns is an error that names the function. What can
-be wrong with a name is found when it is looked up, not at the end of the first trajectory.
-Nobody waits here; a user's function may be async, and then the runner awaits it.
+giving a `Score`; what else a function returns is an error that names the function. What can be
+wrong with a name is found when it is looked up, not at the end of the first trajectory.
+Nobody waits here; what is scored in a process of its own is awaited by the runner (`bounded`).
 
-    get("gsm8k", mode="strict")                    # by name
-    by_data_source(mode="strict")                  # each row by its own `data_source`
-    load("rewards/mine.py:compute_score")          # a file, or "package.module:function"
-
-A named reward reads the last assistant message of the trajectory and the row's
-`reward_model.ground_truth`.
+    resolve("gsm8k", mode="fixed")                 # by name
+    resolve(None)                                  # each row by its own `data_source`
+    resolve("rewards/mine.py:compute_score")       # a file, or "package.module:function"
+    resolve("brevity", timeout_s=5)                # an installed package's, with a time limit
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from types import MappingProxyType
-from typing import Final
 
-from treadle.agent_loop import RewardError, RewardFn, SetupError, Trajectory
+from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
 from treadle.tools.arguments import did_you_mean
-from treadle.tools.rewards import gsm8k
-from treadle.tools.rewards.user import load
-
-TextReward = Callable[[str, str, gsm8k.Mode], float]
-"""(answer text, ground truth, mode) to a score."""
+from treadle.tools.rewards.bounded import BoundedReward
+from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
+from treadle.tools.rewards.user import installed, load, load_installed
 
 
-def _gsm8k(text: str, ground_truth: str, mode: gsm8k.Mode) -> float:
-    return gsm8k.score(text, ground_truth, mode=mode)
-
-
-NAMED: Final[Mapping[str, TextReward]] = MappingProxyType({"gsm8k": _gsm8k})
-
-DATA_SOURCES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "openai/gsm8k": "gsm8k",
-        "treadle/calculator": "gsm8k",
-    }
-)
-"""A row's `data_source` to the name of its reward."""
-
-
-def resolve(name: str | None, *, mode: str = "strict") -> RewardFn:
+def resolve(
+    name: str | None,
+    *,
+    mode: str | None = None,
+    timeout_s: float | None = None,
+    timeout_score: float = 0.0,
+) -> RewardFn:
     """The reward that a configuration names.
 
     Args:
-        name: None for `by_data_source`, "file.py:function" or "module:function" for `load`,
-            otherwise a name for `get`.
-        mode: How an answer is read, by the rewards of this package; see `gsm8k.MODES`.
+        name: None for each row by its data source; "file.py:function" or "module:function" for
+            one of your own; otherwise a name of this package or of an installed one.
+        mode: How an answer is read or scored, by the rewards of this package that know several
+            ways. None: each one's first.
+        timeout_s: Seconds that scoring one trajectory may take; it is then done in a process of
+            its own. None: in this process and without a limit, except rewards that need one.
+        timeout_score: What a trajectory gets that could not be scored within `timeout_s`.
 
     Raises:
         SetupError: There is no such reward, mode or function.
     """
     if name is None:
-        return by_data_source(mode=mode)
-    if ":" in name:
-        return load(name)
-    return get(name, mode=mode)
-
-
-def get(name: str, *, mode: str = "strict") -> RewardFn:
-    """The reward called `name`.
-
-    Raises:
-        SetupError: There is no such reward or mode; the message lists those there are.
-    """
-    if name not in NAMED:
-        raise SetupError(
-            f"there is no reward {name!r}{did_you_mean(name, NAMED)}; there are: "
-            f"{', '.join(sorted(NAMED))}. Your own is given as path.py:function or module:function"
+        return _by_data_source(
+            mode, partial(resolve, timeout_s=timeout_s, timeout_score=timeout_score)
         )
-    return partial(_score, NAMED[name], _checked(mode))
+    make = _maker(name, mode)
+    reward = make()
+    limit = timeout_s
+    if limit is None and name in NAMED:
+        limit = NAMED[name].timeout_s
+    if limit is None:
+        return reward
+    return BoundedReward(make, name=name, timeout_s=limit, timeout_score=timeout_score)
 
 
-def by_data_source(*, mode: str = "strict") -> RewardFn:
-    """A reward that scores each trajectory by the `data_source` of its row.
-
-    Raises:
-        SetupError: There is no such mode. Rows with an unknown data source are found by
-            `check_data_sources`; one that was not checked fails its own trajectory.
-    """
-    return partial(_score_by_source, _checked(mode))
-
-
-def check_data_sources(sources: Iterable[object]) -> None:
-    """Refuse rows that `by_data_source` could not score; call it before the first step.
+def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> None:
+    """Refuse rows that `resolve(None)` could not score; call it before the first step.
 
     Raises:
-        SetupError: Names every unknown source, and those that are known.
+        SetupError: Names every unknown source and those that are known, or the reward that does
+            not know `mode`.
     """
-    unknown = sorted({str(source) for source in sources} - set(DATA_SOURCES))
+    given = {str(source) for source in found}
+    unknown = sorted(source for source in given if name_for_source(source) is None)
     if unknown:
+        known = sources()
         raise SetupError(
             f"no reward is known for data_source {', '.join(map(repr, unknown))}"
-            f"{did_you_mean(unknown[0], DATA_SOURCES)}; known are: "
-            f"{', '.join(sorted(DATA_SOURCES))}. Name a reward for all rows, or give your own as "
-            "path.py:function or module:function"
+            f"{did_you_mean(unknown[0], known)}; known are: {', '.join(known)}. Name a reward for "
+            "all rows, or give your own as path.py:function or module:function"
         )
+    for source in sorted(given):
+        name = name_for_source(source)
+        assert name is not None, "unknown sources have been refused"
+        _checked(NAMED[name], name, mode)
 
 
-def _score(reward: TextReward, mode: gsm8k.Mode, trajectory: Trajectory) -> float:
-    return reward(trajectory.final_text, _ground_truth(trajectory), mode)
-
-
-def _score_by_source(mode: gsm8k.Mode, trajectory: Trajectory) -> float:
-    source = trajectory.task.fields.get("data_source")
-    name = DATA_SOURCES.get(source) if isinstance(source, str) else None
-    if name is None:
-        raise RewardError(
-            f"task {trajectory.task.task_id!r}: no reward is known for data_source {source!r}"
+def _maker(name: str, mode: str | None) -> Callable[[], RewardFn]:
+    """What makes the reward, here or in another process."""
+    if name in NAMED:
+        return partial(_named, name, mode)
+    if mode is not None:
+        raise SetupError(
+            f"the reward {name!r} has no modes, so it cannot be scored in mode {mode!r}"
         )
-    return _score(NAMED[name], mode, trajectory)
+    if ":" in name:
+        return partial(load, name)
+    if name in installed():
+        return partial(load_installed, name)
+    known = sorted({*NAMED, *installed()})
+    raise SetupError(
+        f"there is no reward {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}. "
+        "Your own is given as path.py:function or module:function"
+    )
 
 
-def _ground_truth(trajectory: Trajectory) -> str:
-    reward_model = trajectory.task.fields.get("reward_model")
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-    if not isinstance(truth, str):
-        raise RewardError(
-            f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, "
-            f"not {truth!r}"
+def _named(name: str, mode: str | None) -> RewardFn:
+    reward = NAMED[name]
+    return partial(_score, reward, _checked(reward, name, mode))
+
+
+def _by_data_source(mode: str | None, resolved: Callable[..., RewardFn]) -> RewardFn:
+    if mode is not None and not any(mode in reward.modes for reward in NAMED.values()):
+        known = sorted({known for reward in NAMED.values() for known in reward.modes})
+        raise SetupError(f"there is no reward mode {mode!r}; there are: {', '.join(known)}")
+    rewards: dict[str, RewardFn] = {}
+
+    def score(trajectory: Trajectory) -> float | Score | Awaitable[float | Score]:
+        source = trajectory.task.fields.get("data_source")
+        name = name_for_source(source) if isinstance(source, str) else None
+        if name is None:
+            raise RewardError(
+                f"task {trajectory.task.task_id!r}: no reward is known for data_source {source!r}"
+            )
+        if name not in rewards:
+            rewards[name] = resolved(name, mode=mode)
+        return rewards[name](trajectory)
+
+    return score
+
+
+def _score(reward: NamedReward, mode: str, trajectory: Trajectory) -> Score:
+    return reward.score(trajectory, mode)
+
+
+def _checked(reward: NamedReward, name: str, mode: str | None) -> str:
+    if mode is None:
+        return reward.modes[0]
+    if mode not in reward.modes:
+        raise SetupError(
+            f"the reward {name} has no mode {mode!r}; it has: {', '.join(reward.modes)}"
         )
-    return truth
-
-
-def _checked(mode: str) -> gsm8k.Mode:
-    for known in gsm8k.MODES:
-        if mode == known:
-            return known
-    raise SetupError(f"there is no reward mode {mode!r}; there are: {', '.join(gsm8k.MODES)}")
+    return mode

@@ -1,4 +1,4 @@
-"""A reward function of the user's own, found by "file.py:function" or "package.module:function".
+"""A reward function of the user's own: "file.py:function", "package.module:function", entry point.
 
 Invariant: a reference that cannot be resolved fails here, at start, with what is wrong with it;
 a function that returns something else than a finite number fails its trajectory by name.
@@ -8,7 +8,15 @@ Two signatures are known, told apart by the function's parameters:
 - `reward(trajectory)`: ours, plain or async.
 - `compute_score(data_source, solution_str, ground_truth, extra_info)`: verl's
   `custom_reward_function`. `solution_str` is the last assistant message; `extra_info` gets
-  `num_turns` as in verl; a mapping may be returned, whose "score" counts.
+  `num_turns` as in verl.
+
+Either returns a number, a `Score`, or as in verl a mapping with "score": its other numbers become
+metrics `reward/<key>`.
+
+A package offers rewards by name with an entry point of the group `treadle.rewards`:
+
+    [project.entry-points."treadle.rewards"]
+    brevity = "my_package.rewards:brevity"
 """
 
 from __future__ import annotations
@@ -19,12 +27,15 @@ import inspect
 import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
 
-from treadle.agent_loop import RewardError, RewardFn, SetupError, Trajectory
+from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
+from treadle.tracing import Metric
 
+ENTRY_POINTS = "treadle.rewards"
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
 
 
@@ -51,6 +62,30 @@ def load(reference: str) -> RewardFn:
             f"{where} has no function {name!r}; it has: {', '.join(callables) or 'none'}"
         )
     return _adapt(reference, function)
+
+
+def installed() -> Mapping[str, EntryPoint]:
+    """The rewards that installed packages offer, by name."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def load_installed(name: str) -> RewardFn:
+    """The reward that an installed package offers as `name`.
+
+    Raises:
+        SetupError: No package does, or it cannot be loaded, or takes other parameters than the
+            two known signatures.
+    """
+    point = installed().get(name)
+    if point is None:
+        raise SetupError(f"no installed package offers a reward {name!r}")
+    try:
+        function = point.load()
+    except Exception as error:
+        raise _cannot_load(f"the entry point {name!r} = {point.value!r}", error) from error
+    if not callable(function):
+        raise SetupError(f"the reward {name!r} = {point.value!r} is no function")
+    return _adapt(name, function)
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -95,15 +130,15 @@ def _adapt(reference: str, function: Callable[..., object]) -> RewardFn:
         call = function
     if inspect.iscoroutinefunction(function):
 
-        async def score_later(trajectory: Trajectory) -> float:
+        async def score_later(trajectory: Trajectory) -> Score:
             result = call(trajectory)
             assert isinstance(result, Awaitable)
-            return _finite(reference, await result)
+            return _score(reference, await result)
 
         return score_later
 
-    def score(trajectory: Trajectory) -> float:
-        return _finite(reference, call(trajectory))
+    def score(trajectory: Trajectory) -> Score:
+        return _score(reference, call(trajectory))
 
     return score
 
@@ -131,8 +166,19 @@ def _verl_call(
     return call
 
 
-def _finite(reference: str, result: object) -> float:
-    value = result.get("score") if isinstance(result, Mapping) else result
-    if isinstance(value, Real) and math.isfinite(value):  # Real: numpy's numbers too
-        return float(value)
-    raise RewardError(f"the reward {reference} returned {result!r}; it must return a finite number")
+def _score(reference: str, result: object) -> Score:
+    """What a function returned, as a score."""
+    metrics: tuple[Metric, ...] = ()
+    if isinstance(result, Mapping):
+        others = {key: value for key, value in result.items() if key != "score"}
+        metrics = tuple(
+            Metric(f"reward/{key}", float(value))
+            for key, value in others.items()
+            if isinstance(value, Real) and math.isfinite(value)
+        )
+        result = result.get("score")
+    try:
+        score = Score.of(result)
+    except ValueError as error:
+        raise RewardError(f"the reward {reference}: {error}") from error
+    return Score(value=float(score.value), metrics=(*score.metrics, *metrics))

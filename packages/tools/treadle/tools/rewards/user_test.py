@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
 import pytest
@@ -7,11 +7,15 @@ from treadle.agent_loop import (
     AgentTask,
     Message,
     RewardError,
+    Score,
     SetupError,
     StopReason,
     Trajectory,
 )
 from treadle.tools import rewards
+from treadle.tools.rewards import user
+from treadle.tools.rewards.user import load
+from treadle.tracing import Metric
 
 
 def make_trajectory(*, fields: Mapping[str, object] | None = None) -> Trajectory:
@@ -59,17 +63,17 @@ def mine(tmp_path: Path) -> Path:
 def test_a_function_of_a_file_or_module_is_called_with_the_trajectory(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rewards.load(f"{mine}:length")(make_trajectory()) == 7.0
-    assert rewards.load(f"{mine}:half")(make_trajectory()) == 0.5
+    assert load(f"{mine}:length")(make_trajectory()) == Score(value=7.0)
+    assert load(f"{mine}:half")(make_trajectory()) == Score(value=0.5)
     monkeypatch.syspath_prepend(str(mine.parent))
-    assert rewards.resolve("mine:length")(make_trajectory()) == 7.0
+    assert rewards.resolve("mine:length")(make_trajectory()) == Score(value=7.0)
 
 
 @pytest.mark.asyncio
 async def test_an_async_function_is_awaited_by_the_runner(mine: Path) -> None:
-    result = rewards.load(f"{mine}:later")(make_trajectory())
-    assert not isinstance(result, float)
-    assert await result == 0.5
+    result = load(f"{mine}:later")(make_trajectory())
+    assert isinstance(result, Awaitable)
+    assert await result == Score(value=0.5)
 
 
 def test_verls_signature_is_understood(mine: Path) -> None:
@@ -78,7 +82,25 @@ def test_verls_signature_is_understood(mine: Path) -> None:
         "reward_model": {"ground_truth": "42"},
         "extra_info": {"index": 1},
     }
-    assert rewards.load(f"{mine}:compute_score")(make_trajectory(fields=fields)) == 1.0
+    score = load(f"{mine}:compute_score")(make_trajectory(fields=fields))
+    assert score == Score(value=1.0, metrics=(Metric("reward/acc", 1.0),))
+
+
+def test_a_reward_of_an_installed_package_is_known_by_its_name(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(mine.parent))
+    offered = mine.parent / "mine-1.0.dist-info"
+    offered.mkdir()
+    (offered / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (offered / "entry_points.txt").write_text(
+        f"[{user.ENTRY_POINTS}]\nbrevity = mine:length\nnonsense = mine:absent\n"
+    )
+    assert rewards.resolve("brevity")(make_trajectory()) == Score(value=7.0)
+    with pytest.raises(SetupError, match=r"'nonsense' = 'mine:absent'.*AttributeError"):
+        rewards.resolve("nonsense")
+    with pytest.raises(SetupError, match="no reward 'brevit', did you mean 'brevity'"):
+        rewards.resolve("brevit")
 
 
 @pytest.mark.parametrize(
@@ -98,18 +120,18 @@ def test_verls_signature_is_understood(mine: Path) -> None:
 )
 def test_what_cannot_be_resolved_fails_at_start(mine: Path, reference: str, why: str) -> None:
     with pytest.raises(SetupError, match=why):
-        rewards.load(reference.replace("{mine}", str(mine)))
+        load(reference.replace("{mine}", str(mine)))
 
 
 def test_a_file_that_does_not_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     with pytest.raises(SetupError, match=r"broken\.py: ModuleNotFoundError: No module named"):
-        rewards.load(f"{tmp_path}/broken.py:f")
+        load(f"{tmp_path}/broken.py:f")
 
 
 @pytest.mark.parametrize(("name", "value"), [("nothing", "None"), ("infinite", "inf")])
 def test_a_result_that_is_no_finite_number_is_blamed_on_the_function(
     mine: Path, name: str, value: str
 ) -> None:
-    with pytest.raises(RewardError, match=rf"mine\.py:{name} returned {value}; it must"):
-        rewards.load(f"{mine}:{name}")(make_trajectory())
+    with pytest.raises(RewardError, match=rf"mine\.py:{name}: the reward is {value}; it must"):
+        load(f"{mine}:{name}")(make_trajectory())

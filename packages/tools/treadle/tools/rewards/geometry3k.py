@@ -1,0 +1,47 @@
+r"""The reward of Geometry3K: 0.9 for the right answer and 0.1 for the asked form.
+
+Invariant: the weights and the form are those of verl's `reward_score/geo3k.py`: reasoning in
+<think> tags, then an answer in `\boxed{}`. Whether two answers are the same mathematics is asked of
+math-verify, which reads LaTeX by a grammar; verl asks mathruler, which evaluates the model's text.
+
+Simplifying what a model wrote can take any time: `lookup` calls this in a worker process with a
+time limit. Needs the extra `math`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import math_verify
+
+from treadle.tools.rewards.boxed import last_boxed
+
+_FORM: Final = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+_ACCURACY_WEIGHT = 0.9
+
+
+def is_right(text: str, ground_truth: str) -> bool:
+    r"""Whether the last `\boxed{}` of `text` and `ground_truth` are the same mathematics."""
+    answer = last_boxed(text)
+    if answer is None:
+        return False
+    if answer.strip() == ground_truth.strip():
+        return True
+    return bool(math_verify.verify(_read(ground_truth), _read(answer), timeout_seconds=None))
+
+
+def has_form(text: str) -> bool:
+    """Whether reasoning and answer are where they were asked to be."""
+    return _FORM.fullmatch(text) is not None
+
+
+def weigh(*, right: bool, formed: bool) -> float:
+    """The reward, in [0, 1]."""
+    return _ACCURACY_WEIGHT * right + (1 - _ACCURACY_WEIGHT) * formed
+
+
+def _read(answer: str) -> list[object]:
+    # In dollars, so that a bare number and an expression are read by the same grammar. The limit
+    # is the worker's: math-verify's own needs the main thread's alarm signal.
+    return list(math_verify.parse(f"${answer}$", parsing_timeout=None))

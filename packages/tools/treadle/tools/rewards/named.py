@@ -1,0 +1,167 @@
+"""The rewards of this package: their names, modes and data sources, and what each reads.
+
+Invariant: every reward reads a finished trajectory and its row's `reward_model.ground_truth`, and
+nothing else; a row without one fails its trajectory, and says so. Pure; nobody waits.
+
+| name | modes, the default first | from | `data_source` |
+|---|---|---|---|
+| gsm8k | strict, flexible, fixed | 0 to 1 | openai/gsm8k |
+| math_dapo | minerva, boxed | -1 to 1 | math_dapo, aime* |
+| retool | shaped, flat, capped | -1 to 1 | |
+| geometry3k | verl | 0 to 1 | hiyouga/geometry3k |
+| hotpotqa | em, f1 | 0 to 1 | hotpotqa/hotpot_qa, searchR1_* |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, cast
+
+from treadle.agent_loop import RewardError, Score, Trajectory
+from treadle.tools.rewards import gsm8k, hotpotqa, math_dapo, retool
+from treadle.tracing import Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedReward:
+    """A reward of this package.
+
+    Attributes:
+        modes: Its ways of reading or scoring an answer, the default first.
+        score: From the trajectory and a mode.
+        timeout_s: Set where scoring may take any time: it then always has this limit, or the
+            configuration's.
+    """
+
+    modes: tuple[str, ...]
+    score: Callable[[Trajectory, str], Score]
+    timeout_s: float | None = None
+
+
+def _gsm8k(trajectory: Trajectory, mode: str) -> Score:
+    truth = _ground_truth(trajectory)
+    value = gsm8k.score(trajectory.final_text, truth, mode=cast(gsm8k.Mode, mode))
+    return Score(value=value)
+
+
+def _math_dapo(trajectory: Trajectory, mode: str) -> Score:
+    truth = _ground_truth(trajectory)
+    value = math_dapo.score(trajectory.final_text, truth, mode=cast(math_dapo.Mode, mode))
+    return Score(value=value, metrics=(_accuracy(value > 0),))
+
+
+def _retool(trajectory: Trajectory, mode: str) -> Score:
+    turns = trajectory.num_turns
+    right = retool.is_right(trajectory.final_text, _ground_truth(trajectory))
+    value = retool.score(
+        trajectory.final_text,
+        _ground_truth(trajectory),
+        num_turns=turns,
+        mode=cast(retool.Mode, mode),
+    )
+    stalling = float(not right and turns >= retool.MANY_TURNS)
+    return Score(
+        value=value, metrics=(_accuracy(right), Metric("reward/wrong_with_many_turns", stalling))
+    )
+
+
+def _geometry3k(trajectory: Trajectory, mode: str) -> Score:
+    from treadle.tools.rewards import geometry3k
+
+    text, truth = _with_reasoning(trajectory), _ground_truth(trajectory)
+    right, formed = geometry3k.is_right(text, truth), geometry3k.has_form(text)
+    return Score(
+        value=geometry3k.weigh(right=right, formed=formed),
+        metrics=(_accuracy(right), Metric("reward/format", float(formed))),
+    )
+
+
+def _hotpotqa(trajectory: Trajectory, mode: str) -> Score:
+    text, truths = trajectory.final_text, _ground_truths(trajectory)
+    value = hotpotqa.score(text, truths, mode=cast(hotpotqa.Mode, mode))
+    exact = hotpotqa.score(text, truths, mode="em") if mode != "em" else value
+    return Score(value=value, metrics=(_accuracy(exact > 0),))
+
+
+NAMED: Final[Mapping[str, NamedReward]] = MappingProxyType(
+    {
+        "geometry3k": NamedReward(modes=("verl",), score=_geometry3k, timeout_s=10.0),
+        "gsm8k": NamedReward(modes=gsm8k.MODES, score=_gsm8k),
+        "hotpotqa": NamedReward(modes=hotpotqa.MODES, score=_hotpotqa),
+        "math_dapo": NamedReward(modes=math_dapo.MODES, score=_math_dapo),
+        "retool": NamedReward(modes=retool.MODES, score=_retool),
+    }
+)
+
+_SOURCES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "hiyouga/geometry3k": "geometry3k",
+        "hotpotqa/hotpot_qa": "hotpotqa",
+        "math_dapo": "math_dapo",
+        "openai/gsm8k": "gsm8k",
+        "treadle/calculator": "gsm8k",
+    }
+)
+# As in verl, every source that begins so: aime_2024, aime2025, searchR1_hotpotqa.
+_SOURCE_PREFIXES: Final[Mapping[str, str]] = MappingProxyType(
+    {"aime": "math_dapo", "searchR1_": "hotpotqa"}
+)
+
+
+def name_for_source(source: str) -> str | None:
+    """The reward of a row's `data_source`; None if there is none."""
+    if source in _SOURCES:
+        return _SOURCES[source]
+    for prefix, name in _SOURCE_PREFIXES.items():
+        if source.startswith(prefix):
+            return name
+    return None
+
+
+def sources() -> tuple[str, ...]:
+    """The data sources that have a reward; a star stands for any ending."""
+    return tuple(sorted((*_SOURCES, *(f"{prefix}*" for prefix in _SOURCE_PREFIXES))))
+
+
+def _accuracy(right: bool) -> Metric:
+    return Metric("reward/accuracy", float(right))
+
+
+def _with_reasoning(trajectory: Trajectory) -> str:
+    """The last answer as the model wrote it, also where the parser has set its reasoning apart."""
+    last = trajectory.messages[-1]
+    if last.role == "assistant" and last.reasoning:
+        return f"<think>{last.reasoning}</think>{last.content}"
+    return trajectory.final_text
+
+
+def _ground_truth(trajectory: Trajectory) -> str:
+    truth = _truth_of(trajectory)
+    if not isinstance(truth, str):
+        raise RewardError(
+            f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, "
+            f"not {truth!r}"
+        )
+    return truth
+
+
+def _ground_truths(trajectory: Trajectory) -> list[str]:
+    """One accepted answer, several, or as Search-R1 writes them: {"target": [...]}."""
+    truth = _truth_of(trajectory)
+    if isinstance(truth, Mapping):
+        truth = truth.get("target")
+    if isinstance(truth, str):
+        return [truth]
+    if isinstance(truth, list | tuple) and truth and all(isinstance(t, str) for t in truth):
+        return list(truth)
+    raise RewardError(
+        f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, a list of "
+        f"strings or {{'target': ...}}, not {truth!r}"
+    )
+
+
+def _truth_of(trajectory: Trajectory) -> object:
+    reward_model = trajectory.task.fields.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
