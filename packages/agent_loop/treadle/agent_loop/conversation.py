@@ -190,6 +190,7 @@ class Conversation:
         *,
         reward: float | None = None,
         tool_rewards: Sequence[float] = (),
+        turn_scores: Sequence[float] = (),
         metrics: Sequence[Metric] = (),
     ) -> Trajectory:
         """Freezes the trajectory."""
@@ -208,5 +209,6 @@ class Conversation:
             user_turns=self._user_turns,
             reward=reward,
             tool_rewards=tuple(tool_rewards),
+            turn_scores=tuple(turn_scores),
             metrics=(*own, *metrics),
         )

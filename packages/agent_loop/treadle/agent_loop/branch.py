@@ -1,0 +1,218 @@
+"""The branch: one line of messages in a captured session, with its ledger.
+
+Invariant: ledger and messages grow together, by whole turns, and only by `write`, which waits for
+nothing; so a completion that fails leaves no trace. A branch's messages end with a sampled turn.
+The ids of a fork are what it shares with another branch, then what the template writes for the
+rest; all of it is the fork's prompt, so the loss mask is False there, and each sampled token is
+trained in the branch that sampled it and nowhere else.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop.errors import RenderError
+from treadle.agent_loop.history import ReturnedTurn, shared_history
+from treadle.agent_loop.renderer import ChatRenderer, PlacedImage, Rendering
+from treadle.agent_loop.transcript import Transcript
+from treadle.agent_loop.types import Completion, Message, ToolSpec
+
+
+class Continuation(enum.StrEnum):
+    """How a request relates to what its session has recorded."""
+
+    ROOT = "root"
+    """It shares no turn with any branch: another system prompt, other tools, a sub-agent."""
+    EXACT = "exact"
+    """It has the whole history of a branch, as it was returned, and extends it."""
+    REALIGNED = "realigned"
+    """As EXACT but for harmless rewrites (`history`): the ids that were sampled stay."""
+    FORK = "fork"
+    """It shares a part of a branch: an edited, shortened or repeated history, or a branch that
+    another request extends at the same time."""
+
+
+class Branch:
+    """One line of messages.
+
+    Args:
+        prompt: Ids up to the first completion; at least one.
+        messages: That these ids say.
+        tools: Shown to the model.
+        turns: Those among the messages that we returned, in other branches.
+
+    Attributes:
+        transcript: The ledger; one sample.
+        messages: The conversation.
+        tools: Shown to the model.
+        turns: Those among the messages that we returned.
+        busy: A request is extending it.
+        last_request: Number of the latest completion; the greater, the later it was written.
+    """
+
+    def __init__(
+        self,
+        prompt: Rendering,
+        messages: Sequence[Message],
+        tools: tuple[ToolSpec, ...],
+        *,
+        turns: Sequence[ReturnedTurn] = (),
+    ) -> None:
+        self.transcript = Transcript(prompt.ids, images=prompt.images)
+        self.messages = list(messages)
+        self.tools = tools
+        self.turns = list(turns)
+        self.busy = False
+        self.last_request = -1
+
+    def write(
+        self,
+        observed: Rendering,
+        messages: Sequence[Message],
+        completion: Completion,
+        returned: Message,
+        *,
+        uncut: str | None,
+        request: int,
+    ) -> None:
+        """Writes a turn: what was observed since the last one, and what was sampled."""
+        self.transcript.observe(observed.ids, images=observed.images)
+        self.messages.extend(messages)
+        start = len(self.transcript)
+        self.transcript.sample(completion)
+        self.turns.append(
+            ReturnedTurn(
+                index=len(self.messages), start=start, stop=len(self.transcript), uncut=uncut
+            )
+        )
+        self.messages.append(returned)
+        self.last_request = request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a request will be sampled from, and what it will be written to.
+
+    Attributes:
+        how: Of the request.
+        branch: To write to; a new one for a ROOT and a FORK.
+        observed: What follows the branch's ids.
+        messages: What these ids say.
+        is_answer: It answers an earlier completion of the session.
+    """
+
+    how: Continuation
+    branch: Branch
+    observed: Rendering
+    messages: tuple[Message, ...]
+    is_answer: bool
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """[P] ids to sample from."""
+        return (*self.branch.transcript.ids, *self.observed.ids)
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """Among the ids of the prompt."""
+        return _joined(self.branch.transcript.images, len(self.branch.transcript), self.observed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """A place in a branch from which a request can go on: `stop` ids say `covered` messages."""
+
+    branch: Branch
+    covered: int
+    stop: int
+    num_rewritten: int
+
+    @property
+    def whole(self) -> bool:
+        """Nothing of the branch comes after it, and nobody is extending the branch."""
+        return self.covered == len(self.branch.messages) and not self.branch.busy
+
+    @property
+    def rank(self) -> tuple[int, bool, int, int]:
+        """The more is shared, the better; then whole, unchanged and recent branches."""
+        return (self.covered, self.whole, -self.num_rewritten, self.branch.last_request)
+
+
+def make_plan(
+    branches: Sequence[Branch],
+    messages: tuple[Message, ...],
+    tools: tuple[ToolSpec, ...],
+    renderer: ChatRenderer,
+) -> Plan:
+    """Finds what a request continues, and renders what is new in it.
+
+    A template that cannot go on from the shared ids is no reason to fail: the whole conversation
+    is then rendered anew, as a FORK.
+
+    Args:
+        branches: Of the session, in the order of their first completions.
+        messages: Of the request; the last one is not the assistant's.
+        tools: Of the request.
+        renderer: Writes the ids.
+
+    Raises:
+        RenderError: The template refuses these messages.
+    """
+    bases = [base for b in branches if b.tools == tools for base in _bases(b, messages)]
+    if not bases:
+        prompt = renderer.render(messages, tools=tools)
+        return _fresh(Continuation.ROOT, Branch(prompt, messages, tools))
+    base = max(bases, key=lambda b: b.rank)
+    branch, rest = base.branch, messages[base.covered :]
+    shared = branch.transcript.ids[: base.stop]
+    try:
+        new = renderer.extend(shared, rest, tools=tools) if rest else Rendering(ids=())
+    except RenderError:
+        prompt = renderer.render(messages, tools=tools)
+        return _fresh(Continuation.FORK, Branch(prompt, messages, tools), is_answer=bool(rest))
+    if base.whole:
+        how = Continuation.REALIGNED if base.num_rewritten else Continuation.EXACT
+        return Plan(how=how, branch=branch, observed=new, messages=rest, is_answer=True)
+    images = tuple(image for image in branch.transcript.images if image.stop <= base.stop)
+    prompt = Rendering(ids=(*shared, *new.ids), images=_joined(images, len(shared), new))
+    fork = Branch(
+        prompt,
+        (*branch.messages[: base.covered], *rest),
+        tools,
+        turns=[turn for turn in branch.turns if turn.stop <= base.stop],
+    )
+    return _fresh(Continuation.FORK, fork, is_answer=bool(rest))
+
+
+def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:
+    """The end of each turn that the request has; and its start, where the request ends there."""
+    shared = shared_history(branch.messages, branch.turns, messages)
+    bases = []
+    for turn in branch.turns:
+        if turn.index < shared.num_messages:
+            covered, stop = turn.index + 1, turn.stop
+        elif turn.index == shared.num_messages == len(messages):
+            covered, stop = turn.index, turn.start
+        else:
+            break
+        bases.append(
+            _Base(
+                branch=branch,
+                covered=covered,
+                stop=stop,
+                num_rewritten=shared.num_rewritten,
+            )
+        )
+    return bases
+
+
+def _fresh(how: Continuation, branch: Branch, *, is_answer: bool = False) -> Plan:
+    return Plan(
+        how=how, branch=branch, observed=Rendering(ids=()), messages=(), is_answer=is_answer
+    )
+
+
+def _joined(
+    images: Sequence[PlacedImage], length: int, after: Rendering
+) -> tuple[PlacedImage, ...]:
+    return (*images, *(image.shifted(length) for image in after.images))

@@ -1,0 +1,371 @@
+"""The captured session: an agent of any make asks for completions; this is what it said.
+
+Such an agent sends its whole conversation with every request, and may do with it what it likes.
+The session keeps branches, each with its own ledger, and finds for each request the branch whose
+messages it continues:
+
+    recorded  [user, A1, tool, A2]
+    request   [user, A1, tool, A2, user]   extends the branch: EXACT, or REALIGNED
+    request   [user, A1, tool']            FORK after A1
+    request   [user, A1, tool]             FORK before A2: it was asked again
+    request   [system', user]              ROOT
+
+Invariants:
+
+1. Each sampled token is under the loss mask of exactly one sample; what a fork shares is observed.
+2. The ids of a sample are what was sent to the generator, then what it sampled; no text of a turn
+   is tokenised again where the turn is shared.
+3. Requests may run at the same time. One that fails or is cancelled leaves no trace.
+4. Ids of tool calls are unique in the session.
+
+Limits hold for each sample (`max_response_tokens` after its own prompt, `max_context_tokens`) and
+for the session (`max_assistant_turns` completions, `max_user_turns` requests that answer one).
+Checked before sampling: a request that a limit forbids is a `LimitReachedError`. Of those that
+concern lengths, an agent may recover, by compacting its history for instance.
+
+    with CapturedSession(task, services) as session:
+        turn = await session.complete(messages, tools=specs)
+        return session.finish()
+
+Tasks that use a session share one event loop. They wait in `complete`, for the generator.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from treadle.agent_loop.branch import Branch, Continuation, Plan, make_plan
+from treadle.agent_loop.conversation import Turn
+from treadle.agent_loop.errors import LoopError, RolloutError
+from treadle.agent_loop.loop import Services
+from treadle.agent_loop.renderer import ParsedCompletion
+from treadle.agent_loop.sampler import TurnSampler
+from treadle.agent_loop.stop_strings import cut_at_stop
+from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.transcript import Tokens
+from treadle.agent_loop.types import (
+    AgentTask,
+    Completion,
+    FinishReason,
+    Message,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    ToolSpec,
+)
+from treadle.tracing import Metric, Reduce, span
+
+_COUNTS = (*(how.value for how in Continuation), "refused", "tokens_past_stop")
+_NUMBERED = re.compile(r"(.*?)(\d{0,9})", re.DOTALL)
+
+
+class LimitReachedError(RolloutError):
+    """A limit forbids this completion; nothing was sampled.
+
+    Attributes:
+        stop: The limit.
+    """
+
+    def __init__(self, message: str, *, stop: StopReason) -> None:
+        super().__init__(message)
+        self.stop = stop
+
+
+class SessionEndedError(LoopError):
+    """A completion was asked for after `finish`, or came too late for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedTurn(Turn):
+    """One completion of a captured session.
+
+    Attributes:
+        completion: Ids, log-probabilities and weight versions, as they were written.
+        num_prompt_tokens: That it was sampled from.
+        how: Relation of the request to what was recorded.
+    """
+
+    completion: Completion
+    num_prompt_tokens: int
+    how: Continuation
+
+
+class CapturedSession:
+    """Captures what an agent asks for, and what it is given.
+
+    Args:
+        task: What is attempted; its messages are whatever the agent makes of them.
+        services: What it is attempted with. The tools are the agent's own.
+    """
+
+    def __init__(self, task: AgentTask, services: Services) -> None:
+        self._task = task
+        self._services = services
+        self._sampler = TurnSampler(task, services)
+        self._branches: list[Branch] = []
+        self._call_ids: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._under_way = 0
+        self._answers_under_way = 0
+        self._assistant_turns = 0
+        self._user_turns = 0
+        self._refused: StopReason | None = None
+        self._last_finish = FinishReason.STOP
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended = True
+        self._sampler.close()
+        if error is not None:
+            error.add_note(
+                f"session {self.session_id} had {self._assistant_turns} completions in "
+                f"{len(self._branches)} branches, and {self._under_way} under way"
+            )
+
+    @property
+    def session_id(self) -> str:
+        """Names the session in logs, traces and at the servers."""
+        return self._sampler.session_id
+
+    @property
+    def assistant_turns(self) -> int:
+        """Completions so far."""
+        return self._assistant_turns
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that wait for their completion."""
+        return self._under_way
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> CapturedTurn:
+        """Samples the assistant's next turn of a conversation.
+
+        Args:
+            messages: The whole conversation, as the agent has it; ends with a message that the
+                model can answer.
+            tools: Shown to the model. Without any, no call is looked for in its text.
+            max_tokens: Of this completion, where the limits leave more.
+            sampling: Instead of the run's. The trainer takes the log-probabilities to be the
+                run's, so this is for evaluation.
+            seed: Of this completion. None: derived from the task's.
+            stop: Texts that end the turn; see `stop_strings`.
+
+        Raises:
+            ValueError: The messages end with one of the assistant's, or there are none; or
+                `max_tokens` or a stop text is out of range.
+            LimitReachedError: A limit forbids it.
+            RenderError: The template refuses these messages.
+            GenerationError: The completion could not be made.
+            SessionEndedError: The session is over.
+        """
+        self._check_open()
+        _check_request(messages, max_tokens, stop)
+        services = self._services
+        plan = make_plan(self._branches, tuple(messages), tuple(tools), services.renderer)
+        left = self._tokens_left(plan)
+        if max_tokens is not None:
+            left = min(left, max_tokens)
+        number = self._sampler.num_requests
+        prompt = plan.prompt
+        plan.branch.busy = True
+        self._under_way += 1
+        self._answers_under_way += plan.is_answer
+        try:
+            async with span("turn", index=number, how=plan.how.value):
+                completion = await self._sampler.sample(
+                    prompt, left=left, images=plan.images, sampling=sampling, seed=seed
+                )
+        finally:
+            plan.branch.busy = False
+            self._under_way -= 1
+            self._answers_under_way -= plan.is_answer
+        self._check_open()
+        cut = cut_at_stop(completion, stop, services.renderer)
+        parsed = self._read(cut.completion, cut.parsed, has_tools=bool(tools))
+        self._write(plan, cut.completion, parsed, uncut=cut.uncut, number=number)
+        self._counts["tokens_past_stop"] += completion.num_tokens - cut.completion.num_tokens
+        return CapturedTurn(
+            parsed=parsed,
+            finish=cut.completion.finish,
+            completion=cut.completion,
+            num_prompt_tokens=len(prompt),
+            how=plan.how,
+        )
+
+    def samples(self) -> tuple[Tokens, ...]:
+        """Each branch's tokens; the branch that was written last comes last."""
+        return tuple(branch.transcript.freeze() for branch in self._by_age())
+
+    def finish(
+        self,
+        stop: StopReason | None = None,
+        *,
+        reward: float | None = None,
+        metrics: Sequence[Metric] = (),
+    ) -> Trajectory:
+        """Freezes the trajectory; later completions are refused.
+
+        Args:
+            stop: None: FINISHED, or the limit that cut or refused the last request.
+            reward: Of the attempt.
+            metrics: Added to those of the session.
+
+        Raises:
+            LoopError: The agent never got a completion.
+        """
+        self._ended = True
+        if not self._branches:
+            why = f"; a limit refused it: {self._refused}" if self._refused else ""
+            raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
+        branches = self._by_age()
+        return Trajectory(
+            task=self._task,
+            samples=tuple(branch.transcript.freeze() for branch in branches),
+            messages=tuple(branches[-1].messages),
+            stop=stop or self._natural_stop(branches[-1]),
+            assistant_turns=self._assistant_turns,
+            user_turns=self._user_turns,
+            reward=reward,
+            metrics=(*self._metrics(), *metrics),
+        )
+
+    def _by_age(self) -> list[Branch]:
+        return sorted(self._branches, key=lambda branch: branch.last_request)
+
+    def _tokens_left(self, plan: Plan) -> int:
+        """Tokens that this completion may have; at least 1."""
+        limits, transcript = self._services.limits, plan.branch.transcript
+        prompt = transcript.num_prompt_tokens
+        response = transcript.num_response_tokens + len(plan.observed.ids)
+        stop = limits.turn_stop(
+            assistant_turns=self._assistant_turns + self._under_way,
+            # As in `limits`, an answer is counted when it is given: the last one may be answered.
+            user_turns=self._user_turns + self._answers_under_way if plan.is_answer else 0,
+        ) or limits.length_stop(prompt=prompt, response=response)
+        if stop is None:
+            return limits.tokens_left(prompt=prompt, response=response)
+        self._refused = stop
+        self._counts["refused"] += 1
+        raise LimitReachedError(
+            f"session {self.session_id} has reached its limit {stop.value}: "
+            f"{self._assistant_turns} completions; this conversation has {prompt} prompt and "
+            f"{response} response tokens, and the limits are {limits}",
+            stop=stop,
+        )
+
+    def _write(
+        self,
+        plan: Plan,
+        completion: Completion,
+        parsed: ParsedCompletion,
+        *,
+        uncut: str | None,
+        number: int,
+    ) -> None:
+        branch = plan.branch
+        is_new = branch.last_request < 0
+        branch.write(
+            plan.observed, plan.messages, completion, parsed.message, uncut=uncut, request=number
+        )
+        if is_new:
+            self._branches.append(branch)
+        self._assistant_turns += 1
+        self._user_turns += plan.is_answer
+        self._refused = None
+        self._last_finish = completion.finish
+        self._counts[plan.how.value] += 1
+        self._counts["parse_errors"] += len(parsed.malformed)
+
+    def _read(
+        self, completion: Completion, parsed: ParsedCompletion, *, has_tools: bool
+    ) -> ParsedCompletion:
+        """What the agent is told: no calls where it offered no tools, else calls with new ids."""
+        message = parsed.message
+        if parsed.requests and not has_tools:
+            return ParsedCompletion(
+                message=Message(role="assistant", content=self._text(completion))
+            )
+        calls = tuple(replace(call, id=self._new_call_id(call)) for call in message.tool_calls)
+        return replace(parsed, message=replace(message, tool_calls=calls))
+
+    def _text(self, completion: Completion) -> str:
+        ids = list(completion.token_ids)
+        while ids and ids[-1] in self._services.renderer.stop_token_ids:
+            ids.pop()
+        return self._services.renderer.decode(ids)
+
+    def _new_call_id(self, call: ToolCall) -> str:
+        """The parser's id, whose number is counted up while the session has it already.
+
+        Parsers number the calls of one turn; agents keep answers by id. The length of numbered
+        ids is kept, because some templates insist on it.
+        """
+        fresh = call.id
+        while fresh in self._call_ids:
+            match = _NUMBERED.fullmatch(fresh)
+            assert match is not None
+            head, digits = match.groups()
+            fresh = f"{head}{int(digits or 0) + 1:0{len(digits)}}"
+        self._call_ids.add(fresh)
+        return fresh
+
+    def _natural_stop(self, last: Branch) -> StopReason:
+        if self._refused is not None:
+            return self._refused
+        if self._last_finish is FinishReason.STOP:
+            return StopReason.FINISHED
+        stop = self._services.limits.length_stop(
+            prompt=last.transcript.num_prompt_tokens, response=last.transcript.num_response_tokens
+        )
+        return stop or StopReason.TURN_LENGTH
+
+    def _metrics(self) -> tuple[Metric, ...]:
+        failed = self._sampler.num_requests - self._assistant_turns
+        counts = (Metric(f"capture/{name}", self._counts[name], Reduce.SUM) for name in _COUNTS)
+        return (
+            Metric("agent_loop/generate_s", self._sampler.generate_s, Reduce.MEAN),
+            Metric("agent_loop/assistant_turns", self._assistant_turns, Reduce.MEAN),
+            Metric("agent_loop/user_turns", self._user_turns, Reduce.MEAN),
+            Metric("tool/parse_errors", self._counts["parse_errors"], Reduce.SUM),
+            Metric("capture/failed", failed, Reduce.SUM),
+            Metric("capture/samples", len(self._branches), Reduce.MEAN),
+            *counts,
+        )
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise SessionEndedError(f"session {self.session_id} is over: its trajectory is frozen")
+
+
+def _check_request(
+    messages: Sequence[Message], max_tokens: int | None, stop: Sequence[str]
+) -> None:
+    if not messages or messages[-1].role == "assistant":
+        raise ValueError(
+            "the messages must end with one that the model can answer; "
+            + ("the last one is the assistant's" if messages else "there are none")
+        )
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if not all(stop):
+        raise ValueError("a stop string is empty")

@@ -1,0 +1,121 @@
+"""The history that an agent sends back: is it still what it was given?
+
+Invariant: pure. An assistant's message that we returned is the same turn when it comes back
+
+- as it was: EXACT; or
+- with one of these rewrites, which say the same and are known to happen: REWRITTEN
+    1. its arguments re-serialised: keys in another order, 1.0 as 1 (other white space is not even
+       visible here, because arguments are compared as data);
+    2. its text stripped, or its empty text given as null;
+    3. its reasoning left out;
+    4. the stop string put back that its text was cut at.
+
+Anything else, and any change of a message that the agent wrote itself, is an edit.
+"""
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop.types import Message, ToolCall
+
+
+class Sameness(enum.Enum):
+    """How a message that came back relates to the one that was returned."""
+
+    EXACT = "exact"
+    REWRITTEN = "rewritten"
+    EDITED = "edited"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedTurn:
+    """A sampled turn of a branch.
+
+    Attributes:
+        index: Place of its message among the branch's messages.
+        start: First of its ids.
+        stop: After the last one.
+        uncut: Its text up to the end of the stop string that it was cut before; None when it was
+            not cut.
+    """
+
+    index: int
+    start: int
+    stop: int
+    uncut: str | None = None
+
+
+def compare(returned: Message, given: Message, *, uncut: str | None = None) -> Sameness:
+    """Compares a message that we returned with the one in its place."""
+    if returned == given and _exact(returned.tool_calls) == _exact(given.tool_calls):
+        return Sameness.EXACT
+    texts = {returned.content.strip()} | ({uncut.strip()} if uncut is not None else set())
+    same = (
+        given.role == returned.role
+        and given.content.strip() in texts
+        and (given.reasoning or "").strip() in ("", (returned.reasoning or "").strip())
+        and [call.id for call in given.tool_calls] == [call.id for call in returned.tool_calls]
+        and _meaning(given.tool_calls) == _meaning(returned.tool_calls)
+    )
+    return Sameness.REWRITTEN if same else Sameness.EDITED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """How much of a recorded history a request still has.
+
+    Attributes:
+        num_messages: Leading messages that are the same.
+        num_rewritten: How many of these are rewritten.
+    """
+
+    num_messages: int
+    num_rewritten: int
+
+
+def shared_history(
+    recorded: Sequence[Message], turns: Sequence[ReturnedTurn], given: Sequence[Message]
+) -> Shared:
+    """Compares message by message up to the first edit.
+
+    Args:
+        recorded: A branch's messages.
+        turns: Which of them we returned.
+        given: Of a request.
+    """
+    returned = {turn.index: turn for turn in turns}
+    rewritten = 0
+    for index, (ours, theirs) in enumerate(zip(recorded, given, strict=False)):
+        if (turn := returned.get(index)) is None:
+            if ours != theirs:
+                return Shared(num_messages=index, num_rewritten=rewritten)
+            continue
+        match compare(ours, theirs, uncut=turn.uncut):
+            case Sameness.EDITED:
+                return Shared(num_messages=index, num_rewritten=rewritten)
+            case Sameness.REWRITTEN:
+                rewritten += 1
+    return Shared(num_messages=min(len(recorded), len(given)), num_rewritten=rewritten)
+
+
+def _exact(calls: Sequence[ToolCall]) -> list[str]:
+    return [json.dumps(dict(call.arguments)) for call in calls]
+
+
+def _meaning(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
+    return [(c.name, json.dumps(_plain(c.arguments), sort_keys=True)) for c in calls]
+
+
+def _plain(value: object) -> object:
+    """JSON data in which whole numbers are integers, as JavaScript writes them."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case Mapping():
+            return {key: _plain(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_plain(entry) for entry in value]
+        case _:
+            return value

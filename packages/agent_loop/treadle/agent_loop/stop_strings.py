@@ -1,0 +1,68 @@
+"""Stop strings: texts that end a completion, for engines that stop at ids alone.
+
+Invariant: the completion is cut after the token that completes the first stop string. A token does
+not depend on those after it, so what is left has the distribution, and the log-probabilities, of
+an engine that had stopped there. Sampling the rest was in vain, and is all that this costs. The
+text ends before the stop string, as agents expect. Pure.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from treadle.agent_loop.renderer import ChatRenderer, ParsedCompletion
+from treadle.agent_loop.types import Completion, FinishReason, TokenChunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutCompletion:
+    """A completion up to its stop string, or a whole one that has none.
+
+    Attributes:
+        completion: Its tokens, the stop string's included.
+        parsed: The message without the stop string.
+        uncut: The message's text with it; None when the text was not cut.
+    """
+
+    completion: Completion
+    parsed: ParsedCompletion
+    uncut: str | None = None
+
+
+def cut_at_stop(
+    completion: Completion, stop: Sequence[str], renderer: ChatRenderer
+) -> CutCompletion:
+    """Cuts a completion at the first of the stop strings, and reads it."""
+    ids = completion.token_ids
+
+    def is_complete(size: int) -> bool:
+        text = renderer.decode(ids[:size])
+        return any(word in text for word in stop)
+
+    if not stop or not is_complete(len(ids)):
+        return CutCompletion(completion=completion, parsed=renderer.parse(ids))
+    size = bisect.bisect_left(range(len(ids)), True, key=lambda index: is_complete(index + 1)) + 1
+    parsed = renderer.parse(ids[:size])
+    text = parsed.message.content
+    found = [(text.find(word), word) for word in stop if word in text]
+    kept = completion if size == len(ids) else _first(completion, size)
+    if not found:
+        return CutCompletion(completion=kept, parsed=parsed)
+    start, word = min(found)
+    return CutCompletion(
+        completion=kept,
+        parsed=replace(parsed, message=replace(parsed.message, content=text[:start])),
+        uncut=text[: start + len(word)],
+    )
+
+
+def _first(completion: Completion, size: int) -> Completion:
+    chunks: list[TokenChunk] = []
+    for chunk in completion.chunks:
+        if size <= 0:
+            break
+        chunks.append(
+            replace(chunk, token_ids=chunk.token_ids[:size], logprobs=chunk.logprobs[:size])
+        )
+        size -= len(chunk.token_ids)
+    return replace(completion, chunks=tuple(chunks), finish=FinishReason.STOP)
