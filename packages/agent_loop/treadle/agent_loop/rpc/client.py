@@ -24,7 +24,6 @@ import grpc.aio
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.errors import (
-    GenerationError,
     GenerationTimeoutError,
     ReplicaUnavailableError,
     SetupError,
@@ -32,10 +31,15 @@ from treadle.agent_loop.errors import (
 from treadle.agent_loop.generator import RequestContext
 from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.routing import Router, StickySession
-from treadle.agent_loop.rpc.codec import encode_request
+from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
-from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check
+from treadle.agent_loop.rpc.handshake import (
+    Requirements,
+    ServerInfo,
+    check,
+    check_images_taken,
+)
 from treadle.agent_loop.rpc.replica import Replica, RpcDeadlines
 from treadle.agent_loop.rpc.retry import Clock, LoopClock, RetryPolicy
 from treadle.agent_loop.rpc.security import ChannelSecurity
@@ -99,14 +103,12 @@ class GrpcTokenGenerator:
             GenerationError: See `treadle.agent_loop.errors`; the text names the replicas.
         """
         if images:
-            raise GenerationError(
-                f"{request.request_id}: the prompt has {len(images)} images, which the contract "
-                "does not carry: leave images out of rows and tool results"
-            )
+            check_images_taken(self.servers)
         work = _Work(
             prompt=tuple(prompt),
             params=params,
             request=request,
+            images=tuple(images),
             deadline=min(request.deadline, self._clock.now() + self._deadlines.generate_s),
         )
         while True:
@@ -172,8 +174,14 @@ class GrpcTokenGenerator:
             min_weight_version=work.request.min_weight_version,
         )
         message = encode_request(
-            work.next_prompt(), params, work.request, request_id=work.next_request_id()
+            work.next_prompt(),
+            params,
+            work.request,
+            request_id=work.next_request_id(),
+            images=work.images,
         )
+        if work.images:
+            check_size(message, replica.info)
         timeout_s = work.deadline - self._clock.now()
         try:
             await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
@@ -206,6 +214,7 @@ class _Work:
     prompt: tuple[int, ...]
     params: SamplingParams
     request: RequestContext
+    images: tuple[PlacedImage, ...]
     deadline: float
     chunks: list[TokenChunk] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)

@@ -6,13 +6,15 @@ value that this client does not know is refused, not guessed.
 
 from collections.abc import Sequence
 
-from treadle.agent_loop.errors import ContractError
+from treadle.agent_loop.errors import ContractError, ImageRejectedError
 from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.rpc.handshake import ServerInfo
 from treadle.agent_loop.types import FinishReason, SamplingParams
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import server_service_pb2 as server_pb2
 
+_GRPC_REQUEST_BYTES = 4 << 20  # What gRPC takes where a server does not say otherwise.
 _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -21,7 +23,12 @@ _FINISH_REASONS = {
 
 
 def encode_request(
-    prompt: Sequence[int], params: SamplingParams, request: RequestContext, *, request_id: str
+    prompt: Sequence[int],
+    params: SamplingParams,
+    request: RequestContext,
+    *,
+    request_id: str,
+    images: Sequence[PlacedImage] = (),
 ) -> generation_pb2.GenerateRequest:
     """Returns the message of one Generate call."""
     return generation_pb2.GenerateRequest(
@@ -32,7 +39,31 @@ def encode_request(
         logprob_mode=generation_pb2.LOGPROB_MODE_SAMPLED,
         min_weight_version=request.min_weight_version,
         priority=request.priority,
+        images=[
+            generation_pb2.PromptImage(
+                data=placed.image.data,
+                media_type=placed.image.mime,
+                first_placeholder=placed.start,
+                num_placeholders=placed.num_tokens,
+            )
+            for placed in images
+        ],
     )
+
+
+def check_size(message: generation_pb2.GenerateRequest, server: ServerInfo) -> None:
+    """Checks that a server takes a message; gRPC itself would not say what is wrong with it.
+
+    Raises:
+        ImageRejectedError: It is too large.
+    """
+    size = message.ByteSize()
+    if size > server.max_request_bytes:
+        raise ImageRejectedError(
+            f"{server.address}: a request with {len(message.images)} images has {size} bytes and "
+            f"the server takes {server.max_request_bytes}: send smaller images, or raise its "
+            "max_request_bytes"
+        )
 
 
 def encode_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
@@ -77,4 +108,5 @@ def decode_server_info(address: str, info: server_pb2.GetServerInfoResponse) -> 
         weight_version=info.weight_version,
         max_in_flight=info.limits.max_in_flight,
         max_queued=info.limits.max_queued,
+        max_request_bytes=info.limits.max_request_bytes or _GRPC_REQUEST_BYTES,
     )

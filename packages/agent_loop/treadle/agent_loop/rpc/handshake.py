@@ -7,7 +7,10 @@ log-probabilities) is refused at start, with the server's address and both value
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.errors import ImageRejectedError, SetupError
+
+IMAGES = "images"
+"""The capability that prompts with images need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class ServerInfo:
         weight_version: That served when it was asked.
         max_in_flight: Requests that run at a time.
         max_queued: Requests that may wait.
+        max_request_bytes: Largest request message.
     """
 
     address: str
@@ -41,6 +45,7 @@ class ServerInfo:
     weight_version: int
     max_in_flight: int
     max_queued: int
+    max_request_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,21 @@ def check(servers: Sequence[ServerInfo], needs: Requirements) -> None:
         problems.extend(_differences(servers[0], server))
     if problems:
         raise SetupError("the rollout servers do not fit:\n  " + "\n  ".join(problems))
+
+
+def check_images_taken(servers: Sequence[ServerInfo]) -> None:
+    """Checks that a prompt with images may go to any of the servers.
+
+    Raises:
+        ImageRejectedError: The engine of one takes no images.
+    """
+    for server in servers:
+        if IMAGES not in server.capabilities:
+            raise ImageRejectedError(
+                f"{server.address}: engine {server.engine!r} with {server.architecture} takes no "
+                f"images; serve a vision-language model, and ask for the capability {IMAGES!r} "
+                "at connect to learn it at start"
+            )
 
 
 def _misfits(server: ServerInfo, needs: Requirements) -> list[str]:

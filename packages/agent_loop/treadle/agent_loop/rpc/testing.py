@@ -96,6 +96,10 @@ class ScriptedServer(
 ):
     """Answers Generate with one handler after the other.
 
+    Args:
+        handlers: The script.
+        images: Whether it says that it takes images.
+
     Attributes:
         handlers: What is left of the script.
         requests: Every call's request.
@@ -104,8 +108,9 @@ class ScriptedServer(
         address: host:port, once it is served.
     """
 
-    def __init__(self, *handlers: Handler) -> None:
+    def __init__(self, *handlers: Handler, images: bool = False) -> None:
         self.handlers = list(handlers)
+        self._images = images
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.time_left: list[float | None] = []
@@ -126,7 +131,9 @@ class ScriptedServer(
         """Says what it is: 100 ids, a context of 64 tokens."""
         return server_service_pb2.GetServerInfoResponse(
             engine="scripted",
-            capabilities=server_service_pb2.Capabilities(sampled_logprobs=True),
+            capabilities=server_service_pb2.Capabilities(
+                sampled_logprobs=True, images=self._images
+            ),
             model=server_service_pb2.ModelInfo(
                 architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"
             ),
