@@ -11,6 +11,7 @@ from treadle.agent_loop.errors import (
     EngineFailedError,
     GenerationError,
     GenerationTimeoutError,
+    InteractionError,
     LoopError,
     OverloadedError,
     PromptTooLongError,
@@ -28,6 +29,13 @@ from treadle.agent_loop.errors import (
 )
 from treadle.agent_loop.function_tool import FunctionTool, function_tool
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
+from treadle.agent_loop.interaction import (
+    Interaction,
+    InteractionReply,
+    InteractionSession,
+    Respondent,
+    selected_interaction,
+)
 from treadle.agent_loop.limits import LoopLimits, TextCodec, TruncateSide
 from treadle.agent_loop.loop import AgentLoop, RewardFn, Score, Services
 from treadle.agent_loop.parsers import HermesParser, ParsedText, ToolCallParser
@@ -89,6 +97,10 @@ __all__ = [
     "GenerationTimeoutError",
     "HermesParser",
     "Image",
+    "Interaction",
+    "InteractionError",
+    "InteractionReply",
+    "InteractionSession",
     "LeastLoaded",
     "LoopError",
     "LoopLimits",
@@ -108,6 +120,7 @@ __all__ = [
     "ReplicaUnavailableError",
     "RequestContext",
     "RequestRejectedError",
+    "Respondent",
     "Retry",
     "RewardError",
     "RewardFn",
@@ -151,5 +164,6 @@ __all__ = [
     "default_loops",
     "derive_seed",
     "function_tool",
+    "selected_interaction",
     "selected_tools",
 ]

@@ -97,6 +97,12 @@ class ToolError(RolloutError):
     retryable = True
 
 
+class InteractionError(RolloutError):
+    """An interaction failed, or took too long."""
+
+    retryable = True
+
+
 class RewardError(RolloutError):
     """The reward function raised."""
 

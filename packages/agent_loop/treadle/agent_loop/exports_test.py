@@ -27,6 +27,7 @@ def test_public_names_are_pinned() -> None:
         "FakeClock",
         "Request",
         "ScriptedGenerator",
+        "ScriptedInteraction",
         "ScriptedTool",
         "reply",
     ]
@@ -73,6 +74,10 @@ PUBLIC = [
     "GenerationTimeoutError",
     "HermesParser",
     "Image",
+    "Interaction",
+    "InteractionError",
+    "InteractionReply",
+    "InteractionSession",
     "LeastLoaded",
     "LoopError",
     "LoopLimits",
@@ -92,6 +97,7 @@ PUBLIC = [
     "ReplicaUnavailableError",
     "RequestContext",
     "RequestRejectedError",
+    "Respondent",
     "Retry",
     "RewardError",
     "RewardFn",
@@ -135,5 +141,6 @@ PUBLIC = [
     "default_loops",
     "derive_seed",
     "function_tool",
+    "selected_interaction",
     "selected_tools",
 ]

@@ -6,16 +6,18 @@ first check that holds ends the trajectory:
 
 | # | Check | Stop |
 |---|---|---|
-| 1 | the model ended its turn and asks for no tool | FINISHED |
+| 1 | the model ended its turn, asks for no tool, and no interaction goes on | FINISHED |
 | 2 | response (sampled + observed) >= max_response_tokens | RESPONSE_LENGTH |
 | 3 | prompt + response >= max_context_tokens | CONTEXT_LENGTH |
 | 4 | the completion was cut by its own max_tokens: its turn is open | TURN_LENGTH |
 | 5 | completions >= max_assistant_turns | ASSISTANT_TURNS |
 | 6 | answers >= max_user_turns | USER_TURNS |
-|   | the first max_parallel_calls calls run, their texts are cut | |
+|   | the first max_parallel_calls calls run, their texts are cut; or the interaction's reply | |
 | 7 | a tool said stop | TOOL_STOP |
 | 8 | response + answer >= max_response_tokens; the answer is *not* appended | RESPONSE_LENGTH |
 | 9 | prompt + response + answer >= max_context_tokens; likewise | CONTEXT_LENGTH |
+
+An interaction is asked before check 2, so that a turn which reaches a limit is scored too.
 
 The tokens are those of verl's order (`tool_agent_loop.py`); the reason is more exact: verl looks
 for calls last, so that an answer which just fits would count as cut.
@@ -74,13 +76,14 @@ class LoopLimits:
         max_response_tokens: Sampled and observed tokens together.
         max_context_tokens: Prompt and response together; the server's context length.
         max_assistant_turns: Completions.
-        max_user_turns: Answers given to the model (one per round of tool calls).
+        max_user_turns: Answers given to the model: rounds of tool calls, and an interaction's
+            replies.
         max_parallel_calls: Calls of one turn that are run; the rest is ignored and counted.
         max_tool_response_chars: Characters kept of one tool text, without the marker.
         max_tool_response_tokens: Tokens kept of one tool text, without the marker.
         tool_response_truncate_side: Which side of a longer text is cut.
         tool_timeout_s: Seconds for one tool call, after which it is cancelled and the model is
-            told so.
+            told so; and for one reply of an interaction, after which the attempt fails.
 
     Raises:
         ValueError: A bound is below 1, or the timeout is not positive.

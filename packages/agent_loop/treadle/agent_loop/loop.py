@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Protocol, TypeAlias, cast
 
 from treadle.agent_loop.generator import TokenGenerator
+from treadle.agent_loop.interaction import Interaction
 from treadle.agent_loop.limits import LoopLimits
 from treadle.agent_loop.renderer import ChatRenderer
 from treadle.agent_loop.tool import Tool
@@ -64,6 +65,7 @@ class Services:
         sampling: How completions are sampled. `max_tokens` bounds one completion; loops lower
             it to what the limits leave.
         tools: By the name that the model calls.
+        interactions: By the name that a row's `interaction_kwargs` gives.
         reward: Called by the runner on every trajectory that has no reward yet.
         deadline: `loop.time()` seconds at which the trajectory ends; the runner sets it.
         min_weight_version: Refuse to sample from older weights than these.
@@ -77,6 +79,7 @@ class Services:
     limits: LoopLimits
     sampling: SamplingParams
     tools: Mapping[str, Tool] = field(default_factory=dict)
+    interactions: Mapping[str, Interaction] = field(default_factory=dict)
     reward: RewardFn | None = None
     deadline: float = math.inf
     min_weight_version: int = 0

@@ -1,26 +1,29 @@
-"""The tool loop: the model speaks, its calls are run and answered, until a limit or its answer.
+"""The tool loop: the model speaks, and its tools or an interaction answer, until it is done.
 
 Invariant: the checks come in the order written in `limits`, and the last tokens of a trajectory
 are sampled ones. The states and what leads from one to the next:
 
     Speak --(asks for something, within the limits)--> Act --(room for the answers)--> Speak
-      |                                                 |
-      +-----------(a check of `limits` holds)--------> Done
+    Speak --(ends its turn, and the row names an interaction)--> Listen --(room)-----> Speak
+    Speak, Act, Listen --(a check of `limits` holds)--> Done
 
-One task runs one trajectory; it waits for the generator in Speak and for the tools in Act.
+One task runs one trajectory; it waits for the generator in Speak, for the tools in Act and for
+the interaction in Listen.
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from treadle.agent_loop.conversation import Conversation, Turn
+from treadle.agent_loop.interaction import Respondent, selected_interaction
 from treadle.agent_loop.limits import LoopLimits
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import MalformedCall
 from treadle.agent_loop.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Trajectory
-from treadle.agent_loop.types import AgentTask, StopReason, ToolCall
+from treadle.agent_loop.types import AgentTask, Message, StopReason, ToolCall
 from treadle.tracing import span
 
 
@@ -46,17 +49,22 @@ class _Act:
 
 
 @dataclass(frozen=True, slots=True)
+class _Listen:
+    """The interaction's turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Done:
     """The end."""
 
     stop: StopReason
 
 
-_State: TypeAlias = _Speak | _Act | _Done
+_State: TypeAlias = _Speak | _Act | _Listen | _Done
 
 
 class ToolAgentLoop:
-    """`tool_agent`: a conversation between the model and its tools.
+    """`tool_agent`: a conversation between the model, its tools and an interaction.
 
     Args:
         on_malformed_call: Whether the model is told about calls that cannot be read.
@@ -70,16 +78,26 @@ class ToolAgentLoop:
 
         Raises:
             RolloutError: The attempt failed.
-            SetupError: The row selects a tool that is not there.
+            SetupError: The row names a tool or an interaction that is not there.
         """
+        limits = services.limits
         tools = selected_tools(task, services.tools)
+        interaction = selected_interaction(task, services.interactions)
         with Conversation(task, services, tools=[tool.spec for tool in tools.values()]) as chat:
-            async with Toolbox(task, tools, services.limits, codec=services.renderer) as toolbox:
-                stop = await self._converse(chat, toolbox, services.limits)
-            return chat.finish(stop, tool_rewards=toolbox.rewards, metrics=toolbox.metrics)
+            async with (
+                Toolbox(task, tools, limits, codec=services.renderer) as toolbox,
+                Respondent(task, interaction, timeout_s=limits.tool_timeout_s) as respondent,
+            ):
+                stop = await self._converse(chat, toolbox, respondent, limits)
+            return chat.finish(
+                stop,
+                tool_rewards=toolbox.rewards,
+                turn_scores=respondent.scores,
+                metrics=(*toolbox.metrics, *respondent.metrics),
+            )
 
     async def _converse(
-        self, chat: Conversation, toolbox: Toolbox, limits: LoopLimits
+        self, chat: Conversation, toolbox: Toolbox, respondent: Respondent, limits: LoopLimits
     ) -> StopReason:
         state: _State = _Speak()
         while True:
@@ -87,32 +105,51 @@ class ToolAgentLoop:
                 case _Speak():
                     async with span("turn", index=chat.assistant_turns):
                         turn = await chat.generate()
-                    state = self._after_turn(chat, turn, limits)
+                    state = self._after_turn(chat, turn, limits, heard=respondent.present)
                 case _Act(requests=requests):
                     chat.doing(f"waiting for tools: {[r.name for r in requests]}")
                     async with span("tools", turn=chat.assistant_turns - 1, calls=len(requests)):
                         answers = await toolbox.run(requests)
                     if any(answer.stop for answer in answers):
                         state = _Done(StopReason.TOOL_STOP)
-                    elif stop := chat.answer([answer.message for answer in answers]):
+                    else:
+                        state = _give(chat, [answer.message for answer in answers])
+                case _Listen():
+                    chat.doing("waiting for the interaction")
+                    reply = await respondent.respond(chat.messages)
+                    if reply.stop:
+                        state = _Done(StopReason.FINISHED)
+                    elif stop := _limit(chat, limits):
                         state = _Done(stop)
                     else:
-                        state = _Speak()
+                        state = _give(chat, [Message(role="user", content=reply.content)])
                 case _Done(stop=stop):
                     return stop
 
-    def _after_turn(self, chat: Conversation, turn: Turn, limits: LoopLimits) -> _State:
-        """Checks 1 to 6 of `limits`."""
+    def _after_turn(
+        self, chat: Conversation, turn: Turn, limits: LoopLimits, *, heard: bool
+    ) -> _State:
+        """Checks 1 to 6 of `limits`; those of a turn that is heard come after the reply."""
         requests = turn.requests
         if self._on_malformed_call is OnMalformedCall.IGNORE:
             requests = tuple(r for r in requests if isinstance(r, ToolCall))
         if turn.closed and not requests:
-            return _Done(StopReason.FINISHED)
+            return _Listen() if heard else _Done(StopReason.FINISHED)
         stop = chat.length_stop()
         if stop is None and not turn.closed:
             stop = StopReason.TURN_LENGTH
-        if stop is None:
-            stop = limits.turn_stop(
-                assistant_turns=chat.assistant_turns, user_turns=chat.user_turns
-            )
+        stop = stop or _limit(chat, limits)
         return _Act(requests) if stop is None else _Done(stop)
+
+
+def _limit(chat: Conversation, limits: LoopLimits) -> StopReason | None:
+    """Checks 2, 3, 5 and 6 of `limits`."""
+    return chat.length_stop() or limits.turn_stop(
+        assistant_turns=chat.assistant_turns, user_turns=chat.user_turns
+    )
+
+
+def _give(chat: Conversation, messages: Sequence[Message]) -> _State:
+    """Checks 8 and 9 of `limits`."""
+    stop = chat.answer(messages)
+    return _Speak() if stop is None else _Done(stop)

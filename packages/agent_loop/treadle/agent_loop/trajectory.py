@@ -32,6 +32,7 @@ class Trajectory:
         user_turns: Answers given to the model: rounds of tool results, or user messages.
         reward: None when nothing scored it, which is not a reward of 0.
         tool_rewards: Of the tool calls, in the order of the calls.
+        turn_scores: That an interaction gave to the turns, in their order.
         metrics: Counts and times, named as `tool/calls`, `agent_loop/generate_s`.
         error: Why the attempt failed.
     """
@@ -44,6 +45,7 @@ class Trajectory:
     user_turns: int = 0
     reward: float | None = None
     tool_rewards: tuple[float, ...] = ()
+    turn_scores: tuple[float, ...] = ()
     metrics: tuple[Metric, ...] = ()
     error: RolloutError | None = None
 

@@ -23,7 +23,7 @@ class StopReason(enum.StrEnum):
     """Why a trajectory ended. Listed in the order in which `tool_agent` checks them."""
 
     FINISHED = "finished"
-    """The model ended its turn and asked for nothing."""
+    """The model ended its turn and asked for nothing, and no interaction had more to say."""
     RESPONSE_LENGTH = "response_length"
     """Sampled and observed tokens together reached `LoopLimits.max_response_tokens`."""
     CONTEXT_LENGTH = "context_length"
@@ -33,7 +33,7 @@ class StopReason(enum.StrEnum):
     ASSISTANT_TURNS = "assistant_turns"
     """`LoopLimits.max_assistant_turns` completions were sampled."""
     USER_TURNS = "user_turns"
-    """`LoopLimits.max_user_turns` answers were given to the model."""
+    """`LoopLimits.max_user_turns` answers were given to the model, by tools or an interaction."""
     TOOL_STOP = "tool_stop"
     """A tool returned `ToolResult.stop`."""
     ERROR = "error"

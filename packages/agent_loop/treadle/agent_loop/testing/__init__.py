@@ -7,6 +7,7 @@ from treadle.agent_loop.testing.byte_renderer import ByteRenderer
 from treadle.agent_loop.testing.echo import EchoGenerator
 from treadle.agent_loop.testing.fake_clock import FakeClock
 from treadle.agent_loop.testing.scripted import Request, ScriptedGenerator, reply
+from treadle.agent_loop.testing.scripted_interaction import ScriptedInteraction
 from treadle.agent_loop.testing.scripted_tool import ScriptedTool
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "FakeClock",
     "Request",
     "ScriptedGenerator",
+    "ScriptedInteraction",
     "ScriptedTool",
     "reply",
 ]
