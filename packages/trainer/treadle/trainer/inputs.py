@@ -63,7 +63,12 @@ def prepare(config: RunConfig, rows: Rows) -> Inputs:
         DataError: a row cannot be.
     """
     _check_context(config)
-    reward = rewards.resolve(config.reward.name, mode=config.reward.mode)
+    reward = rewards.resolve(
+        config.reward.name,
+        mode=config.reward.mode,
+        timeout_s=config.reward.timeout_s,
+        timeout_score=config.reward.timeout_score,
+    )
     from treadle.agent_loop.hf import HfRenderer
 
     parser = _PARSERS[config.agent.parser]()
@@ -72,7 +77,8 @@ def prepare(config: RunConfig, rows: Rows) -> Inputs:
     tools = load_catalogue(catalogue) if catalogue is not None else {}
     if config.reward.name is None:
         every = [*rows.train, *rows.val]
-        rewards.check_data_sources(row.columns.get("data_source") for row in every)
+        sources = (row.columns.get("data_source") for row in every)
+        rewards.check_data_sources(sources, mode=config.reward.mode)
     rules = PromptRules(
         loops=agent_loops(config.agent),
         default_loop=config.agent.default_loop,

@@ -73,11 +73,19 @@ class RewardConfig(Section):
     """How a finished trajectory is scored."""
 
     name: str | None = None
-    """A reward of treadle.tools.rewards for all rows, or one of your own as path.py:function or
-    package.module:function. Null: by each row's data_source."""
-    mode: Literal["strict", "flexible", "fixed"] = "strict"
-    """How gsm8k reads the final answer. strict: the number after `#### `; flexible: the last
-    number; both with verl's quirks. fixed: strict without them."""
+    """A reward for all rows: a name of treadle.tools.rewards or of an installed package, or one of
+    your own as path.py:function or package.module:function. Null: by each row's data_source."""
+    mode: str | None = None
+    """How the named rewards read or score an answer, where they know several ways. gsm8k: strict
+    (the number after `#### `) and flexible (the last number) with verl's quirks, fixed without
+    them; math_dapo: minerva, boxed; retool: shaped, flat, capped; hotpotqa: em, f1. Null: each
+    one's first."""
+    timeout_s: Seconds | None = None
+    """Longest duration of scoring one trajectory, in a process of its own. Null: no limit, except
+    for rewards that have one themselves (geometry3k)."""
+    timeout_score: float = 0.0
+    """What a trajectory gets that could not be scored within `timeout_s`; `reward/timeouts` counts
+    them."""
 
 
 class AgentConfig(Section):
