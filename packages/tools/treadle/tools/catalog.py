@@ -18,16 +18,13 @@ class of your own. A class is called as `Class(config=..., spec=...)`, without `
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
 
-import yaml
-
 from treadle.agent_loop import SetupError, Tool, ToolSpec
-from treadle.tools.arguments import did_you_mean
+from treadle.tools.documents import load_class, mapping, read_yaml, section, text
 
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {"verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool"}
@@ -49,13 +46,8 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
             type, names a class that cannot be loaded or refuses its settings, or two tools have
             one name. The message says where in the file.
     """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SetupError(f"cannot read the tool catalogue {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SetupError(f"the tool catalogue {path} is not YAML: {error}") from error
-    catalogue = _section(document, str(path), required=("tools",))
+    document = read_yaml(path, "tool catalogue")
+    catalogue = section(document, str(path), required=("tools",))
     entries = catalogue["tools"]
     if not isinstance(entries, list) or not entries:
         raise SetupError(f"{path}: tools must be a list with at least one tool, not {entries!r}")
@@ -70,8 +62,8 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
 
 
 def _tool(entry: object, where: str) -> Tool:
-    fields = _section(entry, where, required=("class_name",), optional=("config", "tool_schema"))
-    settings = dict(_mapping(fields.get("config", {}), f"{where}.config"))
+    fields = section(entry, where, required=("class_name",), optional=("config", "tool_schema"))
+    settings = dict(mapping(fields.get("config", {}), f"{where}.config"))
     kind = settings.pop("type", "native")
     if kind == "mcp":
         raise SetupError(
@@ -83,7 +75,9 @@ def _tool(entry: object, where: str) -> Tool:
     arguments: dict[str, object] = {"config": settings}
     if "tool_schema" in fields:
         arguments["spec"] = _spec(fields["tool_schema"], f"{where}.tool_schema")
-    factory = _class(_text(fields["class_name"], f"{where}.class_name"), where)
+    factory = load_class(
+        text(fields["class_name"], f"{where}.class_name"), where, verl=VERL_CLASSES, kind="tool"
+    )
     try:
         tool = factory(**arguments)
     except (SetupError, TypeError, ValueError) as error:
@@ -95,32 +89,11 @@ def _tool(entry: object, where: str) -> Tool:
     return cast(Tool, tool)
 
 
-def _class(name: str, where: str) -> type:
-    target = VERL_CLASSES.get(name, name)
-    if target.startswith("verl."):
-        raise SetupError(
-            f"{where}: {name} is a tool of verl that does not exist here; of verl's tools there "
-            f"are: {', '.join(sorted(VERL_CLASSES))}"
-        )
-    module_name, _, class_name = target.rpartition(".")
-    if not module_name:
-        raise SetupError(f"{where}: class_name {name!r} is not of the form package.module.Class")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SetupError(f"{where}: cannot import {module_name}: {error}") from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        near = did_you_mean(class_name, [k for k, v in vars(module).items() if isinstance(v, type)])
-        raise SetupError(f"{where}: {module_name} has no class {class_name!r}{near}")
-    return found
-
-
 def _spec(schema: object, where: str) -> ToolSpec:
-    fields = _section(schema, where, required=("type", "function"))
+    fields = section(schema, where, required=("type", "function"))
     if fields["type"] != "function":
         raise SetupError(f"{where}.type must be function, not {fields['type']!r}")
-    function = _section(
+    function = section(
         fields["function"],
         f"{where}.function",
         required=("name", "description"),
@@ -128,38 +101,9 @@ def _spec(schema: object, where: str) -> ToolSpec:
     )
     if function.get("strict", False) is not False:
         raise SetupError(f"{where}.function.strict must be false: sampling is not constrained")
-    name = _text(function["name"], f"{where}.function.name")
-    description = _text(function["description"], f"{where}.function.description")
+    name = text(function["name"], f"{where}.function.name")
+    description = text(function["description"], f"{where}.function.description")
     if "parameters" not in function:
         return ToolSpec(name=name, description=description)
-    parameters = _mapping(function["parameters"], f"{where}.function.parameters")
+    parameters = mapping(function["parameters"], f"{where}.function.parameters")
     return ToolSpec(name=name, description=description, parameters=parameters)
-
-
-def _section(
-    value: object, where: str, *, required: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> Mapping[str, object]:
-    """The mapping `value`, which has all of the `required` keys and none that is not listed."""
-    mapping = _mapping(value, where)
-    for key in mapping:
-        if key not in required + optional:
-            raise SetupError(
-                f"{where}: unknown key {key!r}{did_you_mean(key, required + optional)}; "
-                f"known are: {', '.join(required + optional)}"
-            )
-    missing = [key for key in required if key not in mapping]
-    if missing:
-        raise SetupError(f"{where}: {', '.join(missing)} missing")
-    return mapping
-
-
-def _mapping(value: object, where: str) -> Mapping[str, object]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise SetupError(f"{where} must be a mapping with text keys, not {value!r}")
-    return value
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise SetupError(f"{where} must be a non-empty text, not {value!r}")
-    return value

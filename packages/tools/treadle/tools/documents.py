@@ -1,0 +1,114 @@
+"""Documents of settings: YAML files whose every key is used or refused, with its place.
+
+Invariant: what does not fit is a `SetupError` that names the file, the place in it, the value and
+what is known instead. Read once, at start; nobody waits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from treadle.agent_loop import SetupError
+from treadle.tools.arguments import did_you_mean
+
+
+def read_yaml(path: Path, what: str) -> object:
+    """Read a YAML file.
+
+    Args:
+        path: The file.
+        what: Names it in errors, as "tool catalogue".
+
+    Raises:
+        SetupError: It cannot be read, or is not YAML.
+    """
+    try:
+        document: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetupError(f"cannot read the {what} {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SetupError(f"the {what} {path} is not YAML: {error}") from error
+    return document
+
+
+def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> type:
+    """The class that a dotted path names.
+
+    Args:
+        name: `package.module.Class`, or verl's name of a class that exists here.
+        where: Its place, for errors.
+        verl: verl's names to ours.
+        kind: What the class makes, as "tool".
+
+    Raises:
+        SetupError: There is no such class.
+    """
+    target = verl.get(name, name)
+    if target.startswith("verl."):
+        raise SetupError(
+            f"{where}: {name} is {_article(kind)} {kind} of verl that does not exist here; of "
+            f"verl's {kind}s there are: {', '.join(sorted(verl))}"
+        )
+    module_name, _, class_name = target.rpartition(".")
+    if not module_name:
+        raise SetupError(f"{where}: class_name {name!r} is not of the form package.module.Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SetupError(f"{where}: cannot import {module_name}: {error}") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        near = did_you_mean(class_name, [k for k, v in vars(module).items() if isinstance(v, type)])
+        raise SetupError(f"{where}: {module_name} has no class {class_name!r}{near}")
+    return found
+
+
+def section(
+    value: object, where: str, *, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> Mapping[str, object]:
+    """The mapping `value`, which has all of the `required` keys and none that is not listed.
+
+    Raises:
+        SetupError: It is no mapping, or its keys are others.
+    """
+    fields = mapping(value, where)
+    for key in fields:
+        if key not in required + optional:
+            raise SetupError(
+                f"{where}: unknown key {key!r}{did_you_mean(key, required + optional)}; "
+                f"known are: {', '.join(required + optional)}"
+            )
+    missing = [key for key in required if key not in fields]
+    if missing:
+        raise SetupError(f"{where}: {', '.join(missing)} missing")
+    return fields
+
+
+def mapping(value: object, where: str) -> Mapping[str, object]:
+    """The mapping `value`.
+
+    Raises:
+        SetupError: It is no mapping with text keys.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise SetupError(f"{where} must be a mapping with text keys, not {value!r}")
+    return value
+
+
+def text(value: object, where: str) -> str:
+    """The text `value`.
+
+    Raises:
+        SetupError: It is no text, or empty.
+    """
+    if not isinstance(value, str) or not value:
+        raise SetupError(f"{where} must be a non-empty text, not {value!r}")
+    return value
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
