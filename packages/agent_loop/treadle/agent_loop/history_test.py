@@ -1,0 +1,78 @@
+"""Which messages count as the ones that were returned."""
+
+from dataclasses import replace
+
+import pytest
+
+from treadle.agent_loop import Message, ToolCall
+from treadle.agent_loop.history import ReturnedTurn, Sameness, Shared, compare, shared_history
+
+CALL = ToolCall(id="c1", name="add", arguments={"a": 1.0, "b": [2.0, {"c": "x"}]})
+RETURNED = Message(role="assistant", content=" Let me add. ", tool_calls=(CALL,), reasoning="Hm.\n")
+
+
+def with_arguments(**arguments: object) -> Message:
+    return replace(RETURNED, tool_calls=(replace(CALL, arguments=arguments),))
+
+
+def test_1_the_same_message_is_exact() -> None:
+    assert compare(RETURNED, replace(RETURNED)) is Sameness.EXACT
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        with_arguments(b=[2.0, {"c": "x"}], a=1.0),
+        with_arguments(a=1, b=[2, {"c": "x"}]),
+        replace(RETURNED, content="Let me add."),
+        replace(RETURNED, content=" Let me add."),
+        replace(RETURNED, reasoning=None),
+        replace(RETURNED, reasoning=""),
+        replace(RETURNED, reasoning="Hm."),
+    ],
+)
+def test_2_harmless_rewrites_are_known(given: Message) -> None:
+    assert compare(RETURNED, given) is Sameness.REWRITTEN
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        with_arguments(a=True, b=[2.0, {"c": "x"}]),
+        with_arguments(a=1.5, b=[2.0, {"c": "x"}]),
+        with_arguments(a="1", b=[2.0, {"c": "x"}]),
+        with_arguments(a=1.0),
+        replace(RETURNED, content="Let me  add."),
+        replace(RETURNED, content=""),
+        replace(RETURNED, reasoning="Ha."),
+        replace(RETURNED, tool_calls=()),
+        replace(RETURNED, tool_calls=(replace(CALL, id="c2"),)),
+        replace(RETURNED, tool_calls=(replace(CALL, name="sub"),)),
+        Message(role="user", content=RETURNED.content),
+    ],
+)
+def test_3_everything_else_is_an_edit(given: Message) -> None:
+    assert compare(RETURNED, given) is Sameness.EDITED
+
+
+def test_4_a_message_without_reasoning_does_not_match_one_with_it() -> None:
+    plain = replace(RETURNED, reasoning=None)
+    assert compare(plain, replace(plain, reasoning="thought up")) is Sameness.EDITED
+
+
+def test_5_the_stop_string_may_be_put_back() -> None:
+    cut = Message(role="assistant", content="<code>1")
+    whole = Message(role="assistant", content="<code>1</code>")
+    assert compare(cut, whole, uncut="<code>1</code>") is Sameness.REWRITTEN
+    assert compare(cut, whole) is Sameness.EDITED
+
+
+def test_6_messages_of_the_agent_itself_must_be_the_same() -> None:
+    recorded = [Message(role="user", content="q"), RETURNED, Message(role="tool", content="3")]
+    turns = [ReturnedTurn(index=1, start=1, stop=2)]
+    stripped = replace(RETURNED, content="Let me add.")
+    given = [recorded[0], stripped, Message(role="tool", content="3 ")]
+    assert shared_history(recorded, turns, given) == Shared(num_messages=2, num_rewritten=1)
+    assert shared_history(recorded, turns, recorded) == Shared(num_messages=3, num_rewritten=0)
+    assert shared_history(recorded, (), given) == Shared(num_messages=1, num_rewritten=0)
+    assert shared_history(recorded, turns, given[:1]) == Shared(num_messages=1, num_rewritten=0)
