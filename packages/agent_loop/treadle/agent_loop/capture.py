@@ -148,6 +148,19 @@ class CapturedSession:
         """Requests that wait for their completion."""
         return self._under_way
 
+    @property
+    def exhausted(self) -> StopReason | None:
+        """The limit that forbids any answer to the latest completion; None where there is room.
+
+        Checks 2, 3, 5 and 6 of `limits`, for agents that ask before they run tools in vain.
+        """
+        if not self._branches:
+            return None
+        limits, last = self._services.limits, self._by_age()[-1].transcript
+        return limits.length_stop(
+            prompt=last.num_prompt_tokens, response=last.num_response_tokens
+        ) or limits.turn_stop(assistant_turns=self._assistant_turns, user_turns=self._user_turns)
+
     async def complete(
         self,
         messages: Sequence[Message],

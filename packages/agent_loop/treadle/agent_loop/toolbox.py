@@ -84,6 +84,7 @@ class Toolbox:
         self._limits = limits
         self._codec = codec
         self._sessions: dict[str, ToolSession] = {}
+        self._opening = asyncio.Lock()
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._metrics: list[Metric] = []
@@ -118,8 +119,9 @@ class Toolbox:
         self._counts["over_cap"] += len(requests) - len(taken)
         started = time.perf_counter()
         wanted = dict.fromkeys(r.name for r in taken if isinstance(r, ToolCall))
-        missing = [n for n in wanted if n in self._tools and n not in self._sessions]
-        await concurrently([self._open(name) for name in missing])
+        async with self._opening:  # an agent's own calls may come at the same time
+            missing = [n for n in wanted if n in self._tools and n not in self._sessions]
+            await concurrently([self._open(name) for name in missing])
         results = await concurrently([self._answer(request) for request in taken])
         self._seconds += time.perf_counter() - started
         for _, result in results:

@@ -1,0 +1,24 @@
+"""LangGraph agents as agent loops (extra ``[langgraph]``).
+
+`ReactAgentLoop` runs a graph of LangGraph for each trajectory. The graph's model is `ChatModel`, a
+LangChain chat model over the run's token generator; its tools are LangChain tools, the run's own
+tools, or both. Whatever the graph does with its messages, the trajectory holds exactly the tokens
+that were sampled. See ``docs/langgraph.md``.
+"""
+
+from treadle.agent_loop.langgraph.agent import Agent
+from treadle.agent_loop.langgraph.chat_model import ChatModel
+from treadle.agent_loop.langgraph.messages import from_langchain, to_langchain
+from treadle.agent_loop.langgraph.react import ReactAgentLoop
+from treadle.agent_loop.langgraph.tools import LangChainTool, TrajectoryTool, tool_spec
+
+__all__ = [
+    "Agent",
+    "ChatModel",
+    "LangChainTool",
+    "ReactAgentLoop",
+    "TrajectoryTool",
+    "from_langchain",
+    "to_langchain",
+    "tool_spec",
+]

@@ -1,0 +1,97 @@
+"""The agent: what a graph is made of in one trajectory - a model, tools, and nodes over them.
+
+Invariant: calls are answered in the trajectory's toolbox and completions come from its session,
+whichever graph connects them. `speak`, `act` and `should_continue` are the nodes and the edge of
+`ReactAgentLoop`'s graph; a graph of your own takes what it needs of them, or only the model and the
+tools. The checks are those of `limits`, in its order.
+
+A graph waits in `speak` for the generator and in `act` for tools.
+"""
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from langchain_core.messages import AIMessage, BaseMessage
+from langgraph.graph import MessagesState
+
+from treadle.agent_loop.capture import CapturedSession
+from treadle.agent_loop.langgraph.chat_model import ChatModel
+from treadle.agent_loop.langgraph.messages import to_langchain
+from treadle.agent_loop.langgraph.tools import TrajectoryTool
+from treadle.agent_loop.limits import LoopLimits
+from treadle.agent_loop.toolbox import ToolAnswer, Toolbox
+from treadle.agent_loop.types import Message, StopReason, ToolCall, ToolSpec
+
+__all__ = ["Agent", "NewMessages"]
+
+
+class NewMessages(TypedDict):
+    """What a node adds to the state."""
+
+    messages: list[BaseMessage]
+
+
+class Agent:
+    """One trajectory's model and tools.
+
+    Args:
+        session: Of the trajectory.
+        toolbox: Of the trajectory.
+        specs: Of the tools in it.
+        limits: Calls per message.
+
+    Attributes:
+        model: Samples messages. Not bound to the tools yet.
+        tools: What the model may call, for `model.bind_tools` and for LangGraph's `ToolNode`.
+    """
+
+    def __init__(
+        self,
+        session: CapturedSession,
+        toolbox: Toolbox,
+        specs: Iterable[ToolSpec],
+        limits: LoopLimits,
+    ) -> None:
+        self._session = session
+        self._toolbox = toolbox
+        self.model = ChatModel(session=session, max_parallel_calls=limits.max_parallel_calls)
+        self.tools = tuple(TrajectoryTool.of(spec, self._answer_call) for spec in specs)
+        self._speaker = self.model.bind_tools(self.tools)
+
+    async def speak(self, state: MessagesState) -> NewMessages:
+        """Node: the model's turn."""
+        return {"messages": [await self._speaker.ainvoke(state["messages"])]}
+
+    async def act(self, state: MessagesState) -> NewMessages:
+        """Node: runs the last message's calls at the same time; malformed ones are told so."""
+        requests = self.model.requests(_last(state))
+        answers = await self._toolbox.run(requests)
+        self._note_stop(answers)
+        return {"messages": [to_langchain(answer.message) for answer in answers]}
+
+    def should_continue(self, state: MessagesState) -> bool:
+        """Edge: whether the last message asks for something and may be answered."""
+        message = _last(state)
+        if not self.model.requests(message) or not self.model.is_closed(message):
+            return False
+        if (stop := self._session.exhausted) is not None:
+            self.model.end(stop)
+        return stop is None
+
+    async def _answer_call(self, call: ToolCall) -> Message:
+        answers = await self._toolbox.run([call])
+        self._note_stop(answers)
+        return answers[0].message
+
+    def _note_stop(self, answers: Iterable[ToolAnswer]) -> None:
+        if any(answer.stop for answer in answers):
+            self.model.end(StopReason.TOOL_STOP)
+
+
+def _last(state: MessagesState) -> AIMessage:
+    message = state["messages"][-1]
+    if not isinstance(message, AIMessage):
+        raise TypeError(
+            f"the last message is a {type(message).__name__}; this node follows the model's turn"
+        )
+    return message

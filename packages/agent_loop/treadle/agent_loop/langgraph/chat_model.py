@@ -1,0 +1,233 @@
+"""The chat model: what a graph of LangChain asks for a message, over a trajectory's session.
+
+Invariant: what it gives is what was sampled. It remembers each message that it gave; when a graph
+sends one back as it was, the session sees the very same message and extends the ids of that turn.
+When the graph has changed, shortened or repeated its history, the session forks, and each sampled
+token still counts in exactly one sample.
+
+One belongs to one trajectory. It is async only, since plain calls would hold up the event loop that
+all trajectories share, and is never answered from LangChain's cache. Callers wait in `ainvoke`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.runnables import Runnable
+from pydantic import Field, PrivateAttr
+
+from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
+from treadle.agent_loop.langgraph.messages import from_langchain, to_langchain
+from treadle.agent_loop.langgraph.tools import tool_spec
+from treadle.agent_loop.renderer import MalformedCall
+from treadle.agent_loop.types import Message, StopReason, ToolCall, ToolSpec
+
+__all__ = ["ChatModel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """A message that was given to the graph.
+
+    Attributes:
+        shown: It, converted back.
+        recorded: The session's own.
+        requests: The calls in it that may be answered, in the model's order.
+        closed: Whether the model ended the turn itself.
+    """
+
+    shown: Message
+    recorded: Message
+    requests: tuple[ToolCall | MalformedCall, ...]
+    closed: bool
+
+
+class ChatModel(BaseChatModel):
+    """Samples messages in a trajectory.
+
+    Attributes:
+        session: Of the trajectory; renders, samples and records.
+        max_parallel_calls: Calls that a message may have; further ones are left out, and counted.
+        max_tokens: Of one completion. None: what the session's limits leave.
+        model_name: For LangChain's own traces.
+    """
+
+    session: CapturedSession = Field(exclude=True, repr=False)
+    max_parallel_calls: int = 1
+    max_tokens: int | None = None
+    model_name: str = "treadle"
+    cache: bool | None = False  # a cached answer was sampled in another trajectory
+
+    _given: dict[str, _Given] = PrivateAttr(default_factory=dict)
+    _num_over_cap: int = PrivateAttr(default=0)
+    _stop: StopReason | None = PrivateAttr(default=None)
+
+    @property
+    def _llm_type(self) -> str:
+        return "treadle"
+
+    @property
+    def num_over_cap(self) -> int:
+        """Calls that were left out of messages so far."""
+        return self._num_over_cap
+
+    @property
+    def stop(self) -> StopReason | None:
+        """Why no more completions are given; None while they are."""
+        return self._stop
+
+    def end(self, stop: StopReason) -> None:
+        """Refuses further completions with a `LimitReachedError`; the first reason stays."""
+        self._stop = self._stop or stop
+
+    def requests(self, message: AIMessage) -> tuple[ToolCall | MalformedCall, ...]:
+        """The calls of a message, the malformed ones among them, in the model's order.
+
+        A message that this model did not give, or that was changed since, has the calls that it
+        says.
+        """
+        given = self._known(message)
+        return from_langchain(message).tool_calls if given is None else given.requests
+
+    def is_closed(self, message: AIMessage) -> bool:
+        """Whether a turn has an end; False if a limit cut it."""
+        given = self._known(message)
+        return given is None or given.closed
+
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: str | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Shows tools to the model.
+
+        Args:
+            tools: Whatever LangChain takes for tools.
+            tool_choice: None or "auto": sampling is not constrained.
+            kwargs: Passed on to each call: `max_tokens`, `stop`.
+
+        Raises:
+            ValueError: Another `tool_choice` is asked for.
+        """
+        if tool_choice not in (None, "auto"):
+            raise ValueError(
+                f"tool_choice is {tool_choice!r}; sampling is not constrained, so the model always "
+                "chooses by itself: leave it out"
+            )
+        return self.bind(tools=[tool_spec(tool) for tool in tools], **kwargs)
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Is not there.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "with_structured_output would constrain the sampling, and the trainer would take "
+            "constrained tokens for the policy's own: ask for the format in the prompt, and let "
+            "the reward read it"
+        )
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        raise NotImplementedError(
+            "ChatModel is async only, since a plain call would hold up every other trajectory: "
+            "use ainvoke, for the graph too"
+        )
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_tokens: int | None = None,
+        **unknown: Any,
+    ) -> ChatResult:
+        if unknown:
+            raise TypeError(
+                f"ChatModel takes tools, max_tokens and stop with a call, not "
+                f"{', '.join(unknown)}: the run's configuration says how it samples"
+            )
+        if self._stop is not None:
+            raise LimitReachedError(
+                f"session {self.session.session_id} has ended: {self._stop.value}", stop=self._stop
+            )
+        turn = await self.session.complete(
+            [self._recorded(message) for message in messages],
+            tools=tools,
+            max_tokens=max_tokens or self.max_tokens,
+            stop=stop or (),
+        )
+        message = self._give(turn)
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _give(self, turn: CapturedTurn) -> AIMessage:
+        requests = turn.requests[: self.max_parallel_calls]
+        self._num_over_cap += len(turn.requests) - len(requests)
+        recorded = turn.parsed.message
+        kept = tuple(call for call in recorded.tool_calls if call in requests)
+        shown = to_langchain(
+            Message(
+                role="assistant",
+                content=recorded.content,
+                tool_calls=kept,
+                reasoning=recorded.reasoning,
+            ),
+            id=f"{self.session.session_id}/{len(self._given)}",
+        )
+        assert isinstance(shown, AIMessage) and shown.id is not None
+        shown.invalid_tool_calls = [
+            invalid_tool_call(name=bad.name, args=bad.text, id=None, error=bad.reason)
+            for bad in requests
+            if isinstance(bad, MalformedCall)
+        ]
+        num_prompt, num_sampled = turn.num_prompt_tokens, turn.completion.num_tokens
+        shown.usage_metadata = UsageMetadata(
+            input_tokens=num_prompt,
+            output_tokens=num_sampled,
+            total_tokens=num_prompt + num_sampled,
+        )
+        shown.response_metadata = self._metadata(turn)
+        self._given[shown.id] = _Given(
+            shown=from_langchain(shown),
+            recorded=recorded,
+            requests=requests,
+            closed=turn.closed,
+        )
+        return shown
+
+    def _metadata(self, turn: CapturedTurn) -> dict[str, object]:
+        chunks = turn.completion.chunks
+        return {
+            "model_name": self.model_name,
+            "session_id": self.session.session_id,
+            "finish_reason": turn.finish.value,
+            "token_ids": list(turn.completion.token_ids),
+            "logprobs": [logprob for chunk in chunks for logprob in chunk.logprobs],
+            "weight_versions": [chunk.weight_version for chunk in chunks],
+            "continuation": turn.how.value,
+        }
+
+    def _known(self, message: BaseMessage) -> _Given | None:
+        """What we gave under this message's id, if the message still says the same."""
+        given = self._given.get(message.id or "")
+        return given if given is not None and given.shown == from_langchain(message) else None
+
+    def _recorded(self, message: BaseMessage) -> Message:
+        given = self._known(message)
+        return from_langchain(message) if given is None else given.recorded
