@@ -40,6 +40,7 @@ from treadle.agent_loop.limits import LoopLimits, TextCodec, TruncateSide
 from treadle.agent_loop.loop import AgentLoop, RewardFn, Score, Services
 from treadle.agent_loop.parsers import HermesParser, ParsedText, ToolCallParser
 from treadle.agent_loop.registry import (
+    LOOP_ENTRY_POINTS,
     SINGLE_TURN_AGENT,
     TOOL_AGENT,
     LoopRegistry,
@@ -79,6 +80,7 @@ from treadle.agent_loop.types import (
 
 __all__ = [
     "IMAGE_MARK",
+    "LOOP_ENTRY_POINTS",
     "SINGLE_TURN_AGENT",
     "TOOL_AGENT",
     "AgentLoop",

@@ -56,6 +56,7 @@ def test_the_client_needs_grpc_and_protobuf_only() -> None:
 
 PUBLIC = [
     "IMAGE_MARK",
+    "LOOP_ENTRY_POINTS",
     "SINGLE_TURN_AGENT",
     "TOOL_AGENT",
     "AgentLoop",

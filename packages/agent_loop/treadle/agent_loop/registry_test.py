@@ -1,5 +1,9 @@
 """Tests of the loop registry."""
 
+import importlib
+import sys
+from pathlib import Path
+
 import pytest
 
 from treadle.agent_loop import (
@@ -50,3 +54,41 @@ def test_what_is_wrong_with_a_full_name_is_said(name: str, problem: str) -> None
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(SetupError, match="'tool_agent' is registered already"):
         default_loops().adding("tool_agent", SingleTurnLoop())
+
+
+def test_a_name_can_stand_for_a_class_that_is_made_once() -> None:
+    loops = default_loops().adding("mine", "treadle.agent_loop.single_turn:SingleTurnLoop")
+    assert loops.names == ("mine", "single_turn_agent", "tool_agent")
+    assert isinstance(loops.resolve("mine"), SingleTurnLoop)
+    assert loops.resolve("mine") is loops.resolve("mine")
+    with pytest.raises(SetupError, match=r"'yours' is 'yours\.Loop'; it must be \"module:Class\""):
+        loops.adding("yours", "yours.Loop")
+    broken = loops.adding("broken", "no.such.module:Loop")
+    with pytest.raises(UnknownLoopError, match=r"'broken' \(no\.such\.module:Loop\) cannot be imp"):
+        broken.resolve("broken")
+
+
+def install(site: Path, package: str, **loops: str) -> None:
+    """Writes the metadata that an installed package would have."""
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    points = "".join(f"{name} = {value}\n" for name, value in loops.items())
+    (info / "entry_points.txt").write_text(f"[treadle.agent_loops]\n{points}")
+
+
+def test_installed_packages_offer_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "offered_loops.py").write_text(
+        "from treadle.agent_loop import SingleTurnLoop\nclass Offered(SingleTurnLoop): ...\n"
+    )
+    install(tmp_path, "offering", offered="offered_loops:Offered")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    loops = default_loops()
+    assert "offered" in loops.names
+    assert "offered_loops" not in sys.modules
+    assert type(loops.resolve("offered")).__name__ == "Offered"
+    install(tmp_path, "greedy", tool_agent="offered_loops:Offered")
+    importlib.invalidate_caches()
+    with pytest.raises(SetupError, match=r"greedy offers an agent loop: .*'tool_agent' is reg"):
+        default_loops()
