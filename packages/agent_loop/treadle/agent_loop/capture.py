@@ -213,7 +213,7 @@ class CapturedSession:
             self._under_way -= 1
             self._answers_under_way -= plan.is_answer
         self._check_open()
-        cut = cut_at_stop(completion, stop, services.renderer)
+        cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)
         parsed = self._read(cut.completion, cut.parsed, has_tools=bool(tools))
         self._write(plan, cut.completion, parsed, uncut=cut.uncut, number=number)
         self._counts["tokens_past_stop"] += completion.num_tokens - cut.completion.num_tokens

@@ -142,9 +142,10 @@ class Conversation:
         if left < 1:
             raise ValueError("generate() was called after the budget was used up; check answer()")
         self._activity = f"generating as {self._sampler.next_request_id}"
-        completion = await self._sampler.sample(transcript.ids, left=left, images=transcript.images)
+        prompt = transcript.ids
+        completion = await self._sampler.sample(prompt, left=left, images=transcript.images)
         transcript.sample(completion)
-        parsed = services.renderer.parse(completion.token_ids)
+        parsed = services.renderer.parse(completion.token_ids, tools=self._tools, prompt=prompt)
         self._messages.append(parsed.message)
         self._assistant_turns += 1
         self._parse_errors += len(parsed.malformed)

@@ -20,7 +20,14 @@ def test_public_names_are_pinned() -> None:
         "ServerInfo",
         "connect",
     ]
-    assert parsers.__all__ == ["HermesParser", "ParsedText", "ToolCallParser"]
+    assert parsers.__all__ == [
+        "PARSER_NAMES",
+        "HermesParser",
+        "ParsedText",
+        "ToolCallParser",
+        "parser_for_template",
+        "parser_named",
+    ]
     assert testing.__all__ == [
         "ByteRenderer",
         "EchoGenerator",

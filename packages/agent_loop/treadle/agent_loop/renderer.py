@@ -87,6 +87,7 @@ class MalformedCall:
         start: First character in the decoded completion.
         stop: After the last one.
         reason: What is wrong with it; shown to the model.
+        id: What it is answered under, as `ToolCall.id`; unique in the turn with those.
         name: The tool it names, where that can be told.
     """
 
@@ -94,6 +95,7 @@ class MalformedCall:
     start: int
     stop: int
     reason: str
+    id: str
     name: str | None = None
 
 
@@ -167,6 +169,20 @@ class ChatRenderer(Protocol):
         """Returns the text of ids, special tokens included. Never raises on ids it knows."""
         ...
 
-    def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
-        """Reads the ids of one completion. Never raises."""
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        prompt: Sequence[int] = (),
+    ) -> ParsedCompletion:
+        """Reads the ids of one completion. Never raises.
+
+        Args:
+            token_ids: That were sampled, the id that ended the turn included.
+            tools: The tools of the conversation. Some formats write arguments as plain text, which
+                only a tool's schema tells from numbers.
+            prompt: The ids that the completion continues. Its end says whether the template has
+                opened the model's reasoning.
+        """
         ...

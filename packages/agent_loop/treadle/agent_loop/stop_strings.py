@@ -7,11 +7,12 @@ text ends before the stop string, as agents expect. Pure.
 """
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from treadle.agent_loop.renderer import ChatRenderer, ParsedCompletion
-from treadle.agent_loop.types import Completion, FinishReason, TokenChunk
+from treadle.agent_loop.types import Completion, FinishReason, TokenChunk, ToolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +31,33 @@ class CutCompletion:
 
 
 def cut_at_stop(
-    completion: Completion, stop: Sequence[str], renderer: ChatRenderer
+    completion: Completion,
+    stop: Sequence[str],
+    renderer: ChatRenderer,
+    *,
+    tools: Sequence[ToolSpec] = (),
+    prompt: Sequence[int] = (),
 ) -> CutCompletion:
-    """Cuts a completion at the first of the stop strings, and reads it."""
+    """Cuts a completion at the first of the stop strings, and reads it.
+
+    Args:
+        completion: What was sampled.
+        stop: Texts that end it.
+        renderer: Reads it.
+        tools: As in `ChatRenderer.parse`.
+        prompt: As in `ChatRenderer.parse`.
+    """
     ids = completion.token_ids
+    read = functools.partial(renderer.parse, tools=tools, prompt=prompt)
 
     def is_complete(size: int) -> bool:
         text = renderer.decode(ids[:size])
         return any(word in text for word in stop)
 
     if not stop or not is_complete(len(ids)):
-        return CutCompletion(completion=completion, parsed=renderer.parse(ids))
+        return CutCompletion(completion=completion, parsed=read(ids))
     size = bisect.bisect_left(range(len(ids)), True, key=lambda index: is_complete(index + 1)) + 1
-    parsed = renderer.parse(ids[:size])
+    parsed = read(ids[:size])
     text = parsed.message.content
     found = [(text.find(word), word) for word in stop if word in text]
     kept = completion if size == len(ids) else _first(completion, size)

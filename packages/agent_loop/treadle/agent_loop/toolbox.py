@@ -136,13 +136,13 @@ class Toolbox:
 
     async def _answer(self, request: ToolCall | MalformedCall) -> tuple[Message, ToolResult]:
         if isinstance(request, MalformedCall):
-            result, call_id = ToolResult(content=_malformed_text(request)), None
+            result = ToolResult(content=_malformed_text(request))
         else:
-            result, call_id = await self._call(request), request.id
+            result = await self._call(request)
         message = Message(
             role="tool",
             content=self._shown(result),
-            tool_call_id=call_id,
+            tool_call_id=request.id,
             name=request.name,
             images=result.images,
         )

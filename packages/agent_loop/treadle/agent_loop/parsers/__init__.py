@@ -2,5 +2,13 @@
 
 from treadle.agent_loop.parsers.base import ParsedText, ToolCallParser
 from treadle.agent_loop.parsers.hermes import HermesParser
+from treadle.agent_loop.parsers.names import PARSER_NAMES, parser_for_template, parser_named
 
-__all__ = ["HermesParser", "ParsedText", "ToolCallParser"]
+__all__ = [
+    "PARSER_NAMES",
+    "HermesParser",
+    "ParsedText",
+    "ToolCallParser",
+    "parser_for_template",
+    "parser_named",
+]

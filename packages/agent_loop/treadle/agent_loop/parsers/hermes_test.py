@@ -117,18 +117,6 @@ def test_good_and_bad_calls_keep_their_order() -> None:
     good = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     bad = "<tool_call>{oops}</tool_call>"
     parsed = PARSER.parse(f"a {bad} b {good} c {good}")
-    assert [c.id for c in parsed.calls] == ["call_0", "call_1"]
+    assert (parsed.malformed[0].id, [c.id for c in parsed.calls]) == ("call_0", ["call_1", "call_2"])
     assert parsed.malformed[0].start < parsed.call_starts[0] < parsed.call_starts[1]
     assert parsed.content == f"a {bad} b  c"
-
-
-def test_a_model_that_repeats_the_opening_mark_is_read_in_one_go() -> None:
-    class Counting(str):
-        searches = 0
-
-        def find(self, *args: object) -> int:
-            Counting.searches += args[0] == "</tool_call>"
-            return super().find(*args)  # type: ignore[arg-type]
-
-    parsed = PARSER.parse(Counting("</tool_call>" + "<tool_call>\n" * 1000))
-    assert (parsed.calls, parsed.malformed, Counting.searches) == ((), (), 0)

@@ -59,11 +59,23 @@ class ByteRenderer:
         """Returns the text of ids; marks are written as "<end>", "<user>" and so on."""
         return decode(token_ids)
 
-    def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        prompt: Sequence[int] = (),
+    ) -> ParsedCompletion:
         """Reads a completion; bytes that are no UTF-8 become replacement characters."""
-        parsed = self._parser.parse(decode([t for t in token_ids if t < END]))
+        text = decode([t for t in token_ids if t < END])
+        parsed = self._parser.parse(text, tools=tools, prompt_end=decode(prompt[-16:]))
         return ParsedCompletion(
-            message=Message(role="assistant", content=parsed.content, tool_calls=parsed.calls),
+            message=Message(
+                role="assistant",
+                content=parsed.content,
+                tool_calls=parsed.calls,
+                reasoning=parsed.reasoning,
+            ),
             call_starts=parsed.call_starts,
             malformed=parsed.malformed,
         )
@@ -73,7 +85,10 @@ class ByteRenderer:
         for message in messages:
             ids.append(_STARTS[message.role])
             if message.role == "assistant":
-                ids.extend(encode(self._parser.render(message.content, message.tool_calls)))
+                text = self._parser.render(
+                    message.content, message.tool_calls, reasoning=message.reasoning or ""
+                )
+                ids.extend(encode(text))
             for part in message.parts if message.role != "assistant" else ():
                 if isinstance(part, Image):
                     count = 1 + len(part.data) // 64

@@ -1,0 +1,95 @@
+"""A parser put together: reasoning first, then one format's calls in what follows it.
+
+Invariant: a format only looks for calls. Reasoning, content, ids and order are the same for all.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from treadle.agent_loop.parsers.base import ParsedText
+from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.parsers.thinking import Thinking
+from treadle.agent_loop.types import ToolCall, ToolSpec
+
+
+class CallFormat(Protocol):
+    """How calls are written."""
+
+    stop_tokens: tuple[str, ...]
+    """As `ToolCallParser.stop_tokens`."""
+    gap: str
+    """What stands between the content and the first call."""
+
+    def new_id(self, number: int, name: str) -> str:
+        """Returns the id of a call that carries none."""
+        ...
+
+    def read(self, scan: Scan, schemas: Schemas) -> None:
+        """Reports every call, and every span meant as one, from `scan.position` on."""
+        ...
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Writes the calls; at least one.
+
+        Raises:
+            ValueError: The format cannot say one of them.
+        """
+        ...
+
+
+class FormatParser:
+    """One format, with or without reasoning before it; a `ToolCallParser`.
+
+    Args:
+        calls: How calls are written.
+        thinking: How reasoning is marked. None: it is content.
+    """
+
+    def __init__(self, calls: CallFormat, *, thinking: Thinking | None = None) -> None:
+        self._format = calls
+        self._thinking = thinking
+
+    @property
+    def stop_tokens(self) -> tuple[str, ...]:
+        """As in `ToolCallParser`."""
+        return self._format.stop_tokens
+
+    def parse(
+        self, text: str, *, tools: Sequence[ToolSpec] = (), prompt_end: str = ""
+    ) -> ParsedText:
+        """As in `ToolCallParser`."""
+        reasoning, start = None, 0
+        if self._thinking is not None:
+            reasoning, start = self._thinking.split(text, prompt_end=prompt_end)
+        scan = Scan(text, start=start, new_id=self._format.new_id)
+        self._format.read(scan, Schemas(tools))
+        return scan.parsed(reasoning=reasoning)
+
+    def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
+        """As in `ToolCallParser`."""
+        thought = ""
+        if reasoning:
+            if self._thinking is None:
+                raise ValueError("this parser knows no reasoning: put it into the content")
+            thought = self._thinking.write(reasoning)
+        if not calls:
+            return thought + content
+        return thought + content + (self._format.gap if content else "") + self._format.write(calls)
+
+
+def counted_id(number: int, name: str) -> str:
+    """The id of a call in a format whose calls carry none."""
+    return f"call_{number}"
+
+
+def writable(text: str, *marks: str) -> str:
+    """Returns the text.
+
+    Raises:
+        ValueError: It holds one of the marks that would end it.
+    """
+    for mark in marks:
+        if mark in text:
+            raise ValueError(f"the format cannot write {text!r:.80}, which holds {mark!r}")
+    return text

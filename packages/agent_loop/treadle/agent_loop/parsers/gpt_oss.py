@@ -1,0 +1,125 @@
+"""The harmony format, of gpt-oss: a turn is a sequence of messages, each on a channel.
+
+    <|channel|>analysis<|message|>The user asks ...<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+
+(in one line). A message to a recipient is a call, on whatever channel; the others are reasoning
+(analysis) or content (final, commentary). Several on one channel are joined by line feeds. A turn
+ends with <|call|> or <|return|>, which are stop tokens; the prompt ends with <|start|>assistant.
+
+Invariant: damaged headers, which the models write now and then, cost no text: what has no
+recipient and is not analysis is content.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from treadle.agent_loop.parsers.base import ParsedText
+from treadle.agent_loop.parsers.format_parser import counted_id, writable
+from treadle.agent_loop.parsers.json_text import CallError, decode_json, json_type, write_json
+from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.types import ToolCall, ToolSpec
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_CONSTRAIN = "<|constrain|>"
+_END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
+_ENDS = (_END, _CALL, _RETURN)
+_SPECIAL = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ON_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADER_ALONE = re.compile(r"(?:<\|start\|>)?(?:assistant)?(?:<\|channel\|>\w*)?\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """Places in the text: the message's first character, its body, the body's end and its own."""
+
+    start: int
+    body: int
+    stop: int
+    after: int
+
+
+class GptOssParser:
+    """Reads and writes harmony turns; a `ToolCallParser`."""
+
+    stop_tokens: tuple[str, ...] = (_CALL, _RETURN)
+
+    def parse(
+        self, text: str, *, tools: Sequence[ToolSpec] = (), prompt_end: str = ""
+    ) -> ParsedText:
+        """As in `ToolCallParser`."""
+        scan = Scan(text, start=0, new_id=counted_id)
+        thoughts: list[str] = []
+        answers: list[str] = []
+        start = 0
+        while start < len(text):
+            message = _next_message(scan, start)
+            header, body = text[start : message.body], text[message.body : message.stop]
+            recipient, channel = _RECIPIENT.search(header), _ON_CHANNEL.search(header)
+            if recipient is not None:
+                name = recipient[1].removeprefix("functions.")
+                if not _read_call(scan, message, name):
+                    answers.append(text[start : message.after])
+            elif channel is not None and channel[1] == "analysis":
+                thoughts.append(body)
+            elif body or header.endswith(_MESSAGE):
+                answers.append(body)
+            elif not _HEADER_ALONE.fullmatch(header):
+                answers.append(header)
+            start = message.after
+        content = "\n".join(answers)
+        found = scan.parsed(reasoning="\n".join(thoughts))
+        return replace(found, content=content.strip() if found.calls else content)
+
+    def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
+        """As in `ToolCallParser`; without the token that ends the turn."""
+        messages = []
+        if reasoning:
+            messages.append(f"{_CHANNEL}analysis{_MESSAGE}{_plain(reasoning)}{_END}")
+        if calls and content:
+            messages.append(f"{_CHANNEL}commentary{_MESSAGE}{_plain(content)}{_END}")
+        for call in calls:
+            if re.search(r"[\s<]", call.name) or not call.name:
+                raise ValueError(f"the format cannot write the name {call.name!r}")
+            head = f"{_CHANNEL}commentary to=functions.{call.name} {_CONSTRAIN}json{_MESSAGE}"
+            body = _plain(write_json(dict(call.arguments)))
+            messages.append(f"{head}{body}{_CALL}")
+        if not calls:
+            messages.append(f"{_CHANNEL}final{_MESSAGE}{_plain(content)}")
+        return f"{_START}assistant".join(messages)
+
+
+def _next_message(scan: Scan, start: int) -> _Message:
+    """The message at `start`; one without <|message|> has a header only."""
+    header = start + len(_START) if scan.text.startswith(_START, start) else start
+    stop = scan.find_first(header, _START, *_ENDS)
+    stop = len(scan.text) if stop < 0 else stop
+    mark = scan.find(_MESSAGE, start)
+    body = mark + len(_MESSAGE) if 0 <= mark < stop else stop
+    end = next((len(end) for end in _ENDS if scan.text.startswith(end, stop)), 0)
+    return _Message(start=start, body=body, stop=stop, after=stop + end)
+
+
+def _read_call(scan: Scan, message: _Message, name: str) -> bool:
+    """Reads a message as a call; returns whether it is one."""
+    try:
+        if not scan.text.startswith(_MESSAGE, message.body - len(_MESSAGE)):
+            raise CallError(f"the call has no {_MESSAGE}")
+        body = scan.text[message.body : message.stop].strip()
+        arguments, stop = decode_json(body)
+        if stop < len(body):
+            raise CallError(f"extra data after the JSON object: {body[stop:].strip()[:20]!r}")
+        if not isinstance(arguments, dict):
+            raise CallError(f"the arguments must be a JSON object, got {json_type(arguments)}")
+    except CallError as error:
+        scan.malformed(message.start, message.after, reason=str(error), name=name)
+        return False
+    scan.call(message.start, message.after, name=name, arguments=arguments)
+    return True
+
+
+def _plain(text: str) -> str:
+    special = _SPECIAL.search(text)
+    return writable(text, special[0]) if special else text

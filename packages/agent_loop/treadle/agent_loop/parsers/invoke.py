@@ -1,0 +1,169 @@
+"""Calls as invoke elements in a block, which minimax and the newer DeepSeek models share.
+
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Rome</parameter>
+    </invoke>
+    </minimax:tool_call>
+
+Invariant: each element is a call of its own: one that cannot be read spoils no other one, and the
+block's end may be missing. An argument is the text between its marks, unchanged.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop.parsers.format_parser import counted_id, writable
+from treadle.agent_loop.parsers.json_text import CallError, decode_json, write_json
+from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.types import ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvokeMarks:
+    """The marks of one family.
+
+    Attributes:
+        block: Names of the element around the calls; the first one is written.
+        prefix: Stands before every other element's name.
+        typed: Parameters say whether they are texts (`string="true"`) or JSON. Else the tool's
+            schema tells (`schema_values`).
+    """
+
+    block: tuple[str, ...]
+    prefix: str = ""
+    typed: bool = False
+
+
+class InvokeFormat:
+    """Tool calls as invoke elements."""
+
+    stop_tokens: tuple[str, ...] = ()
+
+    def __init__(self, marks: InvokeMarks, *, gap: str) -> None:
+        prefix = marks.prefix
+        self.gap = gap
+        self._typed = marks.typed
+        self._opens = tuple(f"<{name}>" for name in marks.block)
+        self._closes = tuple(f"</{name}>" for name in marks.block)
+        self._call = f"<{prefix}invoke"
+        self._call_end = f"</{prefix}invoke>"
+        self._parameter = f"<{prefix}parameter"
+        self._parameter_end = f"</{prefix}parameter>"
+        kind = ' string="(true|false)"' if marks.typed else "()"
+        self._call_head = re.compile(f'{re.escape(self._call)} name="([^"<>\n]+)">')
+        self._parameter_head = re.compile(f'{re.escape(self._parameter)} name="([^"<>\n]+)"{kind}>')
+
+    def new_id(self, number: int, name: str) -> str:
+        """As in `CallFormat`."""
+        return counted_id(number, name)
+
+    def read(self, scan: Scan, schemas: Schemas) -> None:
+        """As in `CallFormat`."""
+        place = scan.position
+        while True:
+            found = [(at, mark) for mark in self._opens if (at := scan.find(mark, place)) >= 0]
+            if not found:
+                return
+            start, mark = min(found)
+            place = start + len(mark)
+            if scan.after(self._call, place) < 0 and scan.find(f"</{mark[1:]}", place) < 0:
+                continue  # a mention in prose
+            place = self._read_block(scan, schemas, start, place)
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """As in `CallFormat`."""
+        return "\n".join([self._opens[0], *map(self._write_call, calls), self._closes[0]])
+
+    def _read_block(self, scan: Scan, schemas: Schemas, start: int, place: int) -> int:
+        """Reads the calls of one block; returns the place after it."""
+        scan.mark(start, scan.skip_space(place))
+        while scan.position < len(scan.text):
+            start = scan.position
+            for close in self._closes:
+                if scan.text.startswith(close, start):
+                    scan.mark(start, start + len(close))
+                    return scan.position
+            try:
+                name, arguments, stop = self._read_call(scan, schemas, start)
+            except CallError as error:
+                head = self._call_head.match(scan.text, start)
+                # From inside its own mark on, or from the junk that stands where it should be.
+                body = start + (len(self._call) if head else 1)
+                stop = scan.end_of_call(body, self._call_end, self._call, *self._closes)
+                scan.malformed(start, stop, reason=str(error), name=head[1] if head else None)
+            else:
+                scan.call(start, stop, name=name, arguments=arguments)
+            scan.mark(stop, scan.skip_space(stop))
+        return scan.position
+
+    def _read_call(
+        self, scan: Scan, schemas: Schemas, start: int
+    ) -> tuple[str, dict[str, object], int]:
+        """Reads one element; returns name, arguments and the place after it."""
+        head = self._call_head.match(scan.text, start)
+        if head is None:
+            raise CallError(f'the call must begin with {self._call} name="NAME">')
+        name, arguments, place = head[1], dict[str, object](), head.end()
+        while (stop := scan.after(self._call_end, place)) < 0:
+            place = scan.skip_space(place)
+            parameter = self._parameter_head.match(scan.text, place)
+            if parameter is None:
+                raise CallError(self._unexpected(scan.text[place : place + 40]))
+            key, begin = parameter[1], parameter.end()
+            end = scan.find(self._parameter_end, begin)
+            if end < 0 or 0 <= scan.find(self._parameter, begin) < end:
+                raise CallError(f"the parameter {key!r} is not closed by {self._parameter_end}")
+            if key in arguments:
+                raise CallError(f"the parameter {key!r} is given twice")
+            text = scan.text[begin:end]
+            arguments[key] = (
+                _typed_value(key, text, is_text=parameter[2] == "true")
+                if self._typed
+                else schemas.read(name, key, text)
+            )
+            place = end + len(self._parameter_end)
+        return name, arguments, stop
+
+    def _unexpected(self, found: str) -> str:
+        if not found:
+            return f"the call is not closed by {self._call_end}"
+        wanted = f'{self._parameter} name="NAME"' + (
+            ' string="true|false">' if self._typed else ">"
+        )
+        return f"expected {wanted} or {self._call_end}, got {found!r}"
+
+    def _write_call(self, call: ToolCall) -> str:
+        lines = [f'{self._call} name="{_attribute(call.name)}">']
+        for key, value in call.arguments.items():
+            is_text = isinstance(value, str)
+            text = value if isinstance(value, str) else write_json(value)
+            kind = f' string="{str(is_text).lower()}"' if self._typed else ""
+            head = f'{self._parameter} name="{_attribute(key)}"{kind}>'
+            lines.append(
+                head + writable(text, self._parameter, self._parameter_end) + self._parameter_end
+            )
+        return "\n".join([*lines, self._call_end])
+
+
+def _typed_value(key: str, text: str, *, is_text: bool) -> object:
+    if is_text:
+        return text
+    bare = text.strip()
+    try:
+        value, stop = decode_json(bare)
+    except CallError as error:
+        raise CallError(f'the parameter {key!r} has string="false", but no JSON: {error}') from None
+    if stop < len(bare):
+        raise CallError(
+            f"the parameter {key!r} has extra data after its JSON: {bare[stop:][:20]!r}"
+        )
+    return value
+
+
+def _attribute(text: str) -> str:
+    if not text:
+        raise ValueError("the format cannot write an empty name")
+    return writable(text, '"', "<", ">", "\n")

@@ -1,0 +1,131 @@
+"""JSON in a text: where it ends, and what is wrong with it, said for a model to read.
+
+Invariant: only JSON is read, and only what can be written as JSON again: no NaN, no lone
+surrogates, no number beyond a double. Nothing is evaluated.
+"""
+
+import json
+from typing import NoReturn
+
+from treadle.agent_loop.parsers.scan import Scan
+
+
+class CallError(Exception):
+    """What is wrong with a call. `str(error)` is shown to the model."""
+
+
+class _CutStringError(CallError):
+    """The text ended inside a string."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise CallError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def decode_json(text: str, start: int = 0) -> tuple[object, int]:
+    """Returns the JSON value at `start`, and the place after it.
+
+    Raises:
+        CallError: There is none, or it cannot be written again.
+    """
+    try:
+        value, stop = _DECODER.raw_decode(text, start)
+        # "\\ud800" and 1e999 are read as JSON, but could not be rendered or written again.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except json.JSONDecodeError as error:
+        cut = error.msg.startswith("Unterminated string")
+        kind = _CutStringError if cut else CallError
+        raise kind(f"{error.msg} at character {error.pos - start} of its JSON") from None
+    except RecursionError:
+        raise CallError("the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise CallError(str(error)) from None
+    return value, stop
+
+
+def read_json(scan: Scan, start: int, *, before: str) -> tuple[object, int]:
+    """Reads the JSON value at `start`.
+
+    Args:
+        scan: The text.
+        start: The value's first character, not white space.
+        before: The mark that the value ends before. One inside a string ends nothing.
+
+    Returns:
+        The value, and the place after it.
+
+    Raises:
+        CallError: There is none, or it cannot be written again.
+    """
+    mark = scan.find(before, start)
+    while mark >= 0:
+        try:
+            # A slice, because an error counts the lines of all the text before its place.
+            value, length = decode_json(scan.text[start:mark])
+        except _CutStringError:
+            mark = scan.text.find(before, start + 2 * (mark - start))
+        else:
+            return value, start + length
+    return decode_json(scan.text, start)
+
+
+def read_object(scan: Scan, start: int, *, before: str) -> tuple[dict[str, object], int]:
+    """Reads the JSON object at `start`, as `read_json`."""
+    value, stop = read_json(scan, start, before=before)
+    if not isinstance(value, dict):
+        raise CallError(f"the arguments must be a JSON object, got {json_type(value)}")
+    return value, stop
+
+
+def read_call(
+    value: object, *, arguments: tuple[str, ...] = ("arguments",)
+) -> tuple[str, dict[str, object]]:
+    """Returns name and arguments of a call that is one JSON object.
+
+    Args:
+        value: The object.
+        arguments: The keys under which the arguments may be; the first is the right one.
+
+    Raises:
+        CallError: A key is missing or of the wrong type.
+    """
+    if not isinstance(value, dict):
+        raise CallError(f"the call must be a JSON object, got {json_type(value)}")
+    key = next((key for key in arguments if key in value), None)
+    if "name" not in value:
+        raise CallError("the call has no 'name'")
+    if key is None:
+        raise CallError(f"the call has no {arguments[0]!r}")
+    name, given = value["name"], value[key]
+    if not isinstance(name, str) or not name:
+        raise CallError(f"'name' must be a text, got {json_type(name)}")
+    if not isinstance(given, dict):
+        raise CallError(f"{key!r} must be a JSON object, got {json_type(given)}")
+    return name, given
+
+
+def write_json(value: object) -> str:
+    """Writes a value the way that chat templates do."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_type(value: object) -> str:
+    """Names a JSON value's type in an error."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case "":
+            return "an empty string"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"

@@ -1,0 +1,91 @@
+"""The format of Kimi K2: JSON arguments between special tokens, after an id that names the tool.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0
+    <|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>
+
+(in one line). Invariant: the id is kept as the model wrote it, because the templates answer under
+it, and nothing else tells the model which tool answered. Each call is read by itself; the marks
+around all of them may be missing, or in the singular, which the models write now and then.
+"""
+
+import re
+from collections.abc import Sequence
+
+from treadle.agent_loop.parsers.format_parser import writable
+from treadle.agent_loop.parsers.json_text import CallError, read_object, write_json
+from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.types import ToolCall
+
+_SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_SECTIONS = (
+    _SECTION,
+    _SECTION_END,
+    "<|tool_call_section_begin|>",
+    "<|tool_call_section_end|>",
+)
+_CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+_HEAD = re.compile(r"[^<\n]*")
+_ID = re.compile(r"(?:functions\.)?([^:\s]+):\d+")
+
+
+class KimiFormat:
+    """Kimi K2 tool calls."""
+
+    stop_tokens: tuple[str, ...] = ()
+    gap = ""
+
+    def new_id(self, number: int, name: str) -> str:
+        """As in `CallFormat`: the id that the templates would write."""
+        return f"functions.{name}:{number}"
+
+    def read(self, scan: Scan, schemas: Schemas) -> None:
+        """As in `CallFormat`."""
+        while (start := scan.find_first(scan.position, _CALL, *_SECTIONS)) >= 0:
+            for mark in _SECTIONS:
+                if scan.text.startswith(mark, start):
+                    scan.mark(start, scan.skip_space(start + len(mark)))
+                    break
+            else:
+                _read_call(scan, start)
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """As in `CallFormat`; an id that does not name its tool cannot be written."""
+        bodies = "".join(
+            f"{_CALL}{_own_id(call)}{_ARGUMENTS}{write_json(dict(call.arguments))}{_CALL_END}"
+            for call in calls
+        )
+        return f"{_SECTION}{bodies}{_SECTION_END}"
+
+
+def _read_call(scan: Scan, start: int) -> None:
+    """Reads one call, and the white space after it."""
+    body, name = start + len(_CALL), None
+    head = _HEAD.match(scan.text, scan.skip_space(body))
+    assert head is not None
+    call_id = head[0].strip()
+    try:
+        named = _ID.fullmatch(call_id)
+        if named is None:
+            raise CallError(f"the id must be functions.NAME:NUMBER, got {call_id!r:.80}")
+        name, place = named[1], scan.after(_ARGUMENTS, head.end())
+        if place < 0:
+            raise CallError(f"the id is not followed by {_ARGUMENTS}")
+        arguments, place = read_object(scan, scan.skip_space(place), before=_CALL_END)
+        stop = scan.after(_CALL_END, place)
+        if stop < 0:
+            raise CallError(f"the arguments are not followed by {_CALL_END}")
+    except CallError as error:
+        stop = scan.end_of_call(body, _CALL_END, _CALL, *_SECTIONS)
+        scan.malformed(start, stop, reason=str(error), name=name, call_id=call_id or None)
+    else:
+        scan.call(start, stop, name=name, arguments=arguments, call_id=call_id)
+    scan.mark(stop, scan.skip_space(stop))
+
+
+def _own_id(call: ToolCall) -> str:
+    named = _ID.fullmatch(call.id)
+    if named is None or named[1] != call.name:
+        raise ValueError(f"the id of a call of {call.name!r} must be functions.{call.name}:NUMBER")
+    return writable(call.id, "<", "\n")

@@ -1,0 +1,85 @@
+"""The format of Llama 3.1 to 3.3: the turn is a JSON object with name and parameters.
+
+    {"name": "get_weather", "parameters": {"city": "Rome"}}
+
+With `<|python_tag|>` before it, a call may also follow a text. Several calls are separated by
+semicolons or white space. Invariant: without the tag, only a turn that begins with a JSON object
+holds calls, and an object that is not shaped like a call is an answer. After the tag everything is
+meant as calls; the model's built-in ones (`brave_search.call(...)`) are none.
+"""
+
+import re
+from collections.abc import Sequence
+
+from treadle.agent_loop.parsers.format_parser import counted_id
+from treadle.agent_loop.parsers.hermes import named_in
+from treadle.agent_loop.parsers.json_text import CallError, read_call, read_json, write_json
+from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.types import ToolCall
+
+_TAG = "<|python_tag|>"
+_KEYS = ("parameters", "arguments")
+_LIKE_A_CALL = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
+
+
+class Llama3JsonFormat:
+    """Llama 3 tool calls."""
+
+    stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
+    gap = _TAG
+
+    def new_id(self, number: int, name: str) -> str:
+        """As in `CallFormat`."""
+        return counted_id(number, name)
+
+    def read(self, scan: Scan, schemas: Schemas) -> None:
+        """As in `CallFormat`."""
+        _read_calls(scan, scan.skip_space(scan.position), meant=False)
+        while (start := scan.find(_TAG, scan.position)) >= 0:
+            body = scan.skip_space(start + len(_TAG))
+            scan.mark(start, body)
+            _read_calls(scan, body, meant=True)
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """As in `CallFormat`."""
+        bodies = ({"name": call.name, "parameters": dict(call.arguments)} for call in calls)
+        return "; ".join(map(write_json, bodies))
+
+
+def _read_calls(scan: Scan, start: int, *, meant: bool) -> None:
+    """Reads calls from `start` to the first thing that is none.
+
+    Args:
+        scan: The text.
+        start: Not white space.
+        meant: What is no call was meant as one.
+    """
+    while meant or scan.text.startswith("{", start):
+        value: object = None
+        try:
+            if not scan.text.startswith("{", start):
+                found = scan.text[start : start + 20]
+                raise CallError(f'expected {{"name": ..., "parameters": {{...}}}}, got {found!r}')
+            value, stop = read_json(scan, start, before=_TAG)
+            name, arguments = read_call(value, arguments=_KEYS)
+        except CallError as error:
+            if meant or _is_like_a_call(scan, start, value):
+                stop = scan.end_of_call(start, _TAG, _TAG)
+                named = named_in(scan.text[start:stop])
+                scan.malformed(start, stop, reason=str(error), name=named)
+            return
+        scan.call(start, stop, name=name, arguments=arguments)
+        start = scan.skip_space(stop)
+        meant = scan.text.startswith(";", start)
+        if meant:
+            start = scan.skip_space(start + 1)
+            scan.mark(stop, start)
+            meant = start < len(scan.text)
+
+
+def _is_like_a_call(scan: Scan, start: int, value: object) -> bool:
+    """Whether an object at the beginning of a turn was meant as a call."""
+    if isinstance(value, dict):
+        return "name" in value and any(key in value for key in _KEYS)
+    return value is None and _LIKE_A_CALL.match(scan.text, start) is not None

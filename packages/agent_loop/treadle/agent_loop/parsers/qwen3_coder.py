@@ -1,0 +1,144 @@
+"""The format of Qwen3-Coder and Qwen3.5: XML-like, arguments as plain text.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Rome
+    </parameter>
+    </function>
+    </tool_call>
+
+Invariant: an argument ends at the first `</parameter>`, and one line feed on either side of it is
+the template's. Its type is the tool's (`schema_values`). The models leave out `<tool_call>` now and
+then; a whole `<function=...></function>` without it is understood.
+"""
+
+import re
+from collections.abc import Sequence
+
+from treadle.agent_loop.parsers.format_parser import counted_id, writable
+from treadle.agent_loop.parsers.json_text import CallError, write_json
+from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.types import ToolCall
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
+_FUNCTION_HEAD = re.compile(r"<function=([^<>\n]+)>")
+_PARAMETER_HEAD = re.compile(r"<parameter=([^<>\n]+)>")
+
+
+class Qwen3CoderFormat:
+    """Qwen3-Coder tool calls."""
+
+    stop_tokens: tuple[str, ...] = ()
+    gap = "\n\n"
+
+    def new_id(self, number: int, name: str) -> str:
+        """As in `CallFormat`."""
+        return counted_id(number, name)
+
+    def read(self, scan: Scan, schemas: Schemas) -> None:
+        """As in `CallFormat`."""
+        place = scan.position
+        while True:
+            opened, start = scan.find(_OPEN, place), scan.find(_FUNCTION, place)
+            if opened >= 0 and (start < 0 or opened < start):
+                place = self._read_wrapped(scan, schemas, opened)
+            elif start >= 0:
+                place = self._read_bare(scan, schemas, start)
+            else:
+                return
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """As in `CallFormat`."""
+        return "\n".join(_write_call(call) for call in calls)
+
+    def _read_wrapped(self, scan: Scan, schemas: Schemas, start: int) -> int:
+        body = scan.skip_space(start + len(_OPEN))
+        if not scan.text.startswith(_FUNCTION, body) and scan.find(_CLOSE, body) < 0:
+            return start + len(_OPEN)  # a mention in prose
+        try:
+            name, arguments, stop = _read_function(scan, schemas, body)
+            stop = scan.after(_CLOSE, stop)
+            if stop < 0:
+                raise CallError(f"the call is not closed by {_CLOSE}")
+        except CallError as error:
+            stop = scan.end_of_call(body, _CLOSE)
+            scan.malformed(start, stop, reason=str(error), name=_named_at(scan, body))
+        else:
+            scan.call(start, stop, name=name, arguments=arguments)
+        return stop
+
+    def _read_bare(self, scan: Scan, schemas: Schemas, start: int) -> int:
+        end = scan.find(_FUNCTION_END, start)
+        if end < 0:
+            return start + len(_FUNCTION)
+        try:
+            name, arguments, stop = _read_function(scan, schemas, start)
+        except CallError as error:
+            stop = _closed(scan, end + len(_FUNCTION_END))
+            scan.malformed(start, stop, reason=str(error), name=_named_at(scan, start))
+        else:
+            stop = _closed(scan, stop)
+            scan.call(start, stop, name=name, arguments=arguments)
+        return stop
+
+
+def _read_function(scan: Scan, schemas: Schemas, start: int) -> tuple[str, dict[str, object], int]:
+    """Reads from `<function=` on; returns name, arguments and the place after `</function>`."""
+    head = _FUNCTION_HEAD.match(scan.text, start)
+    if head is None:
+        raise CallError("the call must begin with <function=NAME>")
+    name, arguments, place = head[1].strip(), dict[str, object](), head.end()
+    while (stop := scan.after(_FUNCTION_END, place)) < 0:
+        place = scan.skip_space(place)
+        parameter = _PARAMETER_HEAD.match(scan.text, place)
+        if parameter is None:
+            found = scan.text[place : place + 20]
+            raise CallError(
+                f"expected {_PARAMETER}NAME> or {_FUNCTION_END}, got {found!r}"
+                if found
+                else f"the call is not closed by {_FUNCTION_END}"
+            )
+        key, start = parameter[1].strip(), parameter.end()
+        end = scan.find(_PARAMETER_END, start)
+        if end < 0 or 0 <= scan.find(_PARAMETER, start) < end:
+            raise CallError(f"the parameter {key!r} is not closed by {_PARAMETER_END}")
+        if key in arguments:
+            raise CallError(f"the parameter {key!r} is given twice")
+        text = scan.text[start:end].removeprefix("\n").removesuffix("\n")
+        arguments[key] = schemas.read(name, key, text)
+        place = end + len(_PARAMETER_END)
+    return name, arguments, stop
+
+
+def _closed(scan: Scan, stop: int) -> int:
+    """The place after `</tool_call>`, where a call without `<tool_call>` has that."""
+    closed = scan.after(_CLOSE, stop)
+    return stop if closed < 0 else closed
+
+
+def _named_at(scan: Scan, start: int) -> str | None:
+    head = _FUNCTION_HEAD.match(scan.text, start)
+    return head[1].strip() if head else None
+
+
+def _write_call(call: ToolCall) -> str:
+    lines = [_OPEN, f"{_FUNCTION}{_tag(call.name)}>"]
+    for key, value in call.arguments.items():
+        text = value if isinstance(value, str) else write_json(value)
+        lines.append(f"{_PARAMETER}{_tag(key)}>")
+        lines.append(writable(text, _PARAMETER, _PARAMETER_END))
+        lines.append(_PARAMETER_END)
+    return "\n".join([*lines, _FUNCTION_END, _CLOSE])
+
+
+def _tag(name: str) -> str:
+    if name != name.strip() or not name:
+        raise ValueError(f"the format cannot write the name {name!r}")
+    return writable(name, "<", ">", "\n")

@@ -1,0 +1,141 @@
+"""The scan of one text: where marks are, and what was found between them.
+
+Invariants: spans are reported from left to right and do not overlap; what is in none of them is
+content. Looking for a mark from ever later places costs one pass over the text in all, so that a
+parser that gives up at each of a thousand opening marks is still linear.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+from treadle.agent_loop.parsers.base import ParsedText
+from treadle.agent_loop.renderer import MalformedCall
+from treadle.agent_loop.types import ToolCall
+
+_SPACE = re.compile(r"\s*")
+
+
+class Scan:
+    """One text, and what has been found in it.
+
+    Args:
+        text: A decoded completion.
+        start: Where the calls may begin: after the reasoning.
+        new_id: Makes the id of a call that carries none, of its number and its name.
+    """
+
+    def __init__(self, text: str, *, start: int, new_id: Callable[[int, str], str]) -> None:
+        self.text = text
+        self.position = start
+        self._start = start
+        self._new_id = new_id
+        self._ids: set[str] = set()
+        self._calls: list[ToolCall] = []
+        self._starts: list[int] = []
+        self._malformed: list[MalformedCall] = []
+        self._content: list[str] = []
+        self._known: dict[str, tuple[int, int]] = {}
+
+    def find(self, mark: str, start: int) -> int:
+        """Place of the first `mark` at or after `start`, or -1."""
+        asked, found = self._known.get(mark, (len(self.text) + 1, -1))
+        if not (asked <= start and (found < 0 or start <= found)):
+            found = self.text.find(mark, start)
+            self._known[mark] = (start, found)
+        return found
+
+    def find_first(self, start: int, *marks: str) -> int:
+        """Place of the first of several marks at or after `start`, or -1."""
+        return min((at for mark in marks if (at := self.find(mark, start)) >= 0), default=-1)
+
+    def skip_space(self, start: int) -> int:
+        """Place of the first character at or after `start` that is no white space."""
+        match = _SPACE.match(self.text, start)
+        assert match is not None
+        return match.end()
+
+    def after(self, mark: str, start: int) -> int:
+        """Place after `mark` if that is what comes next but for white space, or -1."""
+        place = self.skip_space(start)
+        return place + len(mark) if self.text.startswith(mark, place) else -1
+
+    def end_of_call(self, start: int, close: str, *others: str) -> int:
+        """Where a call that cannot be read ends.
+
+        That is after its closing mark, unless one of the other marks comes first: then before
+        that. Without either it is the end of the text.
+        """
+        place = self.find(close, start)
+        limits = [at for mark in others if (at := self.find(mark, start)) >= 0]
+        if place >= 0 and all(place < limit for limit in limits):
+            return place + len(close)
+        return min(limits, default=len(self.text))
+
+    def call(
+        self,
+        start: int,
+        stop: int,
+        *,
+        name: str,
+        arguments: Mapping[str, object],
+        call_id: str | None = None,
+    ) -> None:
+        """Reports a call; an id that is taken already is replaced."""
+        self._move(start, stop)
+        call_id = self._free_id(call_id, name)
+        self._calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
+        self._starts.append(start)
+
+    def malformed(
+        self,
+        start: int,
+        stop: int,
+        *,
+        reason: str,
+        name: str | None = None,
+        call_id: str | None = None,
+    ) -> None:
+        """Reports a span that was meant as a call; it stays in the content."""
+        self._move(start, stop)
+        span = self.text[start:stop]
+        self._content.append(span)
+        self._malformed.append(
+            MalformedCall(
+                id=self._free_id(call_id, name or ""),
+                text=span,
+                start=start,
+                stop=stop,
+                reason=reason,
+                name=name or None,
+            )
+        )
+
+    def mark(self, start: int, stop: int) -> None:
+        """Reports a mark around calls, which is no content."""
+        self._move(start, stop)
+
+    def parsed(self, *, reasoning: str | None) -> ParsedText:
+        """Returns what was found; the rest of the text is content."""
+        content = self.text[self._start :]
+        if self._calls:
+            content = "".join([*self._content, self.text[self.position :]]).strip()
+        return ParsedText(
+            content=content,
+            calls=tuple(self._calls),
+            call_starts=tuple(self._starts),
+            malformed=tuple(self._malformed),
+            reasoning=reasoning,
+        )
+
+    def _move(self, start: int, stop: int) -> None:
+        assert self.position <= start <= stop, "spans come from left to right"
+        self._content.append(self.text[self.position : start])
+        self.position = stop
+
+    def _free_id(self, wanted: str | None, name: str) -> str:
+        number = len(self._calls) + len(self._malformed)
+        while wanted is None or wanted in self._ids:
+            wanted = self._new_id(number, name)
+            number += 1
+        self._ids.add(wanted)
+        return wanted

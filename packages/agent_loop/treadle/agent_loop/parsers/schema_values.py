@@ -1,0 +1,119 @@
+"""Arguments written as plain text, read by the tool's JSON schema.
+
+qwen3_coder, glm and minimax write `<parameter=n>3</parameter>`: only the tool's schema tells the
+number 3 from the text "3". The rules, in this order:
+
+1. A text that its schema allows as null, a boolean, a number, an array or an object is that.
+   Python's True, False and None, which some templates write, are read as well.
+2. Else it is the text. Where the schema wants no text either, the tool says so to the model.
+3. Without a type (no such tool or argument, or a schema that allows anything), what is JSON is
+   read as JSON, unless it is a quoted string: templates write texts without quotes.
+
+Invariant: texts are read as JSON or not at all. Nothing is evaluated, nothing raises.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from treadle.agent_loop.parsers.json_text import CallError, decode_json
+from treadle.agent_loop.types import ToolSpec
+
+_LITERALS = {
+    "null": ("null", None),
+    "None": ("null", None),
+    "true": ("boolean", True),
+    "True": ("boolean", True),
+    "false": ("boolean", False),
+    "False": ("boolean", False),
+}
+_MAX_DEPTH = 16
+
+
+class Schemas:
+    """The schemas of a conversation's tools."""
+
+    def __init__(self, tools: Sequence[ToolSpec] = ()) -> None:
+        self._parameters = {tool.name: tool.parameters for tool in tools}
+
+    def read(self, tool: str, argument: str, text: str) -> object:
+        """Returns the value that `text` stands for."""
+        parameters = self._parameters.get(tool, {})
+        properties = parameters.get("properties")
+        schema = properties.get(argument) if isinstance(properties, Mapping) else None
+        return read_as(text, types_of(schema, root=parameters))
+
+
+def read_as(text: str, types: frozenset[str]) -> object:
+    """Returns the value that `text` stands for, of one of `types`; empty: of any."""
+    bare = text.strip()
+    literal = _LITERALS.get(bare)
+    if literal is not None and literal[0] in types:
+        return literal[1]
+    if types and not types & {"integer", "number", "array", "object"}:
+        return text
+    try:
+        value, stop = decode_json(bare)
+    except CallError:
+        return text
+    if stop < len(bare) or isinstance(value, str):
+        return text
+    if not types:
+        return value
+    if (
+        isinstance(value, float)
+        and value.is_integer()
+        and types & {"integer", "number"} == {"integer"}
+    ):
+        value = int(value)
+    return value if _types_of_value(value) & types else text
+
+
+def types_of(schema: object, *, root: Mapping[str, object], depth: int = 0) -> frozenset[str]:
+    """Returns the JSON types that a schema allows; empty when it names none."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return frozenset()
+    null = frozenset({"null"} if schema.get("nullable") is True else ())
+    match schema:
+        case {"$ref": str(path)}:
+            return types_of(_resolve(path, root), root=root, depth=depth + 1)
+        case {"type": str(name)}:
+            return frozenset({name}) | null
+        case {"type": [*names]}:
+            return frozenset(name for name in names if isinstance(name, str)) | null
+        case {"anyOf": [*choices]} | {"oneOf": [*choices]}:
+            found = [types_of(choice, root=root, depth=depth + 1) for choice in choices]
+            return frozenset().union(*found) | null if all(found) else frozenset()
+        case {"allOf": [*parts]}:
+            found = [types_of(part, root=root, depth=depth + 1) for part in parts]
+            return next(filter(None, found), frozenset())
+        case {"enum": [*values]}:
+            return frozenset().union(*map(_types_of_value, values)) | null
+        case {"const": value}:
+            return _types_of_value(value)
+        case _:
+            return frozenset()
+
+
+def _resolve(path: str, root: Mapping[str, object]) -> object:
+    """The schema that a local reference as "#/$defs/Point" names."""
+    place: object = root
+    for part in path.removeprefix("#/").split("/"):
+        place = place.get(part) if isinstance(place, Mapping) else None
+    return place
+
+
+def _types_of_value(value: object) -> frozenset[str]:
+    match value:
+        case None:
+            return frozenset({"null"})
+        case bool():
+            return frozenset({"boolean"})
+        case int():
+            return frozenset({"integer", "number"})
+        case float():
+            return frozenset({"number"})
+        case str():
+            return frozenset({"string"})
+        case list():
+            return frozenset({"array"})
+        case _:
+            return frozenset({"object"})
