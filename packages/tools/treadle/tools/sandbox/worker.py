@@ -1,0 +1,325 @@
+"""One sandboxed interpreter: started, perhaps with libraries imported, and good for one program.
+
+Invariant: a worker runs one program at most, and when `run` or `kill` returns no process of it is
+alive, whatever the program forked: process 1 of its namespace has ended, and with it the kernel
+ended the others. What comes out of it is bounded and believed in nothing but its text.
+
+Who waits: `start` for the interpreter (and its imports), `run` for the program, at most its
+time-out plus `_GRACE_S`; a cancellation kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import marshal
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Final, Self
+
+from treadle.tools.sandbox.bubblewrap import Launcher
+from treadle.tools.sandbox.execution import Execution, Program, RunStatus, SandboxError
+from treadle.tools.sandbox.host_files import PACKAGES
+from treadle.tools.sandbox.limits import SandboxLimits
+
+SCRIPTS: Final[Mapping[str, str]] = {"python": "main.py", "bash": "main.sh"}
+"""What the program's own file is called, by language."""
+_GUEST: Final = Path(__file__).with_name("guest.py")
+_START_TIMEOUT_S: Final = 60.0
+_GRACE_S: Final = 2.0
+_CHUNK: Final = 1 << 16
+_REASONS: Final = {
+    "memory": "the memory limit of {memory_mib} MiB for all processes and files was exceeded",
+    "entries": "the limit of {entries} files and directories was exceeded",
+    "output": "the limit of {output_kib} KiB of output was exceeded",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What became of the program, as the supervisor said or, where it was killed, as we know."""
+
+    ended_for: str
+    return_code: int = -signal.SIGKILL
+    execution_s: float = math.inf
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Worker:
+    """Use `start`; then `run` once, or `kill`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reports: asyncio.StreamReader,
+        reports_transport: asyncio.BaseTransport,
+        limits: SandboxLimits,
+        *,
+        warm: bool,
+    ) -> None:
+        self._process = process
+        self._reports = reports
+        self._reports_transport = reports_transport
+        self._limits = limits
+        self._warm = warm
+        # Popen.send_signal may reap the child under the event loop's feet; a pidfd cannot.
+        self._pidfd = os.pidfd_open(process.pid)
+
+    @classmethod
+    async def start(
+        cls,
+        launcher: Launcher,
+        filter_program: bytes,
+        limits: SandboxLimits,
+        *,
+        preload: tuple[str, ...],
+    ) -> Self:
+        """Start an interpreter and wait until it can take a program.
+
+        Args:
+            launcher: Makes the command.
+            filter_program: The system calls that are refused.
+            limits: Of the program.
+            preload: Modules imported before.
+
+        Raises:
+            SandboxError: It did not start; with what it said.
+        """
+        worker = await cls._spawn(launcher, filter_program, limits, preload)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                ready = await worker._reports.readline()
+        except TimeoutError:
+            await worker.kill()
+            raise SandboxError(f"the sandbox did not start in {_START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await worker.kill()
+            raise
+        if not ready:
+            said = await worker._last_words()
+            raise SandboxError(f"the sandbox did not start: {said}")
+        return worker
+
+    @classmethod
+    async def _spawn(
+        cls,
+        launcher: Launcher,
+        filter_program: bytes,
+        limits: SandboxLimits,
+        preload: tuple[str, ...],
+    ) -> Self:
+        filter_fd, filter_writer = os.pipe()
+        reports_fd, reports_writer = os.pipe()
+        reports = asyncio.StreamReader(limit=_CHUNK)
+        try:
+            os.write(filter_writer, filter_program)
+            os.close(filter_writer)
+            settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
+            arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(reports_fd, "rb", 0)
+            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *launcher.command(arguments, filter_fd=filter_fd),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=(filter_fd, reports_writer),
+                )
+            except BaseException:
+                transport.close()
+                raise
+        finally:
+            os.close(filter_fd)
+            os.close(reports_writer)
+        return cls(process, reports, transport, limits, warm=bool(preload))
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process.returncode is None
+
+    async def kill(self) -> None:
+        """End every process of it; returns when they are gone, also when cancelled."""
+        self._signal()
+        ended = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            await ended
+            raise
+
+    async def _gone(self) -> None:
+        """All ends of the pipes are closed: nobody is left who could write."""
+        process = self._process
+        assert process.stdin is not None
+        process.stdin.close()
+        for stream in (self._reports, process.stdout, process.stderr):
+            assert stream is not None
+            while await stream.read(_CHUNK):
+                pass
+        await process.wait()
+        self._reports_transport.close()
+        os.close(self._pidfd)
+
+    async def run(self, program: Program) -> Execution:
+        """Run the program; afterwards the worker is used up.
+
+        Raises:
+            SandboxError: The worker died, or said what it cannot say.
+        """
+        limit = self._limits.output_kib << 10
+        process = self._process
+        assert process.stdin and process.stdout and process.stderr
+        full = asyncio.Event()
+        began = time.monotonic()
+        stdout, stderr = (
+            _Capture(process.stdout, limit, full),
+            _Capture(process.stderr, limit, full),
+        )
+        reports = _Capture(self._reports, self._most_reported, full)
+        timed_out = False
+        try:
+            async with asyncio.timeout(program.timeout_s + _GRACE_S), asyncio.TaskGroup() as group:
+                watch = group.create_task(self._kill_when(full))
+                reading = [group.create_task(c.read()) for c in (stdout, stderr, reports)]
+                process.stdin.write(self._job(program))
+                process.stdin.close()
+                await asyncio.wait(reading)
+                watch.cancel()
+        except TimeoutError:
+            timed_out = True
+        finally:
+            await self.kill()
+        seconds = time.monotonic() - began
+        if timed_out:
+            report = _Report(ended_for="time")
+        elif full.is_set():
+            report = _Report(ended_for="output")
+        else:
+            report = self._believable(bytes(reports.kept), stderr.text())
+        return self._execution(program, report, stdout.text(), stderr.text(), seconds)
+
+    async def _kill_when(self, full: asyncio.Event) -> None:
+        await full.wait()
+        self._signal()
+
+    def _signal(self) -> None:
+        """SIGKILL to bubblewrap, which the kernel passes on to process 1 of the sandbox."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    @property
+    def _most_reported(self) -> int:
+        return 2 * (self._limits.disk_mib << 20) + _CHUNK  # base64 of the files, and the rest
+
+    def _believable(self, said: bytes, stderr: str) -> _Report:
+        """What the supervisor said at the end, in so far as it has the right shape."""
+        if not said:
+            raise SandboxError(f"the sandbox ended before its program did: {stderr[-500:]!r}")
+        try:
+            first, *rest = said.decode("ascii").splitlines()
+            return_code, ended_for, took_s = first.split()
+            if ended_for not in ("itself", "time", *_REASONS) or len(rest) % 2:
+                raise ValueError(f"{ended_for!r}, {len(rest)} lines of files")
+            parts = [base64.b64decode(line, validate=True) for line in rest]
+            names = (name.decode() for name in parts[::2])
+            return _Report(
+                return_code=int(return_code),
+                ended_for=ended_for,
+                execution_s=float(took_s),
+                files=dict(zip(names, parts[1::2], strict=True)),
+            )
+        except ValueError as error:
+            raise SandboxError(
+                f"the supervisor in the sandbox sent {said[:80]!r}: {error}"
+            ) from error
+
+    def _job(self, program: Program) -> bytes:
+        limits = self._limits
+        memory_mib = program.memory_limit_mib or limits.memory_mib
+        job = {
+            "code": program.code,
+            "language": program.language,
+            "script": SCRIPTS[program.language],
+            "stdin": program.stdin,
+            "files": dict(program.files),
+            "fetch_files": program.fetch_files,
+            "max_fetch_bytes": limits.disk_mib << 20,
+            "timeout_s": program.timeout_s,
+            "memory_bytes": memory_mib << 20,
+            "max_entries": limits.entries,
+            "nice": limits.nice,
+            "rlimits": limits.rlimits(memory_mib=memory_mib, timeout_s=program.timeout_s),
+        }
+        return marshal.dumps(job)
+
+    def _execution(
+        self, program: Program, report: _Report, stdout: str, stderr: str, seconds: float
+    ) -> Execution:
+        if report.ended_for in _REASONS:
+            numbers = {
+                "memory_mib": program.memory_limit_mib or self._limits.memory_mib,
+                "entries": self._limits.entries,
+                "output_kib": self._limits.output_kib,
+            }
+            why = _REASONS[report.ended_for].format(**numbers)
+            stderr += f"\nThe sandbox ended the program: {why}.\n"
+        timed_out = report.ended_for == "time"
+        return Execution(
+            status=RunStatus.TIMED_OUT if timed_out else RunStatus.FINISHED,
+            stdout=stdout,
+            stderr=stderr,
+            return_code=None if timed_out else report.return_code,
+            execution_s=min(report.execution_s, seconds),
+            files=report.files,
+            warm=self._warm,
+        )
+
+    async def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        said = (await self._process.stderr.read(_CHUNK)).decode(errors="replace").strip()
+        await self.kill()
+        return said or f"it ended with exit code {self._process.returncode} and said nothing"
+
+
+class _Capture:
+    """The first bytes of a stream; says when there are more."""
+
+    def __init__(self, stream: asyncio.StreamReader, limit: int, full: asyncio.Event) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._full = full
+        self.kept = bytearray()
+
+    async def read(self) -> None:
+        """Reads to the end of the stream; what is above the limit is dropped."""
+        while part := await self._stream.read(_CHUNK):
+            room = self._limit - len(self.kept)
+            self.kept += part[:room]
+            if len(part) > room:
+                self._full.set()
+
+    def text(self) -> str:
+        """What was kept, as UTF-8 with U+FFFD for bytes that are none."""
+        return self.kept.decode(errors="replace")
+
+
+@cache
+def _guest() -> str:
+    """A line of Python that is `guest.py`, compiled; inside is the same interpreter as here."""
+    code = compile(_GUEST.read_text(encoding="utf-8"), "<sandbox>", "exec", dont_inherit=True)
+    packed = _text(marshal.dumps(code))
+    return f"import binascii,marshal;exec(marshal.loads(binascii.a2b_base64({packed!r})))"
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
