@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.trainer.config.keys import flatten
+from treadle.trainer.config.keys import flatten, leaf_of
 
 __all__ = ["Changes", "compare"]
 
 _IDENTITY = ("data.", "model.", "run.seed", "rollout.samples_per_prompt", "algorithm.kind")
-_PATHS = ("data.train_files", "data.val_files", "model.path", "agent.tool_catalogue")
+_PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "model.path",
+    "agent.tool_catalogue",
+    "agent.interaction_catalogue",
+)
 _IRRELEVANT = "run.dir"
 
 
@@ -36,14 +42,15 @@ class Changes:
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Compares two dumped configurations, of the run as it began and as it is to go on."""
     before, after = flatten(then), flatten(now)
+    gone = [key for key in before if key not in after and leaf_of(key) is not None]
     changed = [
         key
-        for key, value in after.items()
+        for key in (*after, *gone)
         if key != _IRRELEVANT
-        and before.get(key) != value
-        and not (key in _PATHS and _same_content(before.get(key), value))
+        and before.get(key) != after.get(key)
+        and not (key in _PATHS and _same_content(before.get(key), after.get(key)))
     ]
-    lines = {key: f"{key} was {before.get(key)!r} and is {after[key]!r}" for key in changed}
+    lines = {key: f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in changed}
     return Changes(
         breaking=[line for key, line in lines.items() if key.startswith(_IDENTITY)],
         allowed=[line for key, line in lines.items() if not key.startswith(_IDENTITY)],

@@ -60,3 +60,11 @@ def test_a_missing_or_added_file_makes_another_run(tmp_path: Path) -> None:
     assert len(compare(_dumped(*here), _dumped(*there)).breaking) == 1
     shutil.rmtree(tmp_path / "here")
     assert len(compare(_dumped(*here), _dumped(*there)).breaking) == 2
+
+
+def test_an_entry_that_was_taken_away_is_a_change(tmp_path: Path) -> None:
+    here = _files(tmp_path / "here")
+    before, after = _dumped(*here), _dumped(*here)
+    before["agent"] = {"loops": {"mine": "m:A"}, "forgotten": 1}
+    after["agent"] = {"loops": {}}
+    assert compare(before, after).allowed == ["agent.loops.mine was 'm:A' and is None"]

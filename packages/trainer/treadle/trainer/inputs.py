@@ -1,26 +1,24 @@
-"""The inputs: rows, tokenizer and tools of a run, read and checked before the first step.
+"""The inputs: rows, tokenizer and reward of a run, read and checked before the first step.
 
 Invariant: what `prepare` returns can be trained on. Everything that can be wrong with the user's
 files is an error here, named with file and row. Takes seconds; the caller decides on which thread.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treadle.agent_loop import HermesParser, RewardFn, SetupError, Tool
-from treadle.tools import load_catalogue, rewards
+from treadle.agent_loop import RewardFn, SetupError
+from treadle.agent_loop.parsers import parser_named
+from treadle.tools import rewards
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
-from treadle.trainer.rollout import agent_loops
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
 
 __all__ = ["Inputs", "Rows", "prepare", "read_all_rows"]
-
-_PARSERS = {"hermes": HermesParser}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Inputs:
     """The user's files, read and checked; `notes` is worth a line each at start."""
 
     renderer: "HfRenderer"
-    tools: Mapping[str, Tool]
+    rules: PromptRules
     reward: RewardFn
     train: Sequence[Prompt]
     val: Sequence[Prompt]
@@ -54,12 +52,12 @@ def read_all_rows(config: RunConfig) -> Rows:
     return Rows(read_rows(data.train_files), val)
 
 
-def prepare(config: RunConfig, rows: Rows) -> Inputs:
-    """Loads tokenizer and tools, and decides about every row.
+def prepare(config: RunConfig, rows: Rows, rules: PromptRules) -> Inputs:
+    """Loads the tokenizer, and decides about every row.
 
     Raises:
-        SetupError: the model's context is too short, or the tokenizer, the tools or the reward
-            cannot be used.
+        SetupError: the model's context is too short, or the tokenizer or the reward cannot be
+            used.
         DataError: a row cannot be.
     """
     _check_context(config)
@@ -71,38 +69,26 @@ def prepare(config: RunConfig, rows: Rows) -> Inputs:
     )
     from treadle.agent_loop.hf import HfRenderer
 
-    parser = _PARSERS[config.agent.parser]()
-    renderer = HfRenderer.from_directory(config.model.path, parser=parser)
-    catalogue = config.agent.tool_catalogue
-    tools = load_catalogue(catalogue) if catalogue is not None else {}
+    renderer = HfRenderer.from_directory(
+        config.model.path,
+        parser=parser_named(config.agent.parser),
+        template_kwargs=config.agent.template_kwargs,
+    )
     if config.reward.name is None:
         every = [*rows.train, *rows.val]
         sources = (row.columns.get("data_source") for row in every)
         rewards.check_data_sources(sources, mode=config.reward.mode)
-    rules = PromptRules(
-        loops=agent_loops(config.agent),
-        default_loop=config.agent.default_loop,
-        max_prompt_tokens=config.rollout.prompt_length,
-        overlong=config.data.overlong_prompts,
-    )
-    train = make_prompts(rows.train, split="train", rules=rules, renderer=renderer, tools=tools)
-    if not rows.val:
-        return Inputs(
-            renderer=renderer,
-            tools=tools,
-            reward=reward,
-            train=train.prompts,
-            val=(),
-            notes=train.notes,
-        )
-    val = make_prompts(rows.val, split="val", rules=rules, renderer=renderer, tools=tools)
+    train = make_prompts(rows.train, split="train", rules=rules, renderer=renderer)
+    val = None
+    if rows.val:
+        val = make_prompts(rows.val, split="val", rules=rules, renderer=renderer)
     return Inputs(
         renderer=renderer,
-        tools=tools,
+        rules=rules,
         reward=reward,
         train=train.prompts,
-        val=val.prompts,
-        notes=(*train.notes, *val.notes),
+        val=() if val is None else val.prompts,
+        notes=(*train.notes, *(() if val is None else val.notes)),
     )
 
 

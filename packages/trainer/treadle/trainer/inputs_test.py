@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import SetupError
+from treadle.trainer.agents import prompt_rules
 from treadle.trainer.config.load import load_config
 from treadle.trainer.data import DataError
 from treadle.trainer.inputs import Inputs, prepare, read_all_rows
@@ -12,7 +13,7 @@ from treadle.trainer.main import DEMO
 
 def _prepare(*overrides: str) -> Inputs:
     config = load_config([DEMO], overrides).config
-    return prepare(config, read_all_rows(config))
+    return prepare(config, read_all_rows(config), prompt_rules(config))
 
 
 def _rows(path: Path, **changes: object) -> str:
@@ -28,7 +29,7 @@ def _rows(path: Path, **changes: object) -> str:
 def test_the_demo_is_ready_to_run() -> None:
     inputs = _prepare("data.max_val_rows=5")
     assert len(inputs.val) == 5
-    assert list(inputs.tools) == ["calculator"]
+    assert list(inputs.rules.tools) == ["calculator"]
     assert {prompt.loop for prompt in inputs.train} == {"tool_agent"}
     assert inputs.notes == ()
 

@@ -91,7 +91,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(loaded: LoadedConfig) -> int:
-    from treadle.trainer.data import DataError, read_rows
+    from treadle.agent_loop import SetupError
+    from treadle.trainer.agents import prompt_rules
+    from treadle.trainer.data import DataError, check_rows, read_rows
     from treadle.trainer.launch.environment import cpu_count
     from treadle.trainer.plan import make_plan
 
@@ -99,13 +101,16 @@ def _dry_run(loaded: LoadedConfig) -> int:
     try:
         train_rows = read_rows(data.train_files)
         val_rows = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
+        rules = prompt_rules(loaded.config)
+        check_rows(train_rows, split="train", rules=rules)
+        check_rows(val_rows, split="val", rules=rules)
         plan = make_plan(
             loaded.config,
             num_train_rows=len(train_rows),
             num_val_rows=len(val_rows),
             cpus=cpu_count(),
         )
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, SetupError) as error:
         return _fail(error)
     _say(plan.text())
     return 0

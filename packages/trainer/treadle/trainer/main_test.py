@@ -59,6 +59,37 @@ def _row(**columns: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"agent_name": "tool_agnt"},
+            "line 1: agent loop 'tool_agnt' is not registered; registered",
+        ),
+        ({"agent_name": "no.such:Loop"}, "line 1: agent loop 'no.such:Loop' cannot be imported"),
+        (
+            {"extra_info": {"tool_selection": ["x"]}},
+            "which are not configured; configured tools: [",
+        ),
+        ({"images": ["a.png"]}, "line 1: the column 'images' holds 1 of them"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_rows_that_ask_for_what_is_not_there_end_the_run_before_anything_starts(
+    columns: dict[str, object],
+    message: str,
+    dry: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(_row(**columns)) + "\n", encoding="utf-8")
+    arguments = [f"data.train_files={rows}", f"run.dir={tmp_path / 'run'}"]
+    assert main([*(["--dry-run"] if dry else []), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["rollout.temprature=1"], "unknown key rollout.temprature; did you mean"),

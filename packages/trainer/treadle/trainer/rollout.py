@@ -13,15 +13,12 @@ fault of the model are attempted once more; when no replica is left and none may
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from treadle.agent_loop import (
     AgentTask,
     ChatRenderer,
-    LoopLimits,
-    LoopRegistry,
-    OnMalformedCall,
     Retry,
     RewardFn,
     RolloutRunner,
@@ -29,42 +26,21 @@ from treadle.agent_loop import (
     Services,
     SetupError,
     TokenGenerator,
-    Tool,
     Trajectory,
-    TruncateSide,
-    default_loops,
 )
 from treadle.agent_loop.rpc import Requirements, connect
-from treadle.trainer.config.schema import AgentConfig, RunConfig
+from treadle.trainer.agents import loop_limits
+from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.data import PromptRules
 from treadle.trainer.replicas import ReplicaSet
 
-__all__ = ["Republish", "Rollout", "agent_loops", "loop_limits"]
+__all__ = ["Republish", "Rollout"]
 
 _LOOK_EVERY_S = 0.5
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 Republish = Callable[[Sequence[str]], Awaitable[None]]
-
-
-def agent_loops(config: AgentConfig) -> LoopRegistry:
-    """The agent loops that rows can name."""
-    return default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
-
-
-def loop_limits(config: RunConfig) -> LoopLimits:
-    """The bounds of one trajectory."""
-    agent = config.agent
-    return LoopLimits(
-        max_response_tokens=config.rollout.response_length,
-        max_context_tokens=config.rollout.context_length,
-        max_assistant_turns=agent.max_assistant_turns,
-        max_user_turns=agent.max_user_turns,
-        max_parallel_calls=agent.max_parallel_calls,
-        max_tool_response_chars=agent.max_tool_response_chars,
-        tool_response_truncate_side=TruncateSide(agent.tool_response_truncate_side),
-        tool_timeout_s=agent.tool_timeout_s,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +52,7 @@ class Rollout:
         replicas: The servers.
         renderer: The model's chat format.
         requirements: What the servers must offer.
-        tools: By name.
+        rules: Have the loops, tools and interactions.
         reward: Scores each trajectory.
         republish: Gives the present weights to the replicas of these names, which have just been
             started again.
@@ -86,7 +62,7 @@ class Rollout:
     replicas: ReplicaSet
     renderer: ChatRenderer
     requirements: Requirements
-    tools: Mapping[str, Tool]
+    rules: PromptRules
     reward: RewardFn
     republish: Republish
 
@@ -177,13 +153,14 @@ class Rollout:
         self, generator: TokenGenerator, sampling: SamplingParams, min_weight_version: int
     ) -> RolloutRunner:
         return RolloutRunner(
-            agent_loops(self.config.agent),
+            self.rules.loops,
             Services(
                 generator=generator,
                 renderer=self.renderer,
                 limits=loop_limits(self.config),
                 sampling=sampling,
-                tools=self.tools,
+                tools=self.rules.tools,
+                interactions=self.rules.interactions,
                 reward=self.reward,
                 min_weight_version=min_weight_version,
             ),

@@ -14,7 +14,7 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import FileTransportConfig, RunConfig
-from treadle.trainer.data import DataOrder
+from treadle.trainer.data import DataOrder, PromptRules
 from treadle.trainer.flow.run import Run
 from treadle.trainer.inputs import Inputs, Rows, prepare
 from treadle.trainer.launch.local import LocalLauncher
@@ -41,6 +41,7 @@ class Setup:
 
     config: RunConfig
     rows: Rows
+    rules: PromptRules
     plan: Plan
     run_dir: Path
     begun: bool
@@ -58,7 +59,7 @@ class Setup:
             policy = self._policy(launcher)
             replicas = ReplicaSet(launcher, config, weights_directory=self._weights_directory)
             with self.progress.phase("start"):
-                preparing = asyncio.to_thread(prepare, config, self.rows)
+                preparing = asyncio.to_thread(prepare, config, self.rows, self.rules)
                 starting = [stack.enter_async_context(part) for part in (policy, replicas)]
                 inputs, *_ = await concurrently([preparing, *starting])
             assert isinstance(inputs, Inputs)
@@ -181,7 +182,7 @@ class Setup:
                 vocab_size=inputs.renderer.vocab_size,
                 context_length=self.config.rollout.context_length,
             ),
-            tools=inputs.tools,
+            rules=inputs.rules,
             reward=inputs.reward,
             republish=republish,
         )

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from treadle.tracing import JsonlSink, use_sink
+from treadle.trainer.agents import prompt_rules
 from treadle.trainer.checkpoint import Checkpoints, RunDirectory, RunDirectoryError
 from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.data import check_rows
 from treadle.trainer.flow.sync import run_sync
 from treadle.trainer.identity import compare
 from treadle.trainer.inputs import Rows
@@ -34,9 +36,14 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
         run_dir: Where everything is written; a run that was begun there is resumed.
 
     Raises:
+        DataError: a row asks for what is not there.
+        SetupError: the configuration names what is not there.
         RunDirectoryError: the directory is in use, holds another run, or cannot be written.
         Exception: see `run_sync` and the modules of the pieces.
     """
+    rules = prompt_rules(config)
+    check_rows(rows.train, split="train", rules=rules)
+    check_rows(rows.val, split="val", rules=rules)
     plan = make_plan(
         config, num_train_rows=len(rows.train), num_val_rows=len(rows.val), cpus=cpu_count()
     )
@@ -68,6 +75,7 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
                 setup = Setup(
                     config=config,
                     rows=rows,
+                    rules=rules,
                     plan=plan,
                     run_dir=run_dir,
                     begun=begun,

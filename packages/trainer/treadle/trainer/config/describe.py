@@ -6,7 +6,7 @@
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -32,11 +32,7 @@ def key_listing() -> str:
 def value_listing(loaded: LoadedConfig) -> str:
     """Every leaf of the resolved tree as `key = value  # source`."""
     values = flatten(loaded.config.model_dump(mode="json"))
-    entries = [
-        (f"{key} = {_written(values[key])}", loaded.sources[key])
-        for key in all_leaves()
-        if key in values
-    ]
+    entries = [(f"{key} = {_written(value)}", loaded.sources[key]) for key, value in values.items()]
     width = min(72, max(len(left) for left, _ in entries))
     return "\n".join(f"{left:<{width}}  # {source}" for left, source in entries)
 
@@ -52,7 +48,8 @@ def _document_lines() -> Iterator[str]:
     yield "Generated from the models by `python -m treadle.trainer.config.describe docs/config.md`."
     yield "Layers, later wins: defaults, `--config file.yaml` (repeatable), `key=value`. Lists are"
     yield "replaced. Choosing the `kind` of a section starts that section afresh; its name alone is"
-    yield "short for it (`sync.transport=file`). Paths in a file are relative to that file."
+    yield "short for it (`sync.transport=file`). A table has names of yours below it, and grows by"
+    yield "them (`agent.loops.mine=package.module:Class`). Paths in a file are relative to it."
     section = None
     for leaf in all_leaves().values():
         name = leaf.key.rpartition(".")[0]
@@ -98,9 +95,18 @@ def _type_name(member: Any) -> str:
         return "null"
     if get_origin(member) is Literal:
         return " or ".join(str(value) for value in get_args(member))
+    if get_origin(member) is Mapping:
+        return f"table of {_type_name(get_args(member)[1])}"
     if get_origin(member) is tuple:
         return f"list of {_type_name(get_args(member)[0])}"
-    names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+    names = {
+        Any: "values",
+        bool: "true or false",
+        int: "integer",
+        float: "number",
+        str: "text",
+        Path: "path",
+    }
     return names.get(member, str(member))
 
 

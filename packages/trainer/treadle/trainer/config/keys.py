@@ -1,6 +1,7 @@
 """The keys of the tree, read off its models: what exists, of what type, and what it is near to.
 
-A key is the dotted path of a leaf. The fields of a variant (`sync.transport.chunk_bytes`) are
+A key is the dotted path of a leaf. A leaf that is a table has names of the user's below it, each a
+key of its own (`agent.loops.mine`). The fields of a variant (`sync.transport.chunk_bytes`) are
 keys whichever variant is chosen; that they belong to the chosen one is the tree's own check.
 """
 
@@ -17,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from treadle.trainer.config.schema import RunConfig
 
-__all__ = ["Leaf", "Section", "all_leaves", "all_sections", "flatten", "nearest"]
+__all__ = ["Leaf", "Section", "all_leaves", "all_sections", "flatten", "leaf_of", "nearest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,11 @@ class Leaf:
     def doc(self) -> str:
         """Its description as one line."""
         return " ".join((self.field.description or "").split())
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it maps names of the user's to values."""
+        return get_origin(self.type) is Mapping
 
     @property
     def alternatives(self) -> tuple[Any, ...]:
@@ -140,6 +146,14 @@ def all_leaves() -> Mapping[str, Leaf]:
 def all_sections() -> Mapping[str, Section]:
     """Every node above the leaves, in the order of the tree."""
     return {entry.key: entry for entry in _walk(RunConfig, "") if isinstance(entry, Section)}
+
+
+def leaf_of(key: str) -> Leaf | None:
+    """The leaf that a key sets: itself, or the table that it is an entry of."""
+    leaf = all_leaves().get(key)
+    if leaf is None and (above := all_leaves().get(key.rpartition(".")[0])) is not None:
+        leaf = above if above.is_table else None
+    return leaf
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

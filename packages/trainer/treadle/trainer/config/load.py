@@ -1,9 +1,10 @@
 """Loading: layers of assignments -> one validated tree, and where each leaf came from.
 
 Every layer is a list of `Assignment(key, value, source)`: defaults have none, a YAML file gives
-one per leaf, an argument gives one. Later ones win; lists are replaced, never merged; choosing
-the `kind` of a section starts that section afresh. verl's keys are translated first
-(`verl_keys`). What is wrong is reported as one `ConfigError` that quotes key, value and source.
+one per leaf, an argument gives one. Later ones win; lists are replaced, never merged; tables grow
+by their entries; choosing the `kind` of a section starts that section afresh. verl's keys are
+translated first (`verl_keys`). What is wrong is reported as one `ConfigError` that quotes key,
+value and source.
 
 Paths in a file are relative to that file, paths in arguments to the working directory.
 """
@@ -16,7 +17,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, nearest
+from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
@@ -32,7 +33,7 @@ class LoadedConfig:
 
     config: RunConfig
     sources: Mapping[str, str]
-    """Leaf key -> `default`, a file, or the argument as it was written."""
+    """Key of a leaf or of a table's entry -> `default`, a file, or the argument as written."""
     notes: tuple[str, ...]
     """What verl's keys were taken to mean where that is not a plain renaming."""
 
@@ -69,7 +70,8 @@ def load_config(
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, merged)) from None
-    sources = {key: merged[key].source if key in merged else "default" for key in all_leaves()}
+    sources = dict.fromkeys(all_leaves(), "default")
+    sources |= {key: assignment.source for key, assignment in merged.items()}
     return LoadedConfig(config=config, sources=sources, notes=tuple(notes))
 
 
@@ -115,7 +117,8 @@ def _read_file(path: Path) -> Iterator[Assignment]:
 def _flatten(node: Mapping[Any, Any], prefix: str, path: Path) -> Iterator[Assignment]:
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
+        leaf = leaf_of(key)
+        if isinstance(value, Mapping) and (leaf is None or leaf.key == key):
             yield from _flatten(value, f"{key}.", path)
         else:
             yield Assignment(
@@ -142,9 +145,14 @@ def _assign(merged: dict[str, Assignment], assignment: Assignment, below: Set[st
             f"{assignment.key}={assignment.value!r} ({assignment.source}): {assignment.key} "
             f"is a section; set one of its keys"
         )
-    leaf = all_leaves().get(assignment.key)
+    leaf = leaf_of(assignment.key)
     if leaf is None:
         raise ConfigError(_unknown(assignment))
+    if leaf.is_table and leaf.key == assignment.key:
+        raise ConfigError(
+            f"{leaf.key}={assignment.value!r} ({assignment.source}): set its entries, as in "
+            f"{leaf.key}.NAME=VALUE"
+        )
     prefix, _, name = assignment.key.rpartition(".")
     if name == "kind" and prefix in all_sections():
         for key in below:
@@ -169,6 +177,8 @@ def _unknown(assignment: Assignment) -> str:
 def _fit(assignment: Assignment, leaf: Leaf) -> Any:
     """The value in the form that the leaf's type wants, where the spelling left it open."""
     value = assignment.value
+    if leaf.is_table:
+        return value
     section = all_sections().get(leaf.key.removesuffix(".kind"))
     if section is not None and section.kinds and value not in section.kinds:
         raise ConfigError(f"{section.key}={value}: not one of {', '.join(section.kinds)}")
@@ -222,7 +232,7 @@ def _explain(error: ValidationError, merged: Mapping[str, Assignment]) -> str:
         path = [str(part) for part in detail["loc"]]
         key = _existing_key(path)
         message = detail["msg"].removeprefix("Value error, ")
-        leaf = all_leaves().get(key)
+        leaf = leaf_of(key)
         if detail["type"] == "missing" and leaf is None:
             required = [k for k, v in all_leaves().items() if v.required and k.startswith(key)]
             lines += [f"{k} is required: {all_leaves()[k].doc}" for k in required]
@@ -244,7 +254,7 @@ def _existing_key(path: Sequence[str]) -> str:
     key = ""
     for part in path:
         longer = f"{key}.{part}" if key else part
-        if longer in all_leaves() or longer in all_sections():
+        if leaf_of(longer) is not None or longer in all_sections():
             key = longer
     if not key:
         key = ".".join(path)

@@ -131,3 +131,38 @@ def test_a_resolved_configuration_reproduces_itself(tmp_path: Path) -> None:
     config = load_config([], [*_LEAST, "sync.transport=file", "rollout.top_k=3"]).config
     saved = _write(tmp_path / "config.json", config.model_dump_json())
     assert load_config([saved], []).config == config
+
+
+def test_a_table_grows_by_its_entries(tmp_path: Path) -> None:
+    file = _write(
+        tmp_path / "a.yaml",
+        "agent: {loops: {mine: 'm:A', yours: 'm:B'}, template_kwargs: {deep: {a: [1]}}}\n",
+    )
+    arguments = [*_LEAST, "agent.loops.mine=n:C", "+agent.template_kwargs.enable_thinking=False"]
+    loaded = load_config([file], arguments)
+    assert loaded.config.agent.loops == {"mine": "n:C", "yours": "m:B"}
+    assert loaded.config.agent.template_kwargs == {"deep": {"a": [1]}, "enable_thinking": False}
+    assert loaded.sources["agent.loops.mine"] == "agent.loops.mine=n:C"
+    assert loaded.sources["agent.loops.yours"] == str(file)
+    saved = _write(tmp_path / "saved.yaml", loaded.config.model_dump_json())
+    assert load_config([saved], []).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("agent.loops=m:A", r"agent.loops='m:A' .*set its entries, as in agent\.loops\.NAME=VALUE"),
+        (
+            "agent.loops.mine=m.A",
+            r"mine is 'm\.A'; it must be package\.module:Class",
+        ),
+        ("agent.loops.mine.deeper=m:A", "unknown key agent.loops.mine.deeper"),
+        (
+            "agent.parser=hermse",
+            "agent.parser=hermse: there is no such parser; there are deepseek,",
+        ),
+    ],
+)
+def test_what_a_table_cannot_hold_is_refused(argument: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config([], [*_LEAST, argument])

@@ -5,11 +5,13 @@ Cross-field checks live in the smallest section that sees both fields and quote 
 `policy` and `algorithm` are declared beside their users, in their own modules.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from treadle.agent_loop.parsers import PARSER_NAMES
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.base import Section
 from treadle.trainer.config.policy import PolicyConfig
@@ -91,30 +93,62 @@ class RewardConfig(Section):
 class AgentConfig(Section):
     """How one trajectory runs, and when it ends."""
 
-    default_loop: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
-    """The loop of rows without an `agent_name`."""
+    default_loop: str = "single_turn_agent"
+    """The loop of rows without an `agent_name`: single_turn_agent, tool_agent, one of `loops`, one
+    that an installed package offers, or package.module:Class."""
+    loops: Mapping[str, str] = {}
+    """Agent loops of your own, by the name that rows give in `agent_name`, as
+    package.module:Class. Installed packages add theirs by entry points (treadle.agent_loops)."""
     tool_catalogue: Path | None = None
     """YAML list of tools (verl's tool_config format). Null: no tools."""
-    parser: Literal["hermes"] = "hermes"
-    """How tool calls are written in the model's text."""
+    interaction_catalogue: Path | None = None
+    """YAML list of simulated users (verl's interaction_config format), which answer the model in
+    the rows that name one in extra_info.interaction_kwargs.name. Null: none."""
+    parser: str = "hermes"
+    """How tool calls and reasoning are written in the model's text: deepseek, deepseek_v32, glm,
+    gpt_oss, hermes, kimi, llama3_json, minimax, mistral, qwen3 (hermes with reasoning set apart),
+    qwen3_5, qwen3_coder."""
+    template_kwargs: Mapping[str, Any] = {}
+    """What the chat template is given besides messages and tools, as enable_thinking."""
     on_malformed_call: Literal["answer", "ignore"] = "answer"
     """A tool call that does not parse: tell the model why, or ignore it as verl does."""
     max_assistant_turns: Count | None = None
     """End the trajectory after so many completions. Null: no limit."""
     max_user_turns: Count | None = None
-    """End the trajectory after so many rounds of tool results. Null: no limit."""
+    """End the trajectory after so many answers: rounds of tool results, and replies of an
+    interaction. Null: no limit."""
     max_parallel_calls: Count = 1
     """Calls of one turn that are run; the others are left out and counted."""
-    max_tool_response_chars: Count = 256
-    """Longest tool result that the model is shown, in characters."""
+    max_tool_response_chars: Count | None = 256
+    """Longest tool result that the model is shown, in characters. Null: no limit."""
+    max_tool_response_tokens: Count | None = None
+    """Longest tool result that the model is shown, in tokens. Null: no limit."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Which part of a longer tool result is cut out."""
     tool_timeout_s: Seconds = 60.0
     """Longest duration of one tool call; then the model is told that it took too long."""
     deadline_s: Seconds = 600.0
     """Longest duration of one trajectory, tools and queues included."""
+    watchdog_s: Seconds | None = 120.0
+    """Warn about a trajectory in which nothing has happened for so long, and say what it waits
+    for. Null: never."""
     max_attempts: Count = 2
     """Attempts at a trajectory that fails through no fault of the model; 1: no retry."""
+
+    @field_validator("parser")
+    @classmethod
+    def _parser_exists(cls, name: str) -> str:
+        if name not in PARSER_NAMES:
+            raise ValueError(f"there is no such parser; there are {', '.join(PARSER_NAMES)}")
+        return name
+
+    @field_validator("loops")
+    @classmethod
+    def _loops_are_named_in_full(cls, loops: Mapping[str, str]) -> Mapping[str, str]:
+        for name, target in loops.items():
+            if ":" not in target:
+                raise ValueError(f"{name} is {target!r}; it must be package.module:Class")
+        return loops
 
 
 class ValidationSamplingConfig(Section):

@@ -56,7 +56,7 @@ _RENAMED = {
     "actor_rollout_ref.rollout.agent.default_agent_loop": "agent.default_loop",
     "actor_rollout_ref.rollout.dtype": "rollout.dtype",
     "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_in_flight",
-    "actor_rollout_ref.rollout.multi_turn.format": "agent.parser",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "agent.interaction_catalogue",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "agent.max_assistant_turns",
     "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": "agent.max_parallel_calls",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": (
@@ -90,6 +90,9 @@ _RENAMED = {
     "trainer.val_before_train": "schedule.val_before_train",
 }
 
+# What stands before names of the user's.
+_RENAMED_TABLES = {"data.apply_chat_template_kwargs": "agent.template_kwargs"}
+
 # key -> accepted values, and why no others.
 _IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
@@ -107,7 +110,7 @@ _IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.model.use_remove_padding": ((True,), "sequences are always packed"),
     "actor_rollout_ref.rollout.agent.agent_loop_config_path": (
         (None,),
-        "register loops in code, with treadle.agent_loop.LoopRegistry",
+        "loops of this release are other classes: name each in agent.loops.NAME=module:Class",
     ),
     "actor_rollout_ref.rollout.calculate_log_probs": ((True,), "engines always report them"),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "trajectories end at the end-of-turn id"),
@@ -116,10 +119,6 @@ _IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "the context is rollout.prompt_length + rollout.response_length",
     ),
     "actor_rollout_ref.rollout.mode": (("async",), "trajectories always run asynchronously"),
-    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": (
-        (None,),
-        "simulated users are not part of this release",
-    ),
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": (
         (False,),
         "one chat template serves training and inference",
@@ -185,7 +184,7 @@ _NOTED = {
     "algorithm.kl_ctrl.type": "read with algorithm.use_kl_in_reward only, which is off",
     "algorithm.kl_penalty": "read with algorithm.use_kl_in_reward only, which is off",
     "data.filter_overlong_prompts_workers": "one process reads the rows",
-    "data.image_key": "rows are text",
+    "data.image_key": "rows are text; a column `images` is refused",
     "data.return_multi_modal_inputs": "rows are text",
     "data.val_batch_size": "all validation rows run at once, within rollout.max_in_flight",
     "data.video_key": "rows are text",
@@ -275,6 +274,9 @@ _ENGINE = _one_of(
     "set rollout.name=torch; sglang and vllm are not part of this release",
 )
 
+# Parsers that verl names otherwise.
+_PARSERS = {"gpt-oss": "gpt_oss"}
+
 _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.actor.clip_ratio": lambda value, _: {
         "algorithm.clip_low": value,
@@ -300,6 +302,9 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.actor.use_kl_loss": _kl_coef,
     "actor_rollout_ref.model.enable_gradient_checkpointing": lambda value, _: {
         "policy.recompute": "full" if value else "none"
+    },
+    "actor_rollout_ref.rollout.multi_turn.format": lambda value, _: {
+        "agent.parser": _PARSERS.get(value, value)
     },
     "actor_rollout_ref.rollout.name": _ENGINE,
     "actor_rollout_ref.rollout.top_k": _off_below_one("rollout.top_k"),
@@ -347,6 +352,8 @@ def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment
         key, value = assignment.key, assignment.value
         if key in _RENAMED:
             ours.append(replace(assignment, key=_RENAMED[key]))
+        elif (table := _RENAMED_TABLES.get(key.rpartition(".")[0])) is not None:
+            ours.append(replace(assignment, key=f"{table}.{key.rpartition('.')[2]}"))
         elif key in _CONVERTED:
             ours += _converted(assignment, values)
         elif key in _IMPLIED:

@@ -156,3 +156,21 @@ def test_off_is_null() -> None:
     config = _load("actor_rollout_ref.rollout.top_k=-1", "trainer.save_freq=-1").config
     assert config.rollout.top_k is None
     assert config.schedule.save_every is None
+
+
+def test_keys_of_the_agent_loop_are_taken_over(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    agent = load_config(
+        [],
+        [
+            f"model.path={tmp_path}",
+            "data.train_files=t.jsonl",
+            f"{rollout}.multi_turn.format=gpt-oss",
+            f"{rollout}.multi_turn.interaction_config_path=users.yaml",
+            f"{rollout}.agent.default_agent_loop=tool_agent",
+            "+data.apply_chat_template_kwargs.enable_thinking=False",
+        ],
+    ).config.agent
+    assert (agent.parser, agent.default_loop) == ("gpt_oss", "tool_agent")
+    assert agent.interaction_catalogue == Path.cwd() / "users.yaml"
+    assert agent.template_kwargs == {"enable_thinking": False}

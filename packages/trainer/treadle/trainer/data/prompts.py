@@ -11,21 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from treadle.agent_loop import (
-    SINGLE_TURN_AGENT,
     AgentTask,
     ChatRenderer,
-    LoopRegistry,
     Message,
     RenderError,
-    SetupError,
     Tool,
     derive_seed,
 )
 from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.rules import PromptRules, check_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,30 +71,12 @@ class PromptSet:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRules:
-    """How rows become prompts.
-
-    Attributes:
-        loops: The loops that there are.
-        default_loop: The loop of rows without `agent_name`.
-        max_prompt_tokens: Bound of the rendered prompt.
-        overlong: What becomes of a row beyond it.
-    """
-
-    loops: LoopRegistry
-    default_loop: str
-    max_prompt_tokens: int
-    overlong: Literal["error", "drop"]
-
-
 def make_prompts(
     rows: Sequence[Row],
     *,
     split: str,
     rules: PromptRules,
     renderer: ChatRenderer,
-    tools: Mapping[str, Tool],
 ) -> PromptSet:
     """Decide loop and messages of every row, and check its length.
 
@@ -106,20 +85,17 @@ def make_prompts(
         split: Names the rows in task ids and messages: "train" or "val".
         rules: The configuration.
         renderer: Of the model that will be asked.
-        tools: By name; empty if no tools are configured.
 
     Raises:
-        DataError: A row names no loop although tools are configured and the default loop calls
-            none; a row names an unknown loop; tools are configured and no row reaches them; the
-            template refuses a prompt; a prompt is too long and `rules.overlong` is "error"; or
-            every prompt was left out.
+        DataError: `check_rows` refuses a row; the template refuses a prompt; a prompt is too long
+            and `rules.overlong` is "error"; or every prompt was left out.
     """
-    _check_loops(rows, split=split, rules=rules, has_tools=bool(tools))
-    specs = tuple(tool.spec for tool in tools.values())
+    check_rows(rows, split=split, rules=rules)
     prompts: list[Prompt] = []
     overlong: list[str] = []
     for row in rows:
         messages = _messages(row)
+        specs = tuple(tool.spec for tool in rules.tools_of(row).values())
         try:
             num_tokens = len(renderer.render(messages, tools=specs).ids)
         except RenderError as error:
@@ -127,13 +103,13 @@ def make_prompts(
         if num_tokens > rules.max_prompt_tokens:
             overlong.append(f"{row.place} ({num_tokens} tokens)")
             continue
-        loop = _loop(row, rules)
+        loop = rules.loop_of(row)
         prompts.append(
             Prompt(row=row, split=split, loop=loop, messages=messages, num_tokens=num_tokens)
         )
     notes = [
         *_overlong_notes(overlong, split, len(rows), rules),
-        *_unused_kwargs(rows, split, tools),
+        *_unused_kwargs(rows, split, rules.tools),
     ]
     if not prompts:
         raise DataError(f"no {split} row is left: {'; '.join(notes)}")
@@ -144,41 +120,6 @@ def _messages(row: Row) -> tuple[Message, ...]:
     prompt = row.columns["prompt"]
     assert isinstance(prompt, list), "read_rows has checked it"
     return tuple(Message(role=item["role"], content=item["content"]) for item in prompt)
-
-
-def _loop(row: Row, rules: PromptRules) -> str:
-    name = row.columns.get("agent_name")
-    return name if isinstance(name, str) else rules.default_loop
-
-
-def _check_loops(rows: Sequence[Row], *, split: str, rules: PromptRules, has_tools: bool) -> None:
-    """Refuse rows that would not do what was configured, before anything is rendered."""
-    known: set[str] = set()
-    for row in rows:
-        loop = _loop(row, rules)
-        if loop in known:
-            continue
-        try:
-            rules.loops.resolve(loop)
-        except SetupError as error:
-            raise DataError(f"{row.place}: {error}") from error
-        known.add(loop)
-    if not has_tools:
-        return
-    unnamed = [row for row in rows if row.columns.get("agent_name") is None]
-    if unnamed and _loop(unnamed[0], rules) == SINGLE_TURN_AGENT:
-        raise DataError(
-            f"tools are configured, but {len(unnamed)} of {len(rows)} {split} rows have no "
-            f"agent_name and would run as {SINGLE_TURN_AGENT!r}, which calls no tool; the first is "
-            f'{unnamed[0].place}. Add "agent_name": "tool_agent" to the rows, or set '
-            "agent.default_loop=tool_agent"
-        )
-    if known == {SINGLE_TURN_AGENT}:
-        raise DataError(
-            f"tools are configured, but the agent_name of every {split} row is "
-            f"{SINGLE_TURN_AGENT!r}, which calls no tool: "
-            'make it "tool_agent", or configure no tools'
-        )
 
 
 def _overlong_notes(

@@ -3,9 +3,18 @@ from typing import Literal
 
 import pytest
 
-from treadle.agent_loop import Message, RenderError, Tool, ToolSpec, default_loops
+from treadle.agent_loop import (
+    Interaction,
+    Message,
+    RenderError,
+    Rendering,
+    Tool,
+    ToolSpec,
+    default_loops,
+)
 from treadle.agent_loop.testing import ByteRenderer
 from treadle.tools import CalculatorTool, Gsm8kTool
+from treadle.tools.interactions import Gsm8kInteraction
 from treadle.trainer.data import DataError, PromptRules, PromptSet, Row, make_prompts
 
 RENDERER = ByteRenderer()
@@ -32,6 +41,7 @@ def make_row(
 def prepare(
     *rows: Row,
     tools: Mapping[str, Tool] = CALCULATOR,
+    interactions: Mapping[str, Interaction] | None = None,
     default_loop: str = "single_turn_agent",
     max_prompt_tokens: int = 10_000,
     overlong: Literal["error", "drop"] = "error",
@@ -41,8 +51,10 @@ def prepare(
         default_loop=default_loop,
         max_prompt_tokens=max_prompt_tokens,
         overlong=overlong,
+        tools=tools,
+        interactions=interactions or {},
     )
-    return make_prompts(rows, split="train", rules=rules, renderer=RENDERER, tools=tools)
+    return make_prompts(rows, split="train", rules=rules, renderer=RENDERER)
 
 
 def test_a_row_becomes_a_prompt_and_a_group_of_tasks() -> None:
@@ -133,6 +145,50 @@ def test_an_unknown_loop_is_named_with_its_row() -> None:
         prepare(make_row(agent_name="tool_agnt"))
 
 
+def test_a_row_can_select_its_tools_and_they_alone_are_counted() -> None:
+    both: Mapping[str, Tool] = {**CALCULATOR, "calc_gsm8k_reward": Gsm8kTool()}
+    (chosen,) = prepare(make_row(extra_info={"tool_selection": ["calculator"]}), tools=both).prompts
+    assert chosen.num_tokens == prepare(make_row()).prompts[0].num_tokens
+    (null,) = prepare(make_row(extra_info={"tool_selection": None}), tools=both).prompts
+    assert null.num_tokens > chosen.num_tokens
+    (single, _) = prepare(make_row(agent_name="single_turn_agent"), make_row(1)).prompts
+    assert single.num_tokens == prepare(make_row(), tools={}).prompts[0].num_tokens
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"tool_selection": ["calc"]}, r"names \['calc'\], which .*tools: \['calculator'\]"),
+        ({"tool_selection": "calculator"}, "tool_selection is 'calculator'; it is a list"),
+        ({"tool_selection": []}, "every train row selects none of them"),
+        ({"interaction_kwargs": {"name": "gsm9k"}}, r"names 'gsm9k', .*interactions: \['gsm8k'\]"),
+    ],
+)
+def test_a_row_that_asks_for_what_is_not_there_is_an_error(
+    extra: Mapping[str, object], text: str
+) -> None:
+    with pytest.raises(DataError, match=text):
+        prepare(make_row(extra_info=extra), interactions={"gsm8k": Gsm8kInteraction()})
+
+
+def test_an_interaction_that_nothing_asks_is_an_error() -> None:
+    interactions = {"gsm8k": Gsm8kInteraction()}
+    extra = {"interaction_kwargs": {"name": "gsm8k"}}
+    assert prepare(make_row(extra_info=extra), interactions=interactions).prompts
+    with pytest.raises(
+        DataError, match=r"line 1: the row names an interaction and runs as 'single"
+    ):
+        prepare(make_row(extra_info=extra, agent_name=None), tools={}, interactions=interactions)
+
+
+def test_rows_with_images_are_refused_by_name() -> None:
+    assert prepare(make_row(images=None), make_row(1, images=[], videos=[])).prompts
+    with pytest.raises(
+        DataError, match=r"line 2: the column 'images' holds 2 of them, and the pol"
+    ):
+        prepare(make_row(), make_row(1, images=[{"bytes": b"1"}, {"bytes": b"2"}]))
+
+
 def test_settings_for_a_tool_that_is_not_there_are_noted() -> None:
     row = make_row(extra_info={"tools_kwargs": {"calc_gsm8k_reward": {}}})
     assert prepare(row).notes == (
@@ -145,9 +201,7 @@ def test_settings_for_a_tool_that_is_not_there_are_noted() -> None:
 
 def test_a_prompt_that_the_template_refuses_is_named() -> None:
     class Refusing(ByteRenderer):
-        def render(
-            self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]
-        ) -> tuple[int, ...]:
+        def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
             raise RenderError("roles must alternate")
 
     rules = PromptRules(
@@ -157,4 +211,4 @@ def test_a_prompt_that_the_template_refuses_is_named() -> None:
         overlong="error",
     )
     with pytest.raises(DataError, match=r"line 1: the prompt cannot be rendered: roles must alt"):
-        make_prompts([make_row()], split="train", rules=rules, renderer=Refusing(), tools={})
+        make_prompts([make_row()], split="train", rules=rules, renderer=Refusing())

@@ -1,0 +1,64 @@
+"""The agents: loops, tools, interactions and limits of a run, made once from its configuration.
+
+Invariant: what the configuration names exists, or it is a `SetupError` that names what does. Needs
+neither tokenizer nor model; nobody waits.
+"""
+
+from treadle.agent_loop import (
+    LoopLimits,
+    LoopRegistry,
+    OnMalformedCall,
+    SetupError,
+    TruncateSide,
+    default_loops,
+)
+from treadle.tools import load_catalogue
+from treadle.tools.interactions import load_interactions
+from treadle.trainer.config.schema import AgentConfig, RunConfig
+from treadle.trainer.data import PromptRules
+
+__all__ = ["loop_limits", "prompt_rules"]
+
+
+def prompt_rules(config: RunConfig) -> PromptRules:
+    """What the rows of a run may ask for.
+
+    Raises:
+        SetupError: a catalogue cannot be used, or `agent.loops` takes a name that is taken.
+    """
+    agent = config.agent
+    tools, users = agent.tool_catalogue, agent.interaction_catalogue
+    return PromptRules(
+        loops=_loops(agent),
+        default_loop=agent.default_loop,
+        max_prompt_tokens=config.rollout.prompt_length,
+        overlong=config.data.overlong_prompts,
+        tools=load_catalogue(tools) if tools is not None else {},
+        interactions=load_interactions(users) if users is not None else {},
+    )
+
+
+def loop_limits(config: RunConfig) -> LoopLimits:
+    """The bounds of one trajectory."""
+    agent = config.agent
+    return LoopLimits(
+        max_response_tokens=config.rollout.response_length,
+        max_context_tokens=config.rollout.context_length,
+        max_assistant_turns=agent.max_assistant_turns,
+        max_user_turns=agent.max_user_turns,
+        max_parallel_calls=agent.max_parallel_calls,
+        max_tool_response_chars=agent.max_tool_response_chars,
+        max_tool_response_tokens=agent.max_tool_response_tokens,
+        tool_response_truncate_side=TruncateSide(agent.tool_response_truncate_side),
+        tool_timeout_s=agent.tool_timeout_s,
+    )
+
+
+def _loops(config: AgentConfig) -> LoopRegistry:
+    loops = default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
+    for name, target in config.loops.items():
+        try:
+            loops = loops.adding(name, target)
+        except SetupError as error:
+            raise SetupError(f"agent.loops.{name}={target}: {error}") from error
+    return loops
