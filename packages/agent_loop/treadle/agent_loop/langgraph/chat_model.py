@@ -10,7 +10,7 @@ all trajectories share, and is never answered from LangChain's cache. Callers wa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -36,7 +36,7 @@ class _Given:
     """A message that was given to the graph.
 
     Attributes:
-        shown: It, converted back.
+        shown: What it says; fewer calls than `recorded` where there were too many.
         recorded: The session's own.
         requests: The calls in it that may be answered, in the model's order.
         closed: Whether the model ended the turn itself.
@@ -170,7 +170,7 @@ class ChatModel(BaseChatModel):
         turn = await self.session.complete(
             [self._recorded(message) for message in messages],
             tools=tools,
-            max_tokens=max_tokens or self.max_tokens,
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             stop=stop or (),
         )
         message = self._give(turn)
@@ -181,16 +181,10 @@ class ChatModel(BaseChatModel):
         self._num_over_cap += len(turn.requests) - len(requests)
         recorded = turn.parsed.message
         kept = tuple(call for call in recorded.tool_calls if call in requests)
-        shown = to_langchain(
-            Message(
-                role="assistant",
-                content=recorded.content,
-                tool_calls=kept,
-                reasoning=recorded.reasoning,
-            ),
-            id=f"{self.session.session_id}/{len(self._given)}",
-        )
-        assert isinstance(shown, AIMessage) and shown.id is not None
+        said = replace(recorded, tool_calls=kept)
+        shown = to_langchain(said, id=f"{self.session.session_id}/{len(self._given)}")
+        assert isinstance(shown, AIMessage)
+        assert shown.id is not None
         shown.invalid_tool_calls = [
             invalid_tool_call(name=bad.name, args=bad.text, id=None, error=bad.reason)
             for bad in requests
@@ -204,7 +198,7 @@ class ChatModel(BaseChatModel):
         )
         shown.response_metadata = self._metadata(turn)
         self._given[shown.id] = _Given(
-            shown=from_langchain(shown),
+            shown=said,
             recorded=recorded,
             requests=requests,
             closed=turn.closed,
