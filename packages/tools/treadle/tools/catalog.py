@@ -11,6 +11,11 @@ waits.
           type: function
           function: {name: calculator, description: ..., parameters: {type: object, ...}}
 
+      - function: my_tools.py:divide          # or package.module:divide, typed and with a docstring
+      - class_name: treadle.tools.mcp.McpTool # the tools of MCP servers
+        config: {type: mcp, rate_limit: 120}
+        mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+
 `class_name` is a class of this package, verl's name of the same tool, or the dotted path of a
 class of your own. A class is called as `Class(config=..., spec=...)`, without `spec` where
 `tool_schema` is left out, and gives a `treadle.agent_loop.Tool`.
@@ -18,16 +23,22 @@ class of your own. A class is called as `Class(config=..., spec=...)`, without `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
 
-from treadle.agent_loop import SetupError, Tool, ToolSpec
+from treadle.agent_loop import FunctionTool, SetupError, Tool, ToolSpec, function_tool
 from treadle.tools.documents import load_class, mapping, read_yaml, section, text
+from treadle.tools.references import load_reference
 
+MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
-    {"verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool"}
+    {
+        "verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool",
+        "verl.tools.mcp_base_tool.MCPBaseTool": MCP_CLASS,
+        "verl.tools.search_tool.SearchTool": "treadle.tools.search.SearchTool",
+    }
 )
 """verl's class names of tools that exist here."""
 
@@ -54,24 +65,33 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     tools: dict[str, Tool] = {}
     for index, entry in enumerate(entries):
         where = f"{path}: tools[{index}]"
-        tool = _tool(entry, where)
-        if tool.spec.name in tools:
-            raise SetupError(f"{where}: there already is a tool {tool.spec.name!r}")
-        tools[tool.spec.name] = tool
+        for tool in _tools(entry, where):
+            if tool.spec.name in tools:
+                raise SetupError(f"{where}: there already is a tool {tool.spec.name!r}")
+            tools[tool.spec.name] = tool
     return MappingProxyType(tools)
 
 
-def _tool(entry: object, where: str) -> Tool:
-    fields = section(entry, where, required=("class_name",), optional=("config", "tool_schema"))
+def _tools(entry: object, where: str) -> Sequence[Tool]:
+    """The tools of one entry: one, or those of MCP servers."""
+    keys = mapping(entry, where)
+    if "function" in keys:
+        return [_function(keys, where)]
+    fields = section(
+        entry, where, required=("class_name",), optional=("config", "tool_schema", "mcp")
+    )
     settings = dict(mapping(fields.get("config", {}), f"{where}.config"))
     kind = settings.pop("type", "native")
     if kind == "mcp":
-        raise SetupError(
-            f"{where}: tools of type mcp are not supported. Write a class whose session calls the "
-            "MCP server, and name it in class_name with type native"
-        )
+        return _mcp_tools(fields, settings, where)
     if kind != "native":
-        raise SetupError(f"{where}.config.type must be native, not {kind!r}")
+        raise SetupError(f"{where}.config.type must be native or mcp, not {kind!r}")
+    if "mcp" in fields:
+        raise SetupError(f"{where}.mcp is for tools with config.type mcp")
+    return [_native(fields, settings, where)]
+
+
+def _native(fields: Mapping[str, object], settings: Mapping[str, object], where: str) -> Tool:
     arguments: dict[str, object] = {"config": settings}
     if "tool_schema" in fields:
         arguments["spec"] = _spec(fields["tool_schema"], f"{where}.tool_schema")
@@ -87,6 +107,58 @@ def _tool(entry: object, where: str) -> Tool:
             f"{where}: {factory.__qualname__} is no tool: it needs `spec`, a ToolSpec, and `open`"
         )
     return cast(Tool, tool)
+
+
+def _function(fields: Mapping[str, object], where: str) -> Tool:
+    section(fields, where, required=("function",))
+    reference = text(fields["function"], f"{where}.function")
+    try:
+        function = load_reference(reference, "tool")
+        if isinstance(function, FunctionTool):
+            return function
+        if not callable(function):
+            raise TypeError(f"{reference} is no function")
+        return function_tool(function)
+    except (SetupError, TypeError, ValueError) as error:
+        raise SetupError(f"{where}.function: {error}") from error
+
+
+def _mcp_tools(
+    fields: Mapping[str, object], settings: Mapping[str, object], where: str
+) -> Sequence[Tool]:
+    from treadle.tools.mcp import discover, read_servers
+
+    name = text(fields["class_name"], f"{where}.class_name")
+    if VERL_CLASSES.get(name, name) != MCP_CLASS or "tool_schema" in fields:
+        raise SetupError(
+            f"{where}: tools of type mcp have the class_name {MCP_CLASS}, not {name}, and no "
+            "tool_schema: the server tells it"
+        )
+    known = section(settings, f"{where}.config", required=(), optional=("rate_limit", "timeout"))
+    place = f"{where}.mcp"
+    mcp = section(
+        fields.get("mcp", {}),
+        place,
+        required=("mcp_servers_config_path",),
+        optional=("tool_selected_list",),
+    )
+    path = text(mcp["mcp_servers_config_path"], f"{place}.mcp_servers_config_path")
+    selected = mcp.get("tool_selected_list", [])
+    if not isinstance(selected, list) or not all(isinstance(tool, str) for tool in selected):
+        raise SetupError(f"{place}.tool_selected_list must be a list of names, not {selected!r}")
+    rate_limit, timeout = known.get("rate_limit", 120), known.get("timeout")
+    if not isinstance(rate_limit, int) or rate_limit < 1:
+        raise SetupError(
+            f"{where}.config.rate_limit must be an integer above 0, not {rate_limit!r}"
+        )
+    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+        raise SetupError(f"{where}.config.timeout must be seconds above 0, not {timeout!r}")
+    try:
+        return discover(
+            read_servers(Path(path)), selected=selected, rate_limit=rate_limit, timeout_s=timeout
+        )
+    except SetupError as error:
+        raise SetupError(f"{where}: {error}") from error
 
 
 def _spec(schema: object, where: str) -> ToolSpec:

@@ -5,6 +5,7 @@ import pytest
 from treadle.agent_loop import SetupError
 from treadle.tools import CalculatorTool, Gsm8kTool, load_catalogue
 from treadle.tools.catalog import VERL_CLASSES
+from treadle.tools.documents import load_class
 
 SCHEMA = """
     tool_schema:
@@ -14,6 +15,8 @@ SCHEMA = """
         description: Compute.
         parameters: {type: object, properties: {expression: {type: string}}, required: [expression]}
 """
+MCP = "tools:\n  - class_name: treadle.tools.mcp.McpTool\n    config: {type: mcp}\n"
+SERVERS = "    mcp: {mcp_servers_config_path: absent.json}\n"
 CALCULATOR = "tools:\n  - class_name: treadle.tools.calculator.CalculatorTool\n"
 
 
@@ -86,9 +89,9 @@ def test_a_class_of_the_users_own_gets_its_settings(
 
 
 def test_every_alias_of_verl_leads_to_a_tool(catalogue: Path) -> None:
-    for name in VERL_CLASSES:
-        catalogue.write_text(f"tools:\n  - class_name: {name}\n")
-        assert len(load_catalogue(catalogue)) == 1
+    for name, target in VERL_CLASSES.items():
+        found = load_class(name, str(catalogue), verl=VERL_CLASSES, kind="tool")
+        assert f"{found.__module__}.{found.__qualname__}".startswith(target.rpartition(".")[0])
 
 
 @pytest.mark.parametrize(
@@ -109,14 +112,22 @@ def test_every_alias_of_verl_leads_to_a_tool(catalogue: Path) -> None:
             "has no class 'CalculatorTol', did you mean 'CalculatorTool'",
         ),
         (
-            "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
+            "tools: [{class_name: verl.tools.image_zoom_in_tool.ImageZoomInTool}]",
             "a tool of verl that does not exist here; .* verl.tools.gsm8k_tool.Gsm8kTool",
         ),
+        ("tools: [{class_name: a.B, config: {type: mcp}}]", "class_name treadle.tools.mcp.McpTool"),
+        ("tools: [{class_name: a.B, mcp: {}}]", "mcp is for tools with config.type mcp"),
+        (MCP + "    mcp: {}\n", "mcp_servers_config_path missing"),
+        (MCP + "    mcp: {mcp_servers_config_path: absent.json}\n", "absent.json: No such file"),
+        (MCP.replace("type", "rate_limit: 0, type") + SERVERS, "above 0, not 0"),
+        (MCP.replace("type", "timeout: soon, type") + SERVERS, "seconds above 0, not 'soon'"),
+        ("tools: [{function: absent.py:f}]", "the tool file absent.py does not exist"),
+        ("tools: [{function: math:pi}]", "math:pi is no function"),
+        ("tools: [{function: 'math:sqrt', config: {}}]", "unknown key 'config'"),
         (
-            "tools: [{class_name: a.B, config: {type: mcp}}]",
-            "type mcp are not supported. Write a class",
+            "tools: [{class_name: a.B, config: {type: remote}}]",
+            "must be native or mcp, not 'remote'",
         ),
-        ("tools: [{class_name: a.B, config: {type: remote}}]", "must be native, not 'remote'"),
         ("tools: [{class_name: a.B, config: 3}]", "config must be a mapping"),
         (CALCULATOR + "    config: {rate_limit: 3}", "has no settings; remove 'rate_limit'"),
         (CALCULATOR + SCHEMA.replace("type: function", "type: tool"), "must be function"),
@@ -136,3 +147,18 @@ def test_mistakes_are_named_with_their_place(catalogue: Path, text: str, why: st
 def test_a_missing_file_is_named(catalogue: Path) -> None:
     with pytest.raises(SetupError, match=r"cannot read .*tools\.yaml: No such file"):
         load_catalogue(catalogue)
+
+
+def test_a_typed_function_is_a_tool(catalogue: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from treadle.agent_loop import function_tool\n"
+        "async def add(a: int, b: int) -> str:\n"
+        '    """Adds two numbers.\n\n    Args:\n        a: One.\n        b: Other.\n    """\n'
+        "    return str(a + b)\n"
+        "double = function_tool(add)\n"
+    )
+    catalogue.write_text(f"tools: [{{function: '{tmp_path}/mine.py:add'}}]\n")
+    (tool,) = load_catalogue(catalogue).values()
+    assert (tool.spec.name, tool.spec.parameters["required"]) == ("add", ["a", "b"])
+    catalogue.write_text(f"tools: [{{function: '{tmp_path}/mine.py:double'}}]\n")
+    assert list(load_catalogue(catalogue)) == ["add"]

@@ -21,18 +21,14 @@ A package offers rewards by name with an entry point of the group `treadle.rewar
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 
 from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
+from treadle.tools.references import cannot_load, load_reference
 from treadle.tracing import Metric
 
 ENTRY_POINTS = "treadle.rewards"
@@ -49,18 +45,9 @@ def load(reference: str) -> RewardFn:
         SetupError: The reference is malformed, the file or module cannot be loaded, it has no
             such function, or the function takes other parameters than the two known signatures.
     """
-    where, _, name = reference.rpartition(":")
-    if not where or not name.isidentifier():
-        raise SetupError(
-            f"the reward {reference!r} is neither path.py:function nor module:function"
-        )
-    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
-    function = getattr(module, name, None)
+    function = load_reference(reference, "reward")
     if not callable(function):
-        callables = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise SetupError(
-            f"{where} has no function {name!r}; it has: {', '.join(callables) or 'none'}"
-        )
+        raise SetupError(f"the reward {reference!r} is {function!r}, which is no function")
     return _adapt(reference, function)
 
 
@@ -82,37 +69,11 @@ def load_installed(name: str) -> RewardFn:
     try:
         function = point.load()
     except Exception as error:
-        raise _cannot_load(f"the entry point {name!r} = {point.value!r}", error) from error
+        where = f"the entry point {name!r} = {point.value!r}"
+        raise cannot_load(where, "reward", error) from error
     if not callable(function):
         raise SetupError(f"the reward {name!r} = {point.value!r} is no function")
     return _adapt(name, function)
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise SetupError(f"the reward file {path} does not exist (looked in {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"treadle_user_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, f"{path} ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look their module up by its name.
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise _cannot_load(str(path), error) from error
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise _cannot_load(name, error) from error
-
-
-def _cannot_load(where: str, error: Exception) -> SetupError:
-    return SetupError(f"cannot load the reward from {where}: {type(error).__name__}: {error}")
 
 
 def _adapt(reference: str, function: Callable[..., object]) -> RewardFn:

@@ -106,15 +106,18 @@ def test_a_reward_of_an_installed_package_is_known_by_its_name(
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        ("length", "neither path.py:function nor module:function"),
-        ("{mine}:", "neither path.py:function nor module:function"),
+        ("length", "neither path.py:name nor module:name"),
+        ("{mine}:", "neither path.py:name nor module:name"),
         ("{mine}.missing.py:length", "does not exist"),
         ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
         (
             "{mine}:three",
-            "has no function 'three'; it has: compute_score, dataclass, half, infinite",
+            "three' is 3, which is no function",
         ),
-        ("{mine}:missing", "has no function 'missing'"),
+        (
+            "{mine}:missing",
+            "has no 'missing'; it has: Fraction, Settings, annotations, compute_score",
+        ),
         ("{mine}:two", r"takes \(a, b\); it must take \(trajectory\) or verl's"),
     ],
 )

@@ -1,0 +1,71 @@
+"""References to a user's own code: "path/to/file.py:name" or "package.module:name".
+
+Invariant: what a reference names is loaded at start; a reference that cannot be resolved is a
+`SetupError` that says what is there instead. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from treadle.agent_loop import SetupError
+
+
+def load_reference(reference: str, what: str) -> object:
+    """What `reference` names.
+
+    Args:
+        reference: "path/to/file.py:name" or "package.module:name".
+        what: Names it in errors, as "reward".
+
+    Raises:
+        SetupError: The reference is malformed, the file or module cannot be loaded, or it has no
+            such name.
+    """
+    where, _, name = reference.rpartition(":")
+    if not where or not name.isidentifier():
+        raise SetupError(f"the {what} {reference!r} is neither path.py:name nor module:name")
+    module = _load_file(Path(where), what) if where.endswith(".py") else _load_module(where, what)
+    if not hasattr(module, name):
+        own = sorted(
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and not isinstance(value, ModuleType)
+        )
+        raise SetupError(
+            f"the {what} {reference!r}: {where} has no {name!r}; it has: {', '.join(own) or 'none'}"
+        )
+    found: object = getattr(module, name)
+    return found
+
+
+def cannot_load(where: str, what: str, error: Exception) -> SetupError:
+    """The error of code that raised while it was loaded."""
+    return SetupError(f"cannot load the {what} from {where}: {type(error).__name__}: {error}")
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise SetupError(f"the {what} file {path} does not exist (looked in {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"treadle_user_{what}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look their module up by its name.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise cannot_load(str(path), what, error) from error
+    return module
+
+
+def _load_module(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise cannot_load(name, what, error) from error

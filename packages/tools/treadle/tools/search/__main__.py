@@ -1,0 +1,61 @@
+"""A retrieval service over a local BM25 index: `python -m treadle.tools.search --corpus FILE`.
+
+It speaks Search-R1's protocol (see `service`), so that the workers of several hosts can share one
+index. Listens on 127.0.0.1 unless told otherwise; it has no access control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from treadle.agent_loop import SetupError
+from treadle.tools.search.bm25 import Bm25Index
+
+
+def app(index: Bm25Index) -> Starlette:
+    """The HTTP application: `POST /retrieve`."""
+
+    async def retrieve(request: Request) -> JSONResponse:
+        try:
+            body = await request.json()
+            queries, topk = body["queries"], body.get("topk", 3)
+            if not isinstance(topk, int) or not all(isinstance(q, str) for q in queries):
+                raise TypeError("queries must be texts and topk an integer")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, status_code=422)
+        found = await index.retrieve(queries, topk=topk)
+        result = [
+            [{"document": {"contents": p.contents}, "score": p.score} for p in passages]
+            for passages in found
+        ]
+        return JSONResponse({"result": result})
+
+    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"])])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until it is stopped; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m treadle.tools.search", description=__doc__)
+    parser.add_argument("--corpus", type=Path, required=True, help="JSON lines of passages")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args(argv)
+    try:
+        index = Bm25Index.from_file(options.corpus)
+    except SetupError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    uvicorn.run(app(index), host=options.host, port=options.port, log_level="info")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""`search(query_list)`: lets the model look things up; all queries of a call in one request.
+
+Invariant: what the model asks wrongly it is told; what a retrieval service fails to answer fails
+the trajectory, never a text that is trained on. Schema, settings and wording are verl's
+`SearchTool`; ours besides is `corpus_path`, an index in process instead of a service.
+
+    config:
+      retrieval_service_url: http://127.0.0.1:8000/retrieve   # or corpus_path: corpus.jsonl
+      topk: 3
+      rate_limit: 120          # requests at a time, in one process
+      default_timeout: 30      # seconds for one answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
+from treadle.tools.documents import section
+from treadle.tools.search.passage import Retriever, as_text
+from treadle.tracing import Metric, Reduce
+
+SPEC = ToolSpec(
+    name="search",
+    description="Searches for relevant information based on queries.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "query_list": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "List of search queries",
+            }
+        },
+        "required": ["query_list"],
+    },
+)
+
+_KEYS = (
+    *("retrieval_service_url", "corpus_path", "topk", "rate_limit", "default_timeout"),
+    # verl's threads and its cluster-wide limiter: requests here need neither, see `rate_limit`.
+    *("num_workers", "enable_global_rate_limit"),
+)
+_MAX_QUERIES = 32
+
+
+class SearchTool:
+    """Searches with a retrieval service or a local index.
+
+    Args:
+        config: See the module.
+        spec: What the model is told, if not `SPEC`.
+
+    Raises:
+        SetupError: A setting is unknown or wrong, or the corpus cannot be read.
+    """
+
+    def __init__(
+        self, *, config: Mapping[str, object] | None = None, spec: ToolSpec = SPEC
+    ) -> None:
+        settings = section(config or {}, "config", required=(), optional=_KEYS)
+        self.spec = spec
+        self._topk = int(_positive(settings, "topk", 3))
+        self._retriever = _retriever(settings)
+
+    async def open(self, task: AgentTask) -> SearchTool:
+        """Returns itself: a search keeps no state."""
+        return self
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        """Searches for each query.
+
+        Raises:
+            ToolFailure: `query_list` is not a list of texts.
+            ConnectionError: The retrieval service cannot answer.
+        """
+        queries = arguments.get("query_list")
+        if not isinstance(queries, list) or not queries:
+            raise ToolFailure(f"'query_list' must be a list of queries, not {queries!r}")
+        if not all(isinstance(query, str) and query.strip() for query in queries):
+            raise ToolFailure(f"every query must be a text, and not empty: {queries!r}")
+        if len(queries) > _MAX_QUERIES:
+            raise ToolFailure(f"at most {_MAX_QUERIES} queries are taken, not {len(queries)}")
+        found = await self._retriever.retrieve(queries, topk=self._topk)
+        return ToolResult(
+            content=as_text(found),
+            metrics=(
+                Metric("search/queries", len(queries), Reduce.SUM),
+                Metric("search/results", sum(map(len, found)), Reduce.SUM),
+            ),
+        )
+
+    async def aclose(self) -> None:
+        """Nothing to free: the connections are the run's."""
+
+
+def _retriever(settings: Mapping[str, object]) -> Retriever:
+    url, corpus = settings.get("retrieval_service_url"), settings.get("corpus_path")
+    if (not url) is (not corpus):
+        raise SetupError(
+            f"search needs either retrieval_service_url ({url!r}) or corpus_path ({corpus!r})"
+        )
+    if corpus:
+        from treadle.tools.search.bm25 import Bm25Index
+
+        return Bm25Index.from_file(Path(str(corpus)))
+    from treadle.tools.search.service import RetrievalService
+
+    return RetrievalService(
+        str(url),
+        timeout_s=_positive(settings, "default_timeout", 30.0),
+        rate_limit=int(_positive(settings, "rate_limit", 120)),
+    )
+
+
+def _positive(settings: Mapping[str, object], key: str, default: float) -> float:
+    value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, type(default) | int) or value <= 0:
+        kind = "an integer" if isinstance(default, int) else "a number"
+        raise SetupError(f"search: {key} must be {kind} above 0, not {value!r}")
+    return value
