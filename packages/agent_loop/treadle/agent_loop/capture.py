@@ -53,7 +53,6 @@ from treadle.agent_loop.types import (
     Message,
     SamplingParams,
     StopReason,
-    ToolCall,
     ToolSpec,
 )
 from treadle.tracing import Metric, Reduce, span
@@ -318,8 +317,9 @@ class CapturedSession:
             return ParsedCompletion(
                 message=Message(role="assistant", content=self._text(completion))
             )
-        calls = tuple(replace(call, id=self._new_call_id(call)) for call in message.tool_calls)
-        return replace(parsed, message=replace(message, tool_calls=calls))
+        calls = tuple(replace(call, id=self._new_id(call.id)) for call in message.tool_calls)
+        malformed = tuple(replace(bad, id=self._new_id(bad.id)) for bad in parsed.malformed)
+        return replace(parsed, message=replace(message, tool_calls=calls), malformed=malformed)
 
     def _text(self, completion: Completion) -> str:
         ids = list(completion.token_ids)
@@ -327,13 +327,12 @@ class CapturedSession:
             ids.pop()
         return self._services.renderer.decode(ids)
 
-    def _new_call_id(self, call: ToolCall) -> str:
+    def _new_id(self, fresh: str) -> str:
         """The parser's id, whose number is counted up while the session has it already.
 
         Parsers number the calls of one turn; agents keep answers by id. The length of numbered
         ids is kept, because some templates insist on it.
         """
-        fresh = call.id
         while fresh in self._call_ids:
             match = _NUMBERED.fullmatch(fresh)
             assert match is not None

@@ -5,12 +5,13 @@ requests under way; the machine also decides in which order they end, fail or ar
 """
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from treadle.agent_loop import (
     AgentTask,
@@ -101,6 +102,17 @@ def edited(history: tuple[Message, ...], kind: str, place: int) -> tuple[Message
             return history
 
 
+def roles_in(ids: Sequence[int]) -> list[str]:
+    """What the marks of `ByteRenderer` say about a prompt."""
+    return re.findall("<(system|user|assistant|tool|end)>", RENDERER.decode(ids))
+
+
+def roles_of(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[str]:
+    """What they should say."""
+    roles = ["system"] * bool(tools) + [message.role for message in messages]
+    return [mark for role in roles for mark in (role, "end")] + ["assistant"]
+
+
 class AnyAgent(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +133,13 @@ class AnyAgent(RuleBasedStateMachine):
         self.serial = 0
 
     @rule(
-        which=st.integers(0, 9),
-        kind=st.sampled_from(["as it was"] * 4 + ["cut", "drop", "rewrite", "edit", "summarise"]),
+        which=st.sampled_from([0, 0, 1, 2, 5]),
+        kind=st.sampled_from(["as it was"] * 3 + ["cut", "drop", "rewrite", "edit", "summarise"]),
         place=st.integers(0, 9),
-        tools=st.sampled_from([TOOLS, TOOLS, ()]),
+        tools=st.sampled_from([TOOLS, TOOLS, TOOLS, ()]),
         max_tokens=st.sampled_from([None, None, 3]),
         stop=st.sampled_from([(), ("end",)]),
+        times=st.sampled_from([1, 1, 2]),
     )
     def ask(
         self,
@@ -136,8 +149,9 @@ class AnyAgent(RuleBasedStateMachine):
         tools: tuple[ToolSpec, ...],
         max_tokens: int | None,
         stop: tuple[str, ...],
+        times: int,
     ) -> None:
-        messages = edited(self.histories[which % len(self.histories)], kind, place)
+        messages = edited(self.histories[-1 - which % len(self.histories)], kind, place)
         if not messages or messages[-1].role == "assistant":
             messages = (*messages, Message(role="user", content=f"and {place % 2}?"))
 
@@ -151,13 +165,17 @@ class AnyAgent(RuleBasedStateMachine):
                 await asyncio.wait([task])
                 assert task.exception() is not None
             else:
-                self.requests.append(Request(messages, self.generator.calls[-1], task))
+                call = self.generator.calls[-1]
+                assert roles_in(call.prompt) == roles_of(messages, tools)
+                self.requests.append(Request(messages, call, task))
 
-        self.runner.run(begin())
+        for _ in range(times):
+            self.runner.run(begin())
 
-    @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 9), shape=st.sampled_from(["text", "spaced", "call", "cut", "end"]))
     def answer(self, which: int, shape: str) -> None:
+        if not self.requests:
+            return
         request = self.requests.pop(which % len(self.requests))
         self.serial += 1
         text = {
@@ -185,9 +203,10 @@ class AnyAgent(RuleBasedStateMachine):
         if answers:
             self.histories.append((*request.messages, turn.parsed.message, *answers))
 
-    @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 9), how=st.sampled_from(["fail", "cancel"]))
     def lose(self, which: int, how: str) -> None:
+        if not self.requests:
+            return
         request = self.requests.pop(which % len(self.requests))
 
         async def end() -> None:
@@ -247,5 +266,5 @@ def _answer(call: ToolCall) -> Message:
     return Message(role="tool", content="r", tool_call_id=call.id)
 
 
-AnyAgent.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+AnyAgent.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyAgent = AnyAgent.TestCase
