@@ -29,8 +29,8 @@ from treadle.trainer.demo.math_expression.expression import Expression, evaluate
 __all__ = ["AGENT_NAME", "DATA_SOURCE", "dataset_rows", "main", "write_rows"]
 
 DATA_SOURCE: Final = "treadle/math_expression"
-AGENT_NAME: Final = "treadle.agent_loop.langgraph:ReactAgentLoop"
-"""The agent loop of every row."""
+AGENT_NAME: Final = "react_agent"
+"""The agent loop of every row, by the name that `agent.loops` gives it."""
 
 _MAX_FRUITLESS_DRAWS: Final = 10_000
 
