@@ -48,6 +48,11 @@ class ModelConfig(_Model):
         ge=0,
         description="Most memory of the torch engine for prompt prefixes of ended sequences.",
     )
+    image_cache_bytes: int = Field(
+        default=256 << 20,
+        ge=0,
+        description="Most memory of the torch engine for images that it has read and resized.",
+    )
 
 
 class FakeConfig(_Model):

@@ -31,6 +31,8 @@ def read_model(directory: Path, *, context_length: int | None = None) -> ModelIn
         ValueError: It lacks a needed key, or `context_length` is longer than the model's.
     """
     config = json.loads((directory / "config.json").read_text())
+    architectures = config.get("architectures") or [""]
+    config |= config.get("text_config") or {}  # Of a model that also sees.
     missing = [key for key in ("vocab_size", "max_position_embeddings") if key not in config]
     if missing:
         raise ValueError(f"{directory / 'config.json'} lacks {', '.join(missing)}")
@@ -43,7 +45,7 @@ def read_model(directory: Path, *, context_length: int | None = None) -> ModelIn
             f"model.context_length is {context_length}, the model in {directory} has {longest}"
         )
     return ModelInfo(
-        architecture=str((config.get("architectures") or [""])[0]),
+        architecture=str(architectures[0]),
         vocab_size=int(config["vocab_size"]),
         context_length=context_length or longest,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),

@@ -12,12 +12,16 @@ New weights under a running sequence (`InFlightPolicy.CONTINUE`): it keeps the k
 values that the old weights computed, and its next tokens carry the new version. Nothing of
 such a row serves another sequence.
 
+Images (`vision.py`) are seen in the step that reads their place, by the vision tower; an
+image whose place a prefix covers is not seen again. Sequences with and without images run
+in one batch.
+
 The core calls nobody: what the outside is to learn waits in `take_outbox`. Not thread-safe;
 the compute thread owns it.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -34,12 +38,14 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
+from treadle.rollout_server.engines.torch.images import PlacedPatches
 from treadle.rollout_server.engines.torch.kv_rows import KvRows
 from treadle.rollout_server.engines.torch.model import CachedModel
-from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens, prefix_key
+from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens
 from treadle.rollout_server.engines.torch.sampling import SamplingBatch
 from treadle.rollout_server.engines.torch.scheduler import Scheduler, Work
 from treadle.rollout_server.engines.torch.sequence import Sequence, Sink
+from treadle.rollout_server.engines.torch.vision import Sight
 
 _STEP_TOKENS = 2048
 _FLUSH_S = 0.02  # Tokens wait at most so long, and cost one hand-over together.
@@ -99,14 +105,16 @@ class EngineCore:
         outbox, self._outbox = self._outbox, []
         return outbox
 
-    def new_sequence(self, request: EngineRequest, sink: Sink) -> Sequence:
+    def new_sequence(
+        self, request: EngineRequest, sink: Sink, images: tuple[PlacedPatches, ...] = ()
+    ) -> Sequence:
         """Makes a sequence; touches no state, so any thread may call it."""
         sampling = request.sampling
         stop_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_ids |= self._model.info.eos_token_ids
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return Sequence(request=request, sink=sink, seed=seed, stop_ids=stop_ids)
+        return Sequence(request=request, sink=sink, seed=seed, stop_ids=stop_ids, images=images)
 
     def submit(self, sequence: Sequence) -> None:
         """Takes a sequence on."""
@@ -253,7 +261,43 @@ class EngineCore:
             queries_per_head=self._model.queries_per_head,
             shared=self._shared_tokens([sequence for sequence, _ in work]),
         )
-        return self._model.forward(ids, layout, wanted), sampling
+        sight = None
+        if any(sequence.images for sequence, _ in work):
+            sight = self._look([sequence for sequence, _ in work], spans)
+        return self._model.forward(ids, layout, wanted, sight), sampling
+
+    def _look(self, sequences: list[Sequence], spans: list[RowSpan]) -> Sight:
+        """What a step sees: positions of all its ids, vectors of the images among them."""
+        parts: list[torch.Tensor] = []
+        vectors: list[tuple[int, torch.Tensor]] = []
+        first = 0
+        for sequence, span in zip(sequences, spans, strict=True):
+            if sequence.positions is None:
+                parts.append(torch.arange(*span).expand(3, -1))
+            else:
+                parts.append(sequence.positions.within(*span))
+                vectors += self._vectors(sequence, span, first)
+            first += span.num_tokens
+        return Sight(torch.cat(parts, dim=1).to(self._model.device), vectors)
+
+    def _vectors(
+        self, sequence: Sequence, span: RowSpan, first: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parts of a sequence's images within a span, and where in the step they go.
+
+        An image that a step reads only in part is kept until the rest was read.
+        """
+        for placed in sequence.images:
+            start, stop = max(placed.start, span.start), min(placed.stop, span.stop)
+            if start >= stop:
+                continue
+            seen = sequence.vectors.pop(placed.start, None)
+            if seen is None:
+                seen = self._model.see(placed)
+            if stop < placed.stop:
+                sequence.vectors[placed.start] = seen
+            part = seen[start - placed.start : stop - placed.start]
+            yield first + start - span.start, part
 
     def _shared_tokens(self, sequences: list[Sequence]) -> int:
         """How many leading ids, and so cache entries, these sequences have in common."""
@@ -295,7 +339,7 @@ class EngineCore:
         cached = sequence.num_cached
         num_bytes = cached * self._kv.shape.bytes_per_token
         if cached and sequence.epoch == self._epoch:
-            key = prefix_key(sequence.ids[:cached])
+            key = sequence.prefix_key(cached)
             if self._prefixes.wants(key, num_bytes):
                 self._prefixes.retain(key, self._kv.snapshot(sequence.row, cached), num_bytes)
         for move in self._scheduler.remove(sequence):

@@ -4,9 +4,10 @@ Invariant: the event loop never computes. Every method here posts to the compute
 which steps an `EngineCore`, and awaits what comes back; see `compute_thread.py` for who
 wakes whom.
 
-Who waits: `generate` for events, which its own queue holds (at most one completion's worth:
-the engine does not wait for a slow reader); `pause` for the running sequences; the rest for
-at most one step. Closing a generator returns when the sequence's row is free again.
+Who waits: `generate` for the images of its prompt, which the reader's thread reads, then for
+events, which its own queue holds (at most one completion's worth: the engine does not wait
+for a slow reader); `pause` for the running sequences; the rest for at most one step. Closing
+a generator returns when the sequence's row is free again.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from treadle.rollout_server.engine import (
 )
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.core import EngineCore
+from treadle.rollout_server.engines.torch.images import PlacedPatches
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 from treadle.rollout_server.errors import EngineFailed
 from treadle.rollout_server.tensors import check_tensors
@@ -49,7 +51,11 @@ class TorchEngine:
             name="torch",
             version=package_version("torch"),
             capabilities=EngineCapabilities(
-                sampled_logprobs=True, priority=True, in_flight_continue=True, release_memory=True
+                sampled_logprobs=True,
+                priority=True,
+                in_flight_continue=True,
+                release_memory=True,
+                images=model.images is not None,
             ),
             model=model.info,
             parameters=model.parameters,
@@ -109,12 +115,16 @@ class TorchEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
+        images: tuple[PlacedPatches, ...] = ()
+        if request.images and not self._closed:
+            assert self._model.images is not None, "capabilities said that it takes none"
+            images = await self._model.images.read(request.images, request.prompt)
         if self._closed:
             yield Started(0)
             yield Finished(FinishReason.INTERRUPTED)
             return
         events: asyncio.Queue[EngineEvent | BaseException] = asyncio.Queue()
-        sequence = self._core.new_sequence(request, events.put_nowait)
+        sequence = self._core.new_sequence(request, events.put_nowait, images)
         ended = False
         try:
             await self._thread.call(partial(self._core.submit, sequence))
@@ -167,6 +177,8 @@ class TorchEngine:
             self._closed = True
             with contextlib.suppress(EngineFailed):  # Then every sequence has the error already.
                 await self._thread.call(self._core.close)
+        if self._model.images is not None:
+            self._model.images.close()
         await self._thread.aclose()
 
 
@@ -185,6 +197,7 @@ async def create(config: ServerConfig) -> TorchEngine:
         dtype=ElementType(model.dtype),
         device=model.device,
         context_length=model.context_length,
+        image_cache_bytes=model.image_cache_bytes,
     )
     return await TorchEngine.load(
         source,

@@ -82,7 +82,7 @@ async def serving(
 ) -> AsyncIterator[TorchEngine]:
     """An engine on the CPU, closed at the end."""
     engine = await TorchEngine.load(
-        ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu"),
+        ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu", image_cache_bytes=1 << 20),
         max_num_seqs=max_num_seqs,
         num_threads=1,
         prefix_cache_bytes=prefix_cache_bytes,

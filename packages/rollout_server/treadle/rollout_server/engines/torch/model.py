@@ -4,8 +4,12 @@ Invariant: the weights are those of one version, whole. New ones are checked by 
 and completeness and copied aside before the first parameter is touched, so `apply_weights`
 cannot fail half way.
 
-Taken: Llama, Qwen2 and Qwen3 with full attention in every layer and a rotary embedding that
-does not depend on the sequence's length; anything else is refused at load, not later.
+Taken: Llama, Qwen2 and Qwen3, and Qwen2.5-VL for text and images, with full attention in
+every layer and a rotary embedding that does not depend on the sequence's length; anything
+else is refused at load, not later.
+
+A parameter has the name that it has in published checkpoints, which for Qwen2.5-VL is not
+the module's own: ``visual.blocks.0...`` and ``model.layers.0...``.
 
 Everything here runs on the compute thread; nothing waits.
 """
@@ -16,7 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from treadle.rollout_server.engine import ElementType, TensorSpec
 from treadle.rollout_server.engines.torch.attention import (
@@ -24,10 +33,15 @@ from treadle.rollout_server.engines.torch.attention import (
     StepLayout,
     cached_attention,
 )
+from treadle.rollout_server.engines.torch.images import ImageReader, PlacedPatches
 from treadle.rollout_server.engines.torch.kv_rows import KvShape
+from treadle.rollout_server.engines.torch.vision import Sight, VisionTower
 from treadle.rollout_server.model_files import read_model
 
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_VISION_TYPES = ("qwen2_5_vl",)
+_MODEL_TYPES = ("llama", "qwen2", "qwen3", *_VISION_TYPES)
+# Module -> checkpoint, of models that see.
+_PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 TORCH_DTYPES = {
@@ -38,7 +52,9 @@ TORCH_DTYPES = {
 }
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
 
-_AUTO_MODEL: Any = AutoModelForCausalLM  # Untyped in transformers.
+# Untyped in transformers.
+_TEXT_MODEL: Any = AutoModelForCausalLM
+_VISION_MODEL: Any = AutoModelForImageTextToText
 
 AttentionInterface.register(IMPLEMENTATION, cached_attention)
 
@@ -52,12 +68,15 @@ class ModelSource:
         dtype: Of weights and cache.
         device: "cpu", "cuda", or "auto": CUDA when there is one.
         context_length: None: what the model allows.
+        image_cache_bytes: Most memory for images that were read. The newest always stays;
+            one that is read anew shares no prefix with what it was before.
     """
 
     path: Path
     dtype: ElementType
     device: str
     context_length: int | None = None
+    image_cache_bytes: int = 0
 
 
 class CachedModel:
@@ -66,6 +85,9 @@ class CachedModel:
     Raises:
         ValueError: The model is of a kind that is not taken.
         OSError: Its files are not there.
+
+    Attributes:
+        images: Reads images for it; None: it takes text only.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -73,12 +95,16 @@ class CachedModel:
         self.dtype = TORCH_DTYPES[source.dtype]
         self.info = read_model(source.path, context_length=source.context_length)
         config: Any = AutoConfig.from_pretrained(source.path, local_files_only=True)
-        _check_supported(config)
-        self._model, report = _AUTO_MODEL.from_pretrained(
+        text_config = config.get_text_config()
+        _check_supported(config.model_type, text_config)
+        sees = config.model_type in _VISION_TYPES
+        self._model, report = (_VISION_MODEL if sees else _TEXT_MODEL).from_pretrained(
             source.path,
             config=config,
             dtype=self.dtype,
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation={"text_config": IMPLEMENTATION, "vision_config": "sdpa"}
+            if sees
+            else IMPLEMENTATION,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -89,12 +115,25 @@ class CachedModel:
                 f"{min(report['missing_keys'])!r} for one: copy the whole checkpoint"
             )
         self._model.requires_grad_(False).train(False).to(self.device)
-        self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
-        self.num_layers: int = config.num_hidden_layers
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.queries_per_head: int = config.num_attention_heads // config.num_key_value_heads
+        parameters = self._model.named_parameters()
+        self._parameters: dict[str, torch.nn.Parameter] = {
+            _published(name) if sees else name: parameter for name, parameter in parameters
+        }
+        self.images: ImageReader | None = None
+        if sees:
+            self.images = ImageReader(
+                source.path,
+                placeholder_id=config.image_token_id,
+                cache_bytes=source.image_cache_bytes,
+            )
+            tower = self._model.get_submodule("model.visual")
+            self._tower = VisionTower(tower, self.images.processor, self.device)
+        self.num_layers: int = text_config.num_hidden_layers
+        self.num_kv_heads: int = text_config.num_key_value_heads
+        heads: int = text_config.num_attention_heads
+        self.queries_per_head: int = heads // text_config.num_key_value_heads
         self.head_dim: int = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
         )
 
     @property
@@ -121,20 +160,37 @@ class CachedModel:
             max_length=self.info.context_length,
         )
 
-    def forward(self, ids: Sequence[int], step: StepLayout, wanted: Sequence[int]) -> torch.Tensor:
+    def see(self, placed: PlacedPatches) -> torch.Tensor:
+        """The vectors that stand for an image, ``[its ids, hidden size]``."""
+        return self._tower.see(placed)
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        step: StepLayout,
+        wanted: Sequence[int],
+        sight: Sight | None = None,
+    ) -> torch.Tensor:
         """Runs a step.
 
         Args:
             ids: ``[T]``.
-            step: Where each id stands.
+            step: Where each id stands in its cache row.
             wanted: ``[B]`` indices into `ids`.
+            sight: Positions and vectors, when a sequence of the step holds images.
 
         Returns:
             Logits after the wanted ids, ``[B, vocab]``, float32.
         """
+        input_ids = torch.tensor([ids], device=self.device)
+        inputs = {"input_ids": input_ids, "position_ids": step.positions.unsqueeze(0)}
+        if sight is not None:
+            embedded = self._model.get_input_embeddings()(input_ids)
+            for first, vectors in sight.vectors:
+                embedded[0, first : first + len(vectors)] = vectors
+            inputs = {"inputs_embeds": embedded, "position_ids": sight.positions.unsqueeze(1)}
         output = self._model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=step.positions.unsqueeze(0),
+            **inputs,
             use_cache=False,
             logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
             step=step,
@@ -169,10 +225,18 @@ def _resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_supported(config: Any) -> None:
-    if config.model_type not in _MODEL_TYPES:
+def _published(name: str) -> str:
+    """The name of a parameter of a model that sees, in checkpoints."""
+    for module, checkpoint in _PUBLISHED:
+        if name.startswith(module):
+            return checkpoint + name.removeprefix(module)
+    return name
+
+
+def _check_supported(model_type: str, config: Any) -> None:
+    if model_type not in _MODEL_TYPES:
         raise ValueError(
-            f"model type {config.model_type!r} is not taken by the torch engine, which runs "
+            f"model type {model_type!r} is not taken by the torch engine, which runs "
             f"{', '.join(_MODEL_TYPES)}: use the vllm or sglang engine"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}

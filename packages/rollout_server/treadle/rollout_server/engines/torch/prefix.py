@@ -10,6 +10,9 @@ others may copy while it runs. A *retained* one owns a copy of the cache of a se
 ended; these are bounded in bytes and the least recently used goes first. An entry that a
 longer one covers is dropped. Everything is dropped when the weights change.
 
+Where an image stands, a key has the image's serial number and not the placeholder id, which
+is the same for all images: prompts match as far as their pictures do.
+
 Nothing here waits, and nothing here knows torch: what an entry holds is opaque.
 """
 
@@ -21,6 +24,9 @@ from typing import Generic, TypeVar
 import numpy as np
 
 _ID_BYTES = 4
+
+FIRST_IMAGE_KEY = 1 << 31
+"""Stands for image 0 in a key, once for each of its placeholders; token ids are below it."""
 
 T = TypeVar("T")
 
