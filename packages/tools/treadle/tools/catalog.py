@@ -35,6 +35,7 @@ from treadle.tools.references import load_reference
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "verl.tools.geo3k_tool.Geo3kTool": "treadle.tools.geometry3k.Geometry3kTool",
         "verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool",
         "verl.tools.mcp_base_tool.MCPBaseTool": MCP_CLASS,
         "verl.tools.search_tool.SearchTool": "treadle.tools.search.SearchTool",

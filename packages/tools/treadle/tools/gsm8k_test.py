@@ -4,7 +4,7 @@ import pytest
 
 from treadle.agent_loop import AgentTask, Message, SetupError, ToolResult
 from treadle.tools import Gsm8kTool
-from treadle.tools.gsm8k import Gsm8kSession
+from treadle.tools.answer_check import AnswerCheckSession
 
 
 def make_task(extra_info: object) -> AgentTask:
@@ -18,7 +18,7 @@ def make_task(extra_info: object) -> AgentTask:
     )
 
 
-async def open_session(ground_truth: str = "42") -> Gsm8kSession:
+async def open_session(ground_truth: str = "42") -> AnswerCheckSession:
     kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": ground_truth}}}
     return await Gsm8kTool().open(make_task({"tools_kwargs": kwargs}))
 

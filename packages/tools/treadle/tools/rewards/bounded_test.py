@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import AgentTask, Message, RewardError, Score, StopReason, Trajectory
+from treadle.tools.rewards import bounded
 from treadle.tools.rewards.bounded import BoundedReward
 from treadle.tools.rewards.user import load
 from treadle.tracing import Metric, Reduce
@@ -15,7 +16,7 @@ def timeouts(count: int) -> Metric:
 
 
 @pytest.fixture
-def reward(tmp_path: Path) -> BoundedReward:
+def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoundedReward:
     path = tmp_path / "mine.py"
     path.write_text(
         "import os\n"
@@ -27,7 +28,8 @@ def reward(tmp_path: Path) -> BoundedReward:
     )
     # Long enough for a busy machine, short enough for a test: only "for ever" waits for it.
     make = partial(load, f"{path}:mine")
-    return BoundedReward(make, name="mine", timeout_s=2.0, timeout_score=-1.0, processes=1)
+    monkeypatch.setattr(bounded, "_PROCESSES", 1)
+    return BoundedReward(make, name="mine", timeout_s=2.0, timeout_score=-1.0)
 
 
 def saying(text: str) -> Trajectory:
@@ -72,7 +74,7 @@ async def test_what_the_reward_raises_and_how_its_process_dies_are_told(
 ) -> None:
     with pytest.raises(RewardError, match="the reward mine: ZeroDivisionError: float division"):
         await reward(saying(""))
-    with pytest.raises(RewardError, match="process of the reward mine died with exit code 3"):
+    with pytest.raises(RewardError, match="the reward mine: its process died with exit code 3"):
         await reward(saying("die"))
     assert (await reward(saying("ab"))).value == 0.5
 

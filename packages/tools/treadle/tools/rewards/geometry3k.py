@@ -21,14 +21,17 @@ _FORM: Final = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _ACCURACY_WEIGHT = 0.9
 
 
-def is_right(text: str, ground_truth: str) -> bool:
-    r"""Whether the last `\boxed{}` of `text` and `ground_truth` are the same mathematics."""
-    answer = last_boxed(text)
-    if answer is None:
-        return False
+def same(answer: str, ground_truth: str) -> bool:
+    """Whether two answers are the same mathematics."""
     if answer.strip() == ground_truth.strip():
         return True
     return bool(math_verify.verify(_read(ground_truth), _read(answer), timeout_seconds=None))
+
+
+def is_right(text: str, ground_truth: str) -> bool:
+    r"""Whether the last `\boxed{}` of `text` is the ground truth."""
+    answer = last_boxed(text)
+    return answer is not None and same(answer, ground_truth)
 
 
 def has_form(text: str) -> bool:
