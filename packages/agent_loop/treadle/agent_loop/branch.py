@@ -99,6 +99,7 @@ class Plan:
         observed: What follows the branch's ids.
         messages: What these ids say.
         is_answer: It answers an earlier completion of the session.
+        why: Of a FORK: what keeps it from extending the branch.
     """
 
     how: Continuation
@@ -106,6 +107,7 @@ class Plan:
     observed: Rendering
     messages: tuple[Message, ...]
     is_answer: bool
+    why: str | None = None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -120,11 +122,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """A place in a branch from which a request can go on: `stop` ids say `covered` messages."""
+    """A place in a branch from which a request can go on.
+
+    `stop` ids say its `covered` messages; of all its messages, `num_shared` are the request's too.
+    """
 
     branch: Branch
     covered: int
     stop: int
+    num_shared: int
     num_rewritten: int
 
     @property
@@ -165,23 +171,25 @@ def make_plan(
     base = max(bases, key=lambda b: b.rank)
     branch, rest = base.branch, messages[base.covered :]
     shared = branch.transcript.ids[: base.stop]
+    history = branch.messages[: base.covered]
     try:
-        new = renderer.extend(shared, rest, tools=tools) if rest else Rendering(ids=())
-    except RenderError:
-        prompt = renderer.render(messages, tools=tools)
-        return _fresh(Continuation.FORK, Branch(prompt, messages, tools), is_answer=bool(rest))
+        new = Rendering(ids=())
+        if rest:
+            new = renderer.extend(shared, rest, tools=tools, history=history)
+    except RenderError as error:
+        anew = Branch(renderer.render(messages, tools=tools), messages, tools)
+        return _fresh(Continuation.FORK, anew, is_answer=bool(rest), why=str(error))
     if base.whole:
         how = Continuation.REALIGNED if base.num_rewritten else Continuation.EXACT
         return Plan(how=how, branch=branch, observed=new, messages=rest, is_answer=True)
     images = tuple(image for image in branch.transcript.images if image.stop <= base.stop)
-    prompt = Rendering(ids=(*shared, *new.ids), images=_joined(images, len(shared), new))
     fork = Branch(
-        prompt,
-        (*branch.messages[: base.covered], *rest),
+        Rendering(ids=(*shared, *new.ids), images=_joined(images, len(shared), new)),
+        (*history, *rest),
         tools,
         turns=[turn for turn in branch.turns if turn.stop <= base.stop],
     )
-    return _fresh(Continuation.FORK, fork, is_answer=bool(rest))
+    return _fresh(Continuation.FORK, fork, is_answer=bool(rest), why=_reason(base, messages))
 
 
 def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:
@@ -200,15 +208,44 @@ def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:
                 branch=branch,
                 covered=covered,
                 stop=stop,
+                num_shared=shared.num_messages,
                 num_rewritten=shared.num_rewritten,
             )
         )
     return bases
 
 
-def _fresh(how: Continuation, branch: Branch, *, is_answer: bool = False) -> Plan:
+def _reason(base: _Base, messages: Sequence[Message]) -> str:
+    """Why a request does not simply extend the branch that it shares most with."""
+    recorded = base.branch.messages
+    if base.covered == len(recorded):
+        return "another request extends the same branch at the same time"
+    if base.covered == len(messages):
+        return f"its {len(messages)} messages were answered before: it was sent again"
+    place = base.num_shared
+    if place == len(messages):
+        return f"it has only the first {place} of {len(recorded)} messages"
+    return (
+        f"message {place + 1} of {len(recorded)}, {_brief(recorded[place])}, has become "
+        f"{_brief(messages[place])}"
+    )
+
+
+def _brief(message: Message) -> str:
+    calls = f" with {len(message.tool_calls)} calls" if message.tool_calls else ""
+    return f"{message.role} {message.content[:80]!r}{calls}"
+
+
+def _fresh(
+    how: Continuation, branch: Branch, *, is_answer: bool = False, why: str | None = None
+) -> Plan:
     return Plan(
-        how=how, branch=branch, observed=Rendering(ids=()), messages=(), is_answer=is_answer
+        how=how,
+        branch=branch,
+        observed=Rendering(ids=()),
+        messages=(),
+        is_answer=is_answer,
+        why=why,
     )
 
 

@@ -336,7 +336,7 @@ async def test_22_the_last_written_branch_is_the_trajectory_s_conversation() -> 
 class StubbornRenderer(ByteRenderer):
     """A template that cannot go on after a turn."""
 
-    def extend(self, ids, messages, *, tools) -> Rendering:  # type: ignore[no-untyped-def]
+    def extend(self, ids, messages, *, tools, history=()) -> Rendering:  # type: ignore[no-untyped-def]
         raise RenderError("cannot be extended")
 
 
@@ -357,3 +357,46 @@ async def test_24_a_template_that_refuses_the_messages_is_the_caller_s_error() -
     with pytest.raises(RenderError, match="roles must alternate"):
         await session.complete([USER])
     assert generator.requests == []
+
+
+async def test_25_a_trajectory_says_why_its_agent_s_requests_forked() -> None:
+    session, _ = make(["one", "two", "three", "four", "five"])
+    first = await session.complete([USER])
+    history = [USER, first.parsed.message, asked("v")]
+    await session.complete(history)
+    await session.complete(history)
+    await session.complete([USER, said("edited"), asked("v")])
+    await session.complete([USER, first.parsed.message, asked("w")])
+    findings = [f.text for f in session.finish().findings if f.kind == "fork"]
+    assert findings == [
+        "request 2: its 3 messages were answered before: it was sent again",
+        "request 4: message 3 of 4, user 'v', has become user 'w'",
+    ]
+
+
+async def test_26_findings_tell_of_edits_and_of_requests_at_the_same_time() -> None:
+    session, generator = make(["one", "two", "three", "four"])
+    first = await session.complete([USER])
+    longer = [USER, first.parsed.message, asked("v")]
+    second = await session.complete(longer)
+    generator.hold()
+    async with asyncio.TaskGroup() as group:
+        whole = [*longer, second.parsed.message, asked("w")]
+        for _ in range(2):
+            group.create_task(session.complete(whole))
+        await generator.until_running(2)
+        generator.release()
+    assert [f.text for f in session.finish().findings] == [
+        "request 3: another request extends the same branch at the same time"
+    ]
+
+
+async def test_27_malformed_calls_are_findings_and_drift_is_measured() -> None:
+    session, _ = make(['<tool_call>{"name": }</tool_call>', " two"])
+    await session.complete([USER], tools=TOOLS)
+    await session.complete([SYSTEM, USER], tools=TOOLS)
+    trajectory = session.finish()
+    assert [f.kind for f in trajectory.findings] == ["malformed_call"]
+    assert metric(trajectory, "tool/parse_errors") == 1
+    assert metric(trajectory, "drift/turns") == 7
+    assert metric(trajectory, "drift/sampled") == 0

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from treadle.agent_loop.drift import Recorded, measure_drift
 from treadle.agent_loop.errors import PromptTooLongError
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import MalformedCall, ParsedCompletion
 from treadle.agent_loop.sampler import TurnSampler
-from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.transcript import Transcript
 from treadle.agent_loop.types import (
     AgentTask,
@@ -83,7 +84,7 @@ class Conversation:
         self._transcript = Transcript(rendered.ids, images=rendered.images)
         self._assistant_turns = 0
         self._user_turns = 0
-        self._parse_errors = 0
+        self._findings: list[Finding] = []
         self._activity = "about to begin"
         self._sampler = TurnSampler(task, services)
         prompt = self._transcript.num_prompt_tokens
@@ -148,7 +149,10 @@ class Conversation:
         parsed = services.renderer.parse(completion.token_ids, tools=self._tools, prompt=prompt)
         self._messages.append(parsed.message)
         self._assistant_turns += 1
-        self._parse_errors += len(parsed.malformed)
+        self._findings.extend(
+            Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
+            for bad in parsed.malformed
+        )
         self._activity = "between turns"
         return Turn(parsed=parsed, finish=completion.finish)
 
@@ -170,7 +174,9 @@ class Conversation:
             RenderError: The template refuses these messages.
         """
         transcript = self._transcript
-        answer = self._services.renderer.extend(transcript.ids, messages, tools=self._tools)
+        answer = self._services.renderer.extend(
+            transcript.ids, messages, tools=self._tools, history=self._messages
+        )
         stop = self._services.limits.length_stop(
             prompt=transcript.num_prompt_tokens,
             response=transcript.num_response_tokens + len(answer.ids),
@@ -184,6 +190,7 @@ class Conversation:
     def doing(self, activity: str) -> None:
         """Notes what the loop does now, for the text of an error or a timeout."""
         self._activity = activity
+        self._services.pulse.beat(f"{activity} in session {self.session_id}")
 
     def finish(
         self,
@@ -199,11 +206,14 @@ class Conversation:
             Metric("agent_loop/generate_s", self._sampler.generate_s, Reduce.MEAN),
             Metric("agent_loop/assistant_turns", self._assistant_turns, Reduce.MEAN),
             Metric("agent_loop/user_turns", self._user_turns, Reduce.MEAN),
-            Metric("tool/parse_errors", self._parse_errors, Reduce.SUM),
+            Metric("tool/parse_errors", len(self._findings), Reduce.SUM),
         )
+        tokens = self._transcript.freeze()
+        recorded = Recorded(tokens=tokens, messages=self.messages, tools=self._tools)
+        drift = measure_drift([recorded], self._services.renderer)
         return Trajectory(
             task=self._task,
-            samples=(self._transcript.freeze(),),
+            samples=(tokens,),
             messages=self.messages,
             stop=stop,
             assistant_turns=self._assistant_turns,
@@ -211,5 +221,6 @@ class Conversation:
             reward=reward,
             tool_rewards=tuple(tool_rewards),
             turn_scores=tuple(turn_scores),
-            metrics=(*own, *metrics),
+            metrics=(*own, *drift.metrics, *metrics),
+            findings=(*self._findings, *drift.findings),
         )

@@ -2,10 +2,15 @@
 
 Invariant: what `extend` returns is what the template writes after a closed assistant turn, token
 for token, the newline after the end-of-turn mark included (verl issue #6501 is that newline
-missing). How: render a synthetic conversation with and without the new messages, take the text
-after a marker in its assistant turn, and tokenise that text alone. It begins with a special token,
-at which every tokenizer splits, so tokenising it alone and in its context give the same ids. The
-ids that were sampled are never decoded and encoded again.
+missing). `hf_template` finds that text; it is tokenised alone, and because it begins with an added
+token, at which every tokenizer splits, that gives the same ids as tokenising it in its context.
+The ids that were sampled are never decoded and encoded again.
+
+So an extension stays exact where a template rewrites what came before, as those do that drop the
+reasoning of earlier turns: the model goes on from what it sampled, not from what the template would
+now make of it. `drift` shows such places. `extend` refuses where it would have to guess: the
+template refuses or drops the messages, or ends the turn in another way before them. What holds for
+which template is listed in docs/chat_templates.md.
 
 Construction checks that the template and the tokenizer allow this, and refuses them otherwise.
 """
@@ -13,20 +18,26 @@ Construction checks that the template and the tokenizer allow this, and refuses 
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treadle.agent_loop.errors import RenderError, SetupError, boundary
-from treadle.agent_loop.parsers import HermesParser, ToolCallParser
+from treadle.agent_loop.hf_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
+from treadle.agent_loop.parsers import (
+    PARSER_NAMES,
+    HermesParser,
+    ToolCallParser,
+    parser_for_template,
+    parser_named,
+)
 from treadle.agent_loop.renderer import ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
 
-_MARKER = "treadle-boundary"
-_CLOSED_TURN = (
-    Message(role="user", content="question"),
-    Message(role="assistant", content=_MARKER),
-)
+if TYPE_CHECKING:
+    from treadle.agent_loop.hf_vision import ImagePlaceholders
+
+_PROMPT_END = 16  # ids that are enough to see whether a reasoning was opened
 
 
 class HfRenderer:
@@ -35,18 +46,24 @@ class HfRenderer:
     Args:
         tokenizer: With a chat template.
         tokenizer_sha256: Of the bytes of its tokenizer.json; compared with the servers'.
-        parser: Reads tool calls.
+        parser: Reads tool calls and reasoning; or its name. None: the one that the template asks
+            for, hermes if it asks for none.
         template_kwargs: Handed to the template, as `enable_thinking`.
+        placeholders: Of the model's image processor. None: messages cannot have images.
 
     Attributes:
+        template: The chat template, as text.
+        parser: Reads completions.
         tokenizer_sha256: 32 bytes, or None when the tokenizer has no file.
         vocab_size: Ids that the tokenizer knows, added tokens included. A model's embedding may
             be larger.
         eos_token_id: The tokenizer's end-of-sequence id, None when it has none.
-        stop_token_ids: The template's end-of-turn id, then the end-of-sequence id.
+        stop_token_ids: Ids that end a turn: the template's, then the end-of-sequence id, then
+            those of the parser's format.
 
     Raises:
-        SetupError: The template is missing, or its turns do not end with a special token.
+        SetupError: The template is missing, or its turns do not end with a special token, or the
+            parser is of another family: its stop tokens are not in the tokenizer.
     """
 
     def __init__(
@@ -54,39 +71,44 @@ class HfRenderer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         tokenizer_sha256: bytes | None = None,
-        parser: ToolCallParser | None = None,
+        parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        placeholders: "ImagePlaceholders | None" = None,
     ) -> None:
         self._tokenizer: Any = tokenizer
-        self._parser = parser if parser is not None else HermesParser()
-        self._template_kwargs = dict(template_kwargs or {})
+        self._placeholders = placeholders
         self.tokenizer_sha256 = tokenizer_sha256
         self.vocab_size = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
-        if not self._tokenizer.chat_template:
-            raise SetupError("the tokenizer has no chat template: add chat_template.jinja")
-        self._turn_end_id = self._find_turn_end()
-        stops = [self._turn_end_id]
-        if self.eos_token_id not in (None, self._turn_end_id):
-            stops.append(self.eos_token_id)
-        self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        self.template = ChatTemplate(self._tokenizer, template_kwargs or {})
+        if parser is None:
+            parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
+        self.parser = parser_named(parser) if isinstance(parser, str) else parser
+        self._unread_call = self._find_unread_call()
+        added = self._tokenizer.added_tokens_decoder
+        self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
+        ids = [self._added_ids[token] for token in self.template.stops]
+        ids += [] if self.eos_token_id is None else [self.eos_token_id]
+        ids += [self._id_of_stop(token) for token in self.parser.stop_tokens]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         # A server may end a turn with another id than ours, as Qwen's <|endoftext|>.
-        self._closing_ids = frozenset((*stops, *self._tokenizer.all_special_ids))
+        self._closing_ids = frozenset((*ids, self._tokenizer.pad_token_id))
 
     @classmethod
     def from_directory(
         cls,
         directory: str | Path,
         *,
-        parser: ToolCallParser | None = None,
+        parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> "HfRenderer":
-        """Loads a tokenizer from a model directory, without a network.
+        """Loads a tokenizer, and an image processor if there is one, without a network.
 
         Raises:
-            SetupError: The directory holds no tokenizer.json, or it does not load.
+            SetupError: The directory holds no tokenizer.json, or something does not load.
         """
-        file = Path(directory) / "tokenizer.json"
+        folder = Path(directory)
+        file = folder / "tokenizer.json"
         if not file.is_file():
             raise SetupError(f"{directory} holds no tokenizer.json")
         try:
@@ -95,52 +117,75 @@ class HfRenderer:
             raise SetupError(
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
             ) from error
+        placeholders = None
+        if (folder / "preprocessor_config.json").is_file():
+            # Only models that see need the libraries of images.
+            from treadle.agent_loop.hf_vision import ImagePlaceholders
+
+            placeholders = ImagePlaceholders.from_directory(folder, tokenizer)
         return cls(
             tokenizer,
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
             parser=parser,
             template_kwargs=template_kwargs,
+            placeholders=placeholders,
         )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
         """Returns the ids of a conversation, open for the assistant's turn.
 
         Raises:
-            RenderError: The template refuses these messages, or one has images.
+            RenderError: The template refuses these messages, or one has images that cannot be
+                shown.
+            SetupError: There are tools, and the parser does not read this template's calls.
         """
-        return Rendering(ids=self.encode(self._text(messages, tools, open_turn=True)))
+        if tools and self._unread_call is not None:
+            raise SetupError(self._unread_call)
+        text = self.template.text(messages, tools, open_turn=True)
+        return self._placed(self.encode(text), messages)
 
     def extend(
-        self, ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[ToolSpec]
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        history: Sequence[Message] = (),
     ) -> Rendering:
         """Returns the ids that follow the sampled turn at the end of `ids`.
 
         Raises:
-            RenderError: The template refuses these messages, or writes the turn before them
-                differently than without them.
+            RenderError: The template refuses these messages, drops them, or ends the turn before
+                them in another way than it ends turns.
         """
-        closed = self._text(_CLOSED_TURN, tools, open_turn=False)
-        if closed.count(_MARKER) > 1:
-            raise RenderError(f"a tool's schema holds {_MARKER!r}, which is kept for us: reword it")
-        before = _after_marker(closed)
-        whole = self._text((*_CLOSED_TURN, *messages), tools, open_turn=True)
-        after = _after_marker(whole)
-        if not after.startswith(before):
-            raise RenderError(
-                f"the template ends a turn with {before!r}, but writes {after[:80]!r} once "
-                f"{[m.role for m in messages]} follow: the conversation cannot be extended exactly"
-            )
-        extension = self.encode(after)
-        return Rendering(ids=extension[1:] if ids[-1] == self._turn_end_id else extension)
+        after = self.template.after_turn(messages, tools, history=history)
+        if any(ids[-1] == self._added_ids[end] for end in after.ends):
+            # Tokenised with the end in front: some tokenizers treat the beginning of a text
+            # in another way, and some added tokens swallow the space behind them.
+            return self._placed(self.encode(after.text)[1:], messages)
+        return self._placed(self.encode(after.closing + after.text), messages)
 
-    def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
-        """Reads the ids of one completion; special ids at its end are no part of its text."""
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        prompt: Sequence[int] = (),
+    ) -> ParsedCompletion:
+        """Reads the ids of one completion; the id that ended it is no part of its text."""
         ids = list(token_ids)
-        while ids and ids[-1] in self._closing_ids:
+        if ids and ids[-1] in self._closing_ids:
             ids.pop()
-        parsed = self._parser.parse(self.decode(ids))
+        parsed = self.parser.parse(
+            self.decode(ids), tools=tools, prompt_end=self.decode(prompt[-_PROMPT_END:])
+        )
         return ParsedCompletion(
-            message=Message(role="assistant", content=parsed.content, tool_calls=parsed.calls),
+            message=Message(
+                role="assistant",
+                content=parsed.content,
+                tool_calls=parsed.calls,
+                reasoning=parsed.reasoning,
+            ),
             call_starts=parsed.call_starts,
             malformed=parsed.malformed,
         )
@@ -161,59 +206,39 @@ class HfRenderer:
         )
         return text
 
-    def _find_turn_end(self) -> int:
-        try:
-            after = _after_marker(self._text(_CLOSED_TURN, (), open_turn=False))
-        except RenderError as error:
-            raise SetupError(f"the chat template cannot render a plain chat: {error}") from error
-        ids = self.encode(after)
-        if not ids or ids[0] not in self._tokenizer.added_tokens_decoder:
-            raise SetupError(
-                f"the chat template ends an assistant's turn with {after!r}, which does not begin "
-                "with a special token: turns cannot be extended exactly"
-            )
-        return ids[0]
-
-    def _text(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, open_turn: bool
-    ) -> str:
-        if any(message.images for message in messages):
+    def _placed(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Rendering:
+        images = [image for message in messages for image in message.images]
+        if self._placeholders is not None:
+            return self._placeholders.place(ids, images)
+        if images:
             raise RenderError("a message has images, and this renderer is of a text model")
-        with boundary(RenderError, "chat template"):
-            text: str = self._tokenizer.apply_chat_template(
-                [_as_dict(message) for message in messages],
-                tools=[tool.as_schema() for tool in tools] or None,
-                add_generation_prompt=open_turn,
-                tokenize=False,
-                **self._template_kwargs,
+        return Rendering(ids=ids)
+
+    def _id_of_stop(self, token: str) -> int:
+        if token not in self._added_ids:
+            raise SetupError(
+                f"{type(self.parser).__name__} reads turns that end with {token!r}, which this "
+                f"tokenizer does not know; its chat template asks for {self._fitting()}"
             )
-            return text
+        return self._added_ids[token]
+
+    def _find_unread_call(self) -> str | None:
+        """What is wrong with the parser, told by a call as the template writes it."""
+        written = self.template.probe_call
+        if written is None or _reads(self.parser, written):
+            return None
+        return (
+            f"the chat template writes a call as {written!r}, which {type(self.parser).__name__} "
+            f"does not read; it asks for {self._fitting()}"
+        )
+
+    def _fitting(self) -> str:
+        written = self.template.probe_call
+        names = [name for name in PARSER_NAMES if written and _reads(parser_named(name), written)]
+        return f"the parser {' or '.join(names)}" if names else f"none of {', '.join(PARSER_NAMES)}"
 
 
-def _after_marker(text: str) -> str:
-    """What follows the synthetic turn's text; the messages after it may hold the marker too."""
-    _, marker, after = text.partition(_MARKER)
-    if not marker:
-        raise RenderError("the chat template drops the assistant's text")
-    return after
-
-
-def _as_dict(message: Message) -> dict[str, object]:
-    """The message as chat templates know it."""
-    entry: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        entry["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        entry["name"] = message.name
-    if message.reasoning is not None:
-        entry["reasoning_content"] = message.reasoning
-    return entry
+def _reads(parser: ToolCallParser, written: str) -> bool:
+    calls = parser.parse(written, tools=(PROBE_TOOL,)).calls
+    expected = [(PROBE_CALL.name, dict(PROBE_CALL.arguments))]
+    return [(call.name, dict(call.arguments)) for call in calls] == expected

@@ -234,22 +234,24 @@ def test_a_missing_template_is_refused() -> None:
 
 def test_a_template_whose_turns_end_in_plain_text_is_refused() -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(SetupError, match="does not begin with a special token"):
+    with pytest.raises(SetupError, match="no special token before the next message"):
         HfRenderer(make_tokenizer(plain))
 
 
-def test_a_template_that_rewrites_the_turn_before_is_refused() -> None:
-    rewriting = (
-        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>"
-        "{% if loop.last %}!{% endif %}{% endfor %}"
+def test_a_template_that_ends_a_turn_by_what_follows_is_refused() -> None:
+    odd = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}"
+        "{% if messages[loop.index0 + 1].content == 'odd' %}<|endoftext|>{% endif %}"
+        "<|im_end|>{% endfor %}"
     )
-    renderer = HfRenderer(make_tokenizer(rewriting))
+    renderer = HfRenderer(make_tokenizer(odd))
+    renderer.extend((0,), [Message(role="user", content="even")], tools=())
     with pytest.raises(RenderError, match="cannot be extended exactly"):
-        renderer.extend((0,), [Message(role="user", content="x")], tools=())
+        renderer.extend((0,), [Message(role="user", content="odd")], tools=())
 
 
 def test_a_template_that_raises_is_a_render_error() -> None:
-    strict = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE
+    strict = "{% if messages | length > 3 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE
     renderer = HfRenderer(make_tokenizer(strict))
     with pytest.raises(RenderError, match="too many"):
-        renderer.extend((0,), [Message(role="user", content="x")], tools=())
+        renderer.extend((0,), [Message(role="user", content="x")] * 2, tools=())

@@ -139,7 +139,12 @@ class ChatRenderer(Protocol):
         ...
 
     def extend(
-        self, ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[ToolSpec]
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        history: Sequence[Message] = (),
     ) -> Rendering:
         """Returns what follows a sampled turn: its end, the messages, the next header.
 
@@ -151,6 +156,8 @@ class ChatRenderer(Protocol):
                 begins with that id, so that the boundary is the one that the template writes.
             messages: Tool or user messages that answer the turn; rendered as one group.
             tools: The tools of the conversation.
+            history: The messages that `ids` say, the sampled turn included. Some templates look
+                there for a system message or count earlier results. Empty: there are none.
 
         Raises:
             RenderError: The template cannot be extended exactly, or refuses these messages.

@@ -46,7 +46,12 @@ class ByteRenderer:
         return self._write((), shown)
 
     def extend(
-        self, ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[ToolSpec]
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        history: Sequence[Message] = (),
     ) -> Rendering:
         """Returns the end of the turn if it is missing, the messages and the next header."""
         return self._write(() if ids[-1] == END else (END,), messages)
