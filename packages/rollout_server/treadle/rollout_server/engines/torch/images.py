@@ -165,9 +165,9 @@ class ImageReader:
             raise ValueError(
                 f"it has {opened.width}x{opened.height} pixels, at most {_MAX_PIXELS} are taken"
             )
-        features = self.processor(
-            images=[ImageOps.exif_transpose(opened)], do_rescale=False, do_normalize=False
-        )
+        # The client looks in the header only, and has to come to the same size.
+        upright = ImageOps.exif_transpose(opened) if "exif" in opened.info else opened
+        features = self.processor(images=[upright], do_rescale=False, do_normalize=False)
         _, height, width = features["image_grid_thw"][0]
         patches = np.asarray(features["pixel_values"], dtype=np.uint8)
         return ImagePatches(
