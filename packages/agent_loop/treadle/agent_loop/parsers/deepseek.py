@@ -24,6 +24,7 @@ from treadle.agent_loop.types import ToolCall
 # ruff: noqa: RUF001 - the bars are the model's
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_MARKS = (_CALL_END, _CALL, _SECTION_END)
 _SEPARATOR = "<｜tool▁sep｜>"
 _HEAD = re.compile(f"([^<>\n]+){_SEPARATOR}")
 _FENCED = re.compile(r"([^<>{}\n]+)\n```(?:json)?\n")
@@ -70,14 +71,14 @@ def _read_call(scan: Scan, start: int) -> None:
         fenced = _FENCED.match(scan.text, place)
         if fenced is not None:
             name, place = fenced[1].strip(), scan.skip_space(fenced.end())
-        arguments, place = read_object(scan, place, before=_CALL_END)
+        arguments, place = read_object(scan, place, *_MARKS)
         if fenced is not None:
             place = max(place, scan.after(_FENCE, place))
         stop = scan.after(_CALL_END, place)
         if stop < 0:
             raise CallError(f"the arguments are not followed by {_CALL_END}")
     except CallError as error:
-        stop = scan.end_of_call(body, _CALL_END, _CALL, _SECTION_END)
+        stop = scan.end_of_call(body, _CALL, _SECTION_END, close=_CALL_END)
         scan.malformed(start, stop, reason=str(error), name=name)
     else:
         scan.call(start, stop, name=name, arguments=arguments)

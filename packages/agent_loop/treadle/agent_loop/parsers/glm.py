@@ -48,7 +48,7 @@ class GlmFormat:
             try:
                 arguments, place = _read_arguments(scan, schemas, name, place)
             except CallError as error:
-                place = scan.end_of_call(place, _CLOSE)
+                place = scan.end_of_call(place, close=_CLOSE)
                 scan.malformed(start, place, reason=str(error), name=name)
             else:
                 scan.call(start, place, name=name, arguments=arguments)

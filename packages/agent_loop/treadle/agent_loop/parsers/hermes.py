@@ -43,7 +43,7 @@ class HermesFormat:
                 place = start + len(_OPEN)
                 continue
             try:
-                value, stop = read_json(scan, body, before=_CLOSE)
+                value, stop = read_json(scan, body, _CLOSE)
                 place = scan.after(_CLOSE, stop)
                 if place < 0:
                     raise CallError(_after_the_json(scan, stop))

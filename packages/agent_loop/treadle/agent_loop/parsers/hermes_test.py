@@ -117,6 +117,9 @@ def test_good_and_bad_calls_keep_their_order() -> None:
     good = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     bad = "<tool_call>{oops}</tool_call>"
     parsed = PARSER.parse(f"a {bad} b {good} c {good}")
-    assert (parsed.malformed[0].id, [c.id for c in parsed.calls]) == ("call_0", ["call_1", "call_2"])
+    assert (parsed.malformed[0].id, [c.id for c in parsed.calls]) == (
+        "call_0",
+        ["call_1", "call_2"],
+    )
     assert parsed.malformed[0].start < parsed.call_starts[0] < parsed.call_starts[1]
     assert parsed.content == f"a {bad} b  c"

@@ -92,7 +92,7 @@ class InvokeFormat:
                 head = self._call_head.match(scan.text, start)
                 # From inside its own mark on, or from the junk that stands where it should be.
                 body = start + (len(self._call) if head else 1)
-                stop = scan.end_of_call(body, self._call_end, self._call, *self._closes)
+                stop = scan.end_of_call(body, self._call, *self._closes, close=self._call_end)
                 scan.malformed(start, stop, reason=str(error), name=head[1] if head else None)
             else:
                 scan.call(start, stop, name=name, arguments=arguments)

@@ -46,13 +46,13 @@ def decode_json(text: str, start: int = 0) -> tuple[object, int]:
     return value, stop
 
 
-def read_json(scan: Scan, start: int, *, before: str) -> tuple[object, int]:
+def read_json(scan: Scan, start: int, *before: str) -> tuple[object, int]:
     """Reads the JSON value at `start`.
 
     Args:
         scan: The text.
         start: The value's first character, not white space.
-        before: The mark that the value ends before. One inside a string ends nothing.
+        before: Marks that the value ends before. One inside a string ends nothing.
 
     Returns:
         The value, and the place after it.
@@ -60,21 +60,21 @@ def read_json(scan: Scan, start: int, *, before: str) -> tuple[object, int]:
     Raises:
         CallError: There is none, or it cannot be written again.
     """
-    mark = scan.find(before, start)
+    mark = scan.find_first(start, *before)
     while mark >= 0:
         try:
             # A slice, because an error counts the lines of all the text before its place.
             value, length = decode_json(scan.text[start:mark])
         except _CutStringError:
-            mark = scan.text.find(before, start + 2 * (mark - start))
+            mark = scan.find_first(start + 2 * (mark - start), *before)
         else:
             return value, start + length
     return decode_json(scan.text, start)
 
 
-def read_object(scan: Scan, start: int, *, before: str) -> tuple[dict[str, object], int]:
+def read_object(scan: Scan, start: int, *before: str) -> tuple[dict[str, object], int]:
     """Reads the JSON object at `start`, as `read_json`."""
-    value, stop = read_json(scan, start, before=before)
+    value, stop = read_json(scan, start, *before)
     if not isinstance(value, dict):
         raise CallError(f"the arguments must be a JSON object, got {json_type(value)}")
     return value, stop

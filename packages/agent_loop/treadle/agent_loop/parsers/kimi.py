@@ -25,6 +25,7 @@ _SECTIONS = (
     "<|tool_call_section_end|>",
 )
 _CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_MARKS = (_CALL_END, _CALL, *_SECTIONS)
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _HEAD = re.compile(r"[^<\n]*")
 _ID = re.compile(r"(?:functions\.)?([^:\s]+):\d+")
@@ -72,12 +73,12 @@ def _read_call(scan: Scan, start: int) -> None:
         name, place = named[1], scan.after(_ARGUMENTS, head.end())
         if place < 0:
             raise CallError(f"the id is not followed by {_ARGUMENTS}")
-        arguments, place = read_object(scan, scan.skip_space(place), before=_CALL_END)
+        arguments, place = read_object(scan, scan.skip_space(place), *_MARKS)
         stop = scan.after(_CALL_END, place)
         if stop < 0:
             raise CallError(f"the arguments are not followed by {_CALL_END}")
     except CallError as error:
-        stop = scan.end_of_call(body, _CALL_END, _CALL, *_SECTIONS)
+        stop = scan.end_of_call(body, _CALL, *_SECTIONS, close=_CALL_END)
         scan.malformed(start, stop, reason=str(error), name=name, call_id=call_id or None)
     else:
         scan.call(start, stop, name=name, arguments=arguments, call_id=call_id)

@@ -35,11 +35,10 @@ class Llama3JsonFormat:
 
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
-        _read_calls(scan, scan.skip_space(scan.position), meant=False)
+        start = scan.skip_space(scan.position)
+        _read_calls(scan, start, start, meant=False)
         while (start := scan.find(_TAG, scan.position)) >= 0:
-            body = scan.skip_space(start + len(_TAG))
-            scan.mark(start, body)
-            _read_calls(scan, body, meant=True)
+            _read_calls(scan, start, scan.skip_space(start + len(_TAG)), meant=True)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`."""
@@ -47,35 +46,36 @@ class Llama3JsonFormat:
         return "; ".join(map(write_json, bodies))
 
 
-def _read_calls(scan: Scan, start: int, *, meant: bool) -> None:
-    """Reads calls from `start` to the first thing that is none.
+def _read_calls(scan: Scan, start: int, place: int, *, meant: bool) -> None:
+    """Reads calls, up to the first thing that is none.
 
     Args:
         scan: The text.
-        start: Not white space.
+        start: Of the first call, its tag included.
+        place: Of the first call's JSON.
         meant: What is no call was meant as one.
     """
-    while meant or scan.text.startswith("{", start):
+    while meant or scan.text.startswith("{", place):
         value: object = None
         try:
-            if not scan.text.startswith("{", start):
-                found = scan.text[start : start + 20]
+            if not scan.text.startswith("{", place):
+                found = scan.text[place : place + 20]
                 raise CallError(f'expected {{"name": ..., "parameters": {{...}}}}, got {found!r}')
-            value, stop = read_json(scan, start, before=_TAG)
+            value, stop = read_json(scan, place, _TAG)
             name, arguments = read_call(value, arguments=_KEYS)
         except CallError as error:
-            if meant or _is_like_a_call(scan, start, value):
-                stop = scan.end_of_call(start, _TAG, _TAG)
+            if meant or _is_like_a_call(scan, place, value):
+                stop = scan.end_of_call(place, _TAG)
                 named = named_in(scan.text[start:stop])
                 scan.malformed(start, stop, reason=str(error), name=named)
             return
         scan.call(start, stop, name=name, arguments=arguments)
-        start = scan.skip_space(stop)
-        meant = scan.text.startswith(";", start)
+        start = place = scan.skip_space(stop)
+        meant = scan.text.startswith(";", place)
         if meant:
-            start = scan.skip_space(start + 1)
-            scan.mark(stop, start)
-            meant = start < len(scan.text)
+            start = place = scan.skip_space(place + 1)
+            scan.mark(stop, place)
+            meant = place < len(scan.text)
 
 
 def _is_like_a_call(scan: Scan, start: int, value: object) -> bool:

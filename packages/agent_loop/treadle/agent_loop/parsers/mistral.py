@@ -7,8 +7,8 @@ some with an id:
     [TOOL_CALLS]f[ARGS]{"a": 1}
     [TOOL_CALLS]f[CALL_ID]call00000[ARGS]{"a": 1}
 
-All are read; the third is written, or the first with `as_list`. Invariant: every id, also of a
-call that cannot be read, is of nine letters or digits, because the templates refuse all others.
+All are read; the third is written, or the first with `as_list`. Invariant: an id is kept as the
+model wrote it, and every other one has nine letters and digits, because the templates want that.
 Reasoning (`[THINK]...[/THINK]`) is content, since that is where the templates want it.
 """
 
@@ -31,7 +31,6 @@ from treadle.agent_loop.types import ToolCall
 _MARK = "[TOOL_CALLS]"
 _CALL_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _HEAD = re.compile(r"([^\[\]{}\n]+)(?:\[CALL_ID\]([^\[\]{}\n]*))?\[ARGS\]")
-_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class MistralFormat:
@@ -64,12 +63,12 @@ class MistralFormat:
         """As in `CallFormat`."""
         if self._as_list:
             bodies = [
-                {"name": call.name, "arguments": dict(call.arguments), "id": _own_id(call)}
+                {"name": call.name, "arguments": dict(call.arguments), "id": call.id}
                 for call in calls
             ]
             return _MARK + write_json(bodies)
         return "".join(
-            f"{_MARK}{_bare(call.name)}{_CALL_ID}{_own_id(call)}{_ARGUMENTS}"
+            f"{_MARK}{_bare(call.name)}{_CALL_ID}{_plain_id(call)}{_ARGUMENTS}"
             + write_json(dict(call.arguments))
             for call in calls
         )
@@ -82,10 +81,10 @@ def _read_named(scan: Scan, start: int, body: int) -> None:
         head = _HEAD.match(scan.text, body)
         if head is None:
             raise CallError(f"the call must be written as {_MARK}NAME{_ARGUMENTS}ARGUMENTS")
-        name, call_id = head[1].strip(), _checked_id(head[2])
-        arguments, stop = read_object(scan, scan.skip_space(head.end()), before=_MARK)
+        name, call_id = head[1].strip(), head[2] or None
+        arguments, stop = read_object(scan, scan.skip_space(head.end()), _MARK)
     except CallError as error:
-        stop = scan.end_of_call(body, _MARK, _MARK)
+        stop = scan.end_of_call(body, _MARK)
         scan.malformed(start, stop, reason=str(error), name=name, call_id=call_id)
     else:
         scan.call(start, stop, name=name, arguments=arguments, call_id=call_id)
@@ -94,29 +93,29 @@ def _read_named(scan: Scan, start: int, body: int) -> None:
 def _read_list(scan: Scan, start: int, body: int) -> None:
     """Reads calls that are one JSON list; each is a span of its own."""
     try:
-        items, end = read_json(scan, body, before=_MARK)
+        items, end = read_json(scan, body, _MARK)
     except CallError as error:
-        stop = scan.end_of_call(body, _MARK, _MARK)
+        stop = scan.end_of_call(body, _MARK)
         scan.malformed(start, stop, reason=str(error))
         return
     assert isinstance(items, list)
-    scan.mark(start, body + 1)
     text = scan.text[body:end]
-    place = 1
+    place, seen = 1, start
     for item in items:
         place = _item_start(text, place)
         _, stop = decode_json(text, place)
+        scan.mark(seen, body + place)
         try:
             name, arguments = read_call(item)
-            call_id = _checked_id(item.get("id"))
+            call_id = _id_in(item)
         except CallError as error:
             named = item.get("name") if isinstance(item, dict) else None
             known = named if isinstance(named, str) else None
             scan.malformed(body + place, body + stop, reason=str(error), name=known)
         else:
             scan.call(body + place, body + stop, name=name, arguments=arguments, call_id=call_id)
-        place = stop
-    scan.mark(scan.position, end)
+        place, seen = stop, body + stop
+    scan.mark(seen, end)
 
 
 def _item_start(text: str, place: int) -> int:
@@ -125,19 +124,13 @@ def _item_start(text: str, place: int) -> int:
     return place
 
 
-def _checked_id(given: object) -> str | None:
-    """The id that the model wrote; None when it wrote none."""
-    if given is None:
-        return None
-    if not isinstance(given, str) or not _ID.fullmatch(given):
-        raise CallError(f"the id must be 9 letters or digits, got {given!r:.40}")
-    return given
+def _id_in(item: object) -> str | None:
+    given = item.get("id") if isinstance(item, dict) else None
+    return given if isinstance(given, str) and given else None
 
 
-def _own_id(call: ToolCall) -> str:
-    if not _ID.fullmatch(call.id):
-        raise ValueError(f"the id of a call must be 9 letters or digits, got {call.id!r}")
-    return call.id
+def _plain_id(call: ToolCall) -> str:
+    return writable(call.id, "[", "]", "{", "}", "\n")
 
 
 def _bare(name: str) -> str:

@@ -62,9 +62,9 @@ def parser_named(name: str) -> ToolCallParser:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """Texts that a template must hold to be one of a parser's."""
+    """Texts that a template must hold to be one of a parser's; None: of a format not read here."""
 
-    name: str
+    name: str | None
     holds: tuple[str, ...]
 
 
@@ -79,14 +79,19 @@ _EVIDENCE = (
     _Evidence("qwen3_5", ("<tool_call>", "<function=", "<parameter=", _REASONING)),
     _Evidence("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     _Evidence("glm", ("<tool_call>", "<arg_key>", "<arg_value>")),
+    _Evidence(None, ("<tool_calls>",)),
+    _Evidence(None, ("]<]minimax[>[",)),
     _Evidence("qwen3", ("<tool_call>", '{"name": "', '"arguments": ', _REASONING)),
-    _Evidence("hermes", ("<tool_call>", '"name": ', '"arguments": ')),
-    _Evidence("llama3_json", ("<|python_tag|>", '"parameters": ')),
+    _Evidence("hermes", ("<tool_call>", "name", "arguments")),
+    _Evidence("llama3_json", ("<|eot_id|>", "ipython<|end_header_id|>", '"parameters": ')),
 )
 
 
 def parser_for_template(template: str) -> str | None:
-    """Returns the name of the parser that reads what a chat template writes, if one is known."""
+    """Returns the name of the parser that reads what a chat template writes, if one is known.
+
+    Where the template sets reasoning apart, so does the parser.
+    """
     for evidence in _EVIDENCE:
         if all(text in template for text in evidence.holds):
             return evidence.name

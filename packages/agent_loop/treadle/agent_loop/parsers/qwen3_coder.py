@@ -68,7 +68,7 @@ class Qwen3CoderFormat:
             if stop < 0:
                 raise CallError(f"the call is not closed by {_CLOSE}")
         except CallError as error:
-            stop = scan.end_of_call(body, _CLOSE)
+            stop = scan.end_of_call(body, close=_CLOSE)
             scan.malformed(start, stop, reason=str(error), name=_named_at(scan, body))
         else:
             scan.call(start, stop, name=name, arguments=arguments)

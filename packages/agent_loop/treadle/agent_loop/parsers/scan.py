@@ -59,17 +59,17 @@ class Scan:
         place = self.skip_space(start)
         return place + len(mark) if self.text.startswith(mark, place) else -1
 
-    def end_of_call(self, start: int, close: str, *others: str) -> int:
+    def end_of_call(self, start: int, *others: str, close: str | None = None) -> int:
         """Where a call that cannot be read ends.
 
         That is after its closing mark, unless one of the other marks comes first: then before
         that. Without either it is the end of the text.
         """
-        place = self.find(close, start)
-        limits = [at for mark in others if (at := self.find(mark, start)) >= 0]
-        if place >= 0 and all(place < limit for limit in limits):
+        limit = self.find_first(start, *others)
+        place = self.find(close, start) if close is not None else -1
+        if close is not None and place >= 0 and (limit < 0 or place < limit):
             return place + len(close)
-        return min(limits, default=len(self.text))
+        return len(self.text) if limit < 0 else limit
 
     def call(
         self,

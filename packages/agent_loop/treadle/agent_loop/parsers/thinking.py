@@ -33,14 +33,13 @@ class Thinking:
         """
         start = self._start(text, prompt_end)
         if start < 0:
-            return "", 0
+            closed = prompt_end.rstrip().endswith(self.close)
+            return "", self._next_line(text, 0) if closed else 0
         close = text.find(self.close, start)
         reasoning = text[start:] if close < 0 else text[start:close]
-        stop = len(text) if close < 0 else close + len(self.close)
+        stop = len(text) if close < 0 else self._next_line(text, close + len(self.close))
         if self.lines:
             reasoning = reasoning.removeprefix("\n").removesuffix("\n")
-            for _ in range(2):
-                stop += text.startswith("\n", stop)
         return reasoning, stop
 
     def write(self, reasoning: str) -> str:
@@ -60,6 +59,14 @@ class Thinking:
         lead = len(text) - len(text.lstrip())
         if text.startswith(self.open, lead):
             return lead + len(self.open)
+        if text.startswith(self.close, lead):  # how some templates write that there is none
+            return lead
         if prompt_end.rstrip().endswith(self.open):
             return 0
         return 0 if not prompt_end and self.close in text else -1
+
+    def _next_line(self, text: str, place: int) -> int:
+        """Place after the line feeds that the template writes after the closing mark."""
+        for _ in range(2 if self.lines else 0):
+            place += text.startswith("\n", place)
+        return place

@@ -1,0 +1,219 @@
+"""What holds for every parser: it reads what templates write and any junk, in linear time."""
+
+# ruff: noqa: RUF001 - the bars are the model's
+
+from collections.abc import Iterator, Mapping
+from typing import SupportsIndex
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treadle.agent_loop import SetupError, ToolCall, ToolSpec
+from treadle.agent_loop.parsers import PARSER_NAMES, ParsedText, parser_for_template, parser_named
+from treadle.agent_loop.parsers.testing import ARGUMENTS, REASONING, SAMPLES, TOOL, Sample
+
+every_parser = pytest.mark.parametrize("name", PARSER_NAMES)
+THINKING = tuple(n for n in PARSER_NAMES if parser_named(n).parse("x").reasoning is not None)
+
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>"),
+    *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">', "</invoke>"),
+    *("</minimax:tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜function_calls>"),
+    *('<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|python_tag|>", ";"),
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "commentary", " to=functions.f"),
+    *("<|message|>", "<|end|>", "<|call|>", "```json\n", "```", '"name": "f", '),
+    *('"parameters": ', '"arguments": ', "{", "}", "[", "]", '"', "\\", ",", " ", "\n", "f", "1"),
+)
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,12}", fullmatch=True)
+plain = st.text(st.characters(codec="utf-8", exclude_characters="<>{}[]")).map(str.strip)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="<")) | st.sampled_from(
+    ["3", "true", "null", '"3"', "{}", "\n", " ", "a\nb\n", "```"]
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**80), 2**80)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+arguments = st.dictionaries(names, values, max_size=4)
+junk = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3)).map("".join)
+
+
+def spec_of(name: str, given_arguments: Mapping[str, object]) -> ToolSpec:
+    """A tool whose schema says of each argument what it is."""
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    properties = {
+        key: {"type": "null" if value is None else kinds.get(type(value), "object")}
+        for key, value in given_arguments.items()
+    }
+    return ToolSpec(
+        name=name, description="", parameters={"type": "object", "properties": properties}
+    )
+
+
+def calls_of(parsed: ParsedText) -> list[tuple[str, dict[str, object]]]:
+    return [(call.name, dict(call.arguments)) for call in parsed.calls]
+
+
+@every_parser
+@settings(deadline=None, max_examples=40)
+@given(content=plain, wanted=st.dictionaries(names, arguments, max_size=3), thought=plain)
+def test_what_is_rendered_is_parsed(
+    name: str, content: str, wanted: dict[str, dict[str, object]], thought: str
+) -> None:
+    parser = parser_named(name)
+    tools = [spec_of(tool, given_arguments) for tool, given_arguments in wanted.items()]
+    calls = tuple(
+        ToolCall(
+            id=f"functions.{tool}:{i}" if name == "kimi" else f"call_{i}", name=tool, arguments=a
+        )
+        for i, (tool, a) in enumerate(wanted.items())
+    )
+    thought = thought if name in THINKING else ""
+    text = parser.render(content, calls, reasoning=thought)
+    parsed = parser.parse(text, tools=tools, prompt_end="assistant\n")
+    assert calls_of(parsed) == list(wanted.items())
+    assert (parsed.content, parsed.malformed) == (content, ())
+    assert (parsed.reasoning or "") == thought
+    if name != "mistral" or calls:
+        assert [call.id for call in parsed.calls] == [call.id for call in calls]
+    assert list(parsed.call_starts) == sorted(set(parsed.call_starts))
+
+
+@every_parser
+@settings(deadline=None, max_examples=150)
+@given(text=junk, prompt_end=st.sampled_from(["", "assistant\n", "<think>\n"]))
+def test_any_text_is_accepted_and_spans_point_into_it(
+    name: str, text: str, prompt_end: str
+) -> None:
+    parsed = parser_named(name).parse(text, tools=[TOOL], prompt_end=prompt_end)
+    spans = [(bad.start, bad.stop) for bad in parsed.malformed]
+    for bad in parsed.malformed:
+        assert text[bad.start : bad.stop] == bad.text
+        assert bad.text
+        assert bad.reason
+        assert bad.text in parsed.content or parsed.calls
+    starts = [*parsed.call_starts, *(start for start, _ in spans)]
+    assert len(set(starts)) == len(starts) == len(parsed.calls) + len(spans)
+    assert all(not any(a < start < b for start in starts) for a, b in spans)
+    ids = [*(call.id for call in parsed.calls), *(bad.id for bad in parsed.malformed)]
+    assert len(set(ids)) == len(ids)
+    assert (parsed.reasoning is None) == (name not in THINKING)
+    if not parsed.calls and name != "gpt_oss":
+        assert text.endswith(parsed.content)
+        assert parsed.reasoning or parsed.content == text or name in THINKING
+
+
+class Counting(str):
+    """A text that counts the characters that are looked at."""
+
+    seen = 0
+
+    def find(self, sub: str, *place: SupportsIndex | None) -> int:
+        found = super().find(sub, *place)
+        Counting.seen += (len(self) if found < 0 else found) - int(place[0] or 0 if place else 0)
+        return found
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        part = super().__getitem__(key)
+        Counting.seen += len(part)
+        return part
+
+    def count(self, *args: object) -> int:
+        Counting.seen += int(args[2]) if len(args) > 2 else len(self)  # type: ignore[call-overload]
+        return super().count(*args)  # type: ignore[arg-type]
+
+
+def stuck_texts() -> Iterator[str]:
+    """What a model says that is stuck; some of it is closed far away."""
+    calls = [sample.text for sample in SAMPLES]
+    halves = [text[: len(text) // 2] for text in calls] + [
+        text[: -len(text) // 4] for text in calls
+    ]
+    for unit in (*FRAGMENTS, *calls, *halves):
+        yield unit * 200
+    for mark in ("<tool_call>", "<function=f><parameter=a>", "<tool_call>f<arg_key>a</arg_key>"):
+        for end in ("</tool_call>", "</parameter>", "</function>", "</arg_value>"):
+            yield mark * 200 + end
+            yield f"{mark}{end}" * 200
+
+
+@every_parser
+def test_time_is_linear_for_a_model_that_is_stuck(name: str) -> None:
+    parser = parser_named(name)
+    for text in stuck_texts():
+        Counting.seen = 0
+        parser.parse(Counting(text), tools=[TOOL], prompt_end="x")
+        assert Counting.seen < 20 * len(text), (text[:80], Counting.seen / len(text))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: f"{s.parser}-{s.models}")
+def test_what_templates_write_is_read(sample: Sample) -> None:
+    parsed = parser_named(sample.parser).parse(
+        sample.text, tools=[TOOL], prompt_end=sample.prompt_end
+    )
+    assert calls_of(parsed) == [(TOOL.name, arguments) for arguments in sample.calls]
+    assert (parsed.content, parsed.malformed) == (sample.content, ())
+    assert parsed.reasoning == sample.reasoning
+    assert sample.text[parsed.call_starts[0] :].startswith(sample.first)
+
+
+def test_every_parser_has_a_sample() -> None:
+    assert {sample.parser for sample in SAMPLES} == set(PARSER_NAMES)
+    assert any(sample.calls == (ARGUMENTS,) for sample in SAMPLES)
+    assert {s.parser for s in SAMPLES if s.reasoning == REASONING} == set(THINKING)
+
+
+def test_names_are_sorted_and_an_unknown_one_is_refused() -> None:
+    assert list(PARSER_NAMES) == sorted(PARSER_NAMES)
+    with pytest.raises(SetupError, match="no parser 'qwen25'; there are deepseek, "):
+        parser_named("qwen25")
+
+
+@pytest.mark.parametrize("name", [n for n in PARSER_NAMES if n not in THINKING])
+def test_reasoning_is_refused_where_none_is_known(name: str) -> None:
+    with pytest.raises(ValueError, match="put it into the content"):
+        parser_named(name).render("", (), reasoning="so")
+
+
+TEMPLATES = {
+    "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'}}",
+    "deepseek_v32": "{{'<' + '｜DSML｜' + 'invoke name=\"' + func['name'] + '\">\\n'}}",
+    "glm": "{{ '\\n<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}",
+    "gpt_oss": "<|start|>assistant<|channel|>final<|message|>{{ x }}<|call|>",
+    "hermes": '{{- \'<tool_call>\\n{"name": "\' }}{{- name }}{{- \'", "arguments": \' }}',
+    "kimi": "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}",
+    "llama3_json": "<|start_header_id|>ipython<|end_header_id|>{{ '\"parameters\": ' }}<|eot_id|>",
+    "minimax": "{%- set begin = '<minimax:tool_call>' -%}{{- '<invoke name=\"' + name + '\">' }}",
+    "mistral": '{{ "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}',
+    "qwen3": '{{ reasoning_content }}<tool_call>\n{"name": "\' }}{{- \'", "arguments": \' }}',
+    "qwen3_5": "{{ reasoning_content }}'<tool_call>\\n<function=' + name '<parameter=' + key",
+    "qwen3_coder": "{{ '<tool_call>\\n<function=' + name + '>' }}{{ '<parameter=' + key + '>' }}",
+}
+
+
+@every_parser
+def test_a_template_names_its_parser(name: str) -> None:
+    assert parser_for_template(TEMPLATES[name]) == name
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ message.role }}: {{ message.content }}",
+        '{{ "<tool_calls>[" }}{"name": "x", "arguments": {}}<tool_call>',
+        "{% set ns = ']<]minimax[>[' %}{{ ns ~ '<tool_call>' }} name arguments",
+    ],
+)
+def test_a_template_of_no_known_format_names_none(template: str) -> None:
+    assert parser_for_template(template) is None

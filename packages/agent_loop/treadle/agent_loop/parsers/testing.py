@@ -1,0 +1,313 @@
+"""Turns as the models' own chat templates write them, for tests: with and without reasoning."""
+
+# ruff: noqa: RUF001 - the bars are the model's
+
+from dataclasses import dataclass
+
+from treadle.agent_loop import ToolSpec
+
+TOOL = ToolSpec(
+    name="get_weather",
+    description="Tells the weather.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "deep": {"type": "object"},
+            "flag": {"type": "boolean"},
+            "zip": {"type": "string"},
+        },
+        "required": ["city"],
+    },
+)
+ARGUMENTS: dict[str, object] = {
+    "city": 'Köln "x"\n  <b>',
+    "days": 3,
+    "deep": {"a": [1, "b", None]},
+    "flag": True,
+    "zip": "3",
+}
+ROME: dict[str, object] = {"city": "Rome"}
+REASONING = "First\n\nthis."
+_JSON = (
+    r'{"city": "Köln \"x\"\n  <b>", "days": 3, "deep": {"a": [1, "b", null]}, '
+    r'"flag": true, "zip": "3"}'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A turn, and what it says.
+
+    Attributes:
+        parser: Name of the parser that reads it.
+        models: Whose template writes it.
+        text: The turn without the token that ends it.
+        first: What the first call begins with.
+        prompt_end: What the template has written before it.
+    """
+
+    parser: str
+    models: str
+    text: str
+    first: str
+    calls: tuple[dict[str, object], ...] = (ARGUMENTS, ROME)
+    content: str = "Let me see."
+    reasoning: str | None = None
+    prompt_end: str = "<|im_start|>assistant\n"
+
+
+_HERMES = (
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {_JSON}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+_CODER = """<tool_call>
+<function=get_weather>
+<parameter=city>
+Köln "x"
+  <b>
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=deep>
+{"a": [1, "b", null]}
+</parameter>
+<parameter=flag>
+True
+</parameter>
+<parameter=zip>
+3
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=get_weather>
+<parameter=city>
+Rome
+</parameter>
+</function>
+</tool_call>"""
+_GLM_4_6 = """<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Köln "x"
+  <b></arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
+<arg_key>deep</arg_key>
+<arg_value>{"a": [1, "b", null]}</arg_value>
+<arg_key>flag</arg_key>
+<arg_value>true</arg_value>
+<arg_key>zip</arg_key>
+<arg_value>3</arg_value>
+</tool_call>
+<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Rome</arg_value>
+</tool_call>"""
+_GLM_4_7 = (
+    '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Köln "x"\n  <b></arg_value>'
+    "<arg_key>days</arg_key><arg_value>3</arg_value>"
+    '<arg_key>deep</arg_key><arg_value>{"a": [1, "b", null]}</arg_value>'
+    "<arg_key>flag</arg_key><arg_value>true</arg_value>"
+    "<arg_key>zip</arg_key><arg_value>3</arg_value></tool_call>"
+)
+_MINIMAX = """<minimax:tool_call>
+<invoke name="get_weather">
+<parameter name="city">Köln "x"
+  <b></parameter>
+<parameter name="days">3</parameter>
+<parameter name="deep">{"a": [1, "b", null]}</parameter>
+<parameter name="flag">true</parameter>
+<parameter name="zip">3</parameter>
+</invoke>
+<invoke name="get_weather">
+<parameter name="city">Rome</parameter>
+</invoke>
+</minimax:tool_call>"""
+_DSML = """<｜DSML｜function_calls>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">Köln "x"
+  <b></｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+<｜DSML｜parameter name="deep" string="false">{"a": [1, "b", null]}</｜DSML｜parameter>
+<｜DSML｜parameter name="flag" string="false">true</｜DSML｜parameter>
+<｜DSML｜parameter name="zip" string="true">3</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+_DEEPSEEK_V31 = (
+    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_JSON}<｜tool▁call▁end｜>"
+    '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>"
+)
+_DEEPSEEK_R1 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    f"```json\n{_JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+_KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    f"<|tool_call_argument_begin|>{_JSON}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1"
+    '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+_NEMO = (
+    f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_JSON}, "id": "call00000"}}, '
+    '{"name": "get_weather", "arguments": {"city": "Rome"}, "id": "call00001"}]'
+)
+_MISTRAL_3_2 = (
+    f"[TOOL_CALLS]get_weather[CALL_ID]call00000[ARGS]{_JSON}"
+    '[TOOL_CALLS]get_weather[CALL_ID]call00001[ARGS]{"city": "Rome"}'
+)
+_DEVSTRAL = f'[TOOL_CALLS]get_weather[ARGS]{_JSON}[TOOL_CALLS]get_weather[ARGS]{{"city": "Rome"}}'
+_LLAMA = f'{{"name": "get_weather", "parameters": {_JSON}}}'
+_ANALYSIS = "<|channel|>analysis<|message|>First\n\nthis.<|end|><|start|>assistant"
+
+SAMPLES = (
+    Sample(parser="hermes", models="Qwen2.5", text=f"Let me see.\n{_HERMES}", first="<tool_call>"),
+    Sample(
+        parser="qwen3",
+        models="Qwen3",
+        text=f"<think>\nFirst\n\nthis.\n</think>\n\nLet me see.\n{_HERMES}",
+        first="<tool_call>",
+        reasoning=REASONING,
+    ),
+    Sample(
+        parser="qwen3",
+        models="Qwen3, not thinking",
+        text=f"<think>\n\n</think>\n\nLet me see.\n{_HERMES}",
+        first="<tool_call>",
+        reasoning="",
+    ),
+    Sample(
+        parser="qwen3_coder",
+        models="Qwen3-Coder",
+        text=f"Let me see.\n\n{_CODER}",
+        first="<tool_call>",
+    ),
+    Sample(
+        parser="qwen3_5",
+        models="Qwen3.5",
+        text=f"First\n\nthis.\n</think>\n\nLet me see.\n\n{_CODER}",
+        first="<tool_call>",
+        reasoning=REASONING,
+        prompt_end="<|im_start|>assistant\n<think>\n",
+    ),
+    Sample(
+        parser="glm",
+        models="GLM-4.6",
+        text=f"\n<think>First\n\nthis.</think>\nLet me see.\n{_GLM_4_6}",
+        first="<tool_call>",
+        reasoning=REASONING,
+        prompt_end="<|assistant|>",
+    ),
+    Sample(
+        parser="glm",
+        models="GLM-4.7",
+        text=f"First\n\nthis.</think>Let me see.{_GLM_4_7}",
+        first="<tool_call>",
+        calls=(ARGUMENTS,),
+        reasoning=REASONING,
+        prompt_end="<|assistant|><think>",
+    ),
+    Sample(
+        parser="glm",
+        models="GLM-4.6, not thinking",
+        text=f"\nLet me see.\n{_GLM_4_6}",
+        first="<tool_call>",
+        reasoning="",
+        prompt_end="<|assistant|>\n<think></think>",
+    ),
+    Sample(
+        parser="minimax",
+        models="MiniMax-M2",
+        text=f"First\n\nthis.\n</think>\n\nLet me see.\n{_MINIMAX}",
+        first="<invoke",
+        reasoning=REASONING,
+        prompt_end="]~b]ai\n<think>\n",
+    ),
+    Sample(
+        parser="deepseek_v32",
+        models="DeepSeek-V3.2",
+        text=f"First\n\nthis.</think>Let me see.\n\n{_DSML}",
+        first="<｜DSML｜invoke",
+        reasoning=REASONING,
+        prompt_end="<｜Assistant｜><think>",
+    ),
+    Sample(
+        parser="deepseek_v32",
+        models="DeepSeek-V4, not thinking",
+        text="Let me see.\n\n" + _DSML.replace("function_calls", "tool_calls"),
+        first="<｜DSML｜invoke",
+        reasoning="",
+        prompt_end="<｜Assistant｜></think>",
+    ),
+    Sample(
+        parser="deepseek",
+        models="DeepSeek-V3.1",
+        text=f"Let me see.{_DEEPSEEK_V31}",
+        first="<｜tool▁call▁begin｜>",
+        reasoning="",
+        prompt_end="<｜Assistant｜><think></think>",
+    ),
+    Sample(
+        parser="deepseek",
+        models="DeepSeek-R1",
+        text=f"First\n\nthis.</think>{_DEEPSEEK_R1}",
+        first="<｜tool▁call▁begin｜>",
+        content="",
+        reasoning=REASONING,
+        prompt_end="<｜Assistant｜><think>",
+    ),
+    Sample(
+        parser="kimi",
+        models="Kimi-K2-Thinking",
+        text=f"<think>First\n\nthis.</think>Let me see.{_KIMI}",
+        first="<|tool_call_begin|>",
+        reasoning=REASONING,
+        prompt_end="<|im_assistant|>assistant<|im_middle|>",
+    ),
+    Sample(parser="mistral", models="Nemo", text=_NEMO, first='{"name"', content=""),
+    Sample(
+        parser="mistral",
+        models="Mistral-Small-3.2",
+        text=_MISTRAL_3_2,
+        first="[TOOL_CALLS]",
+        content="",
+    ),
+    Sample(
+        parser="mistral", models="Devstral", text=f"Let me see.{_DEVSTRAL}", first="[TOOL_CALLS]"
+    ),
+    Sample(
+        parser="llama3_json",
+        models="Llama-3.1",
+        text=_LLAMA,
+        first='{"name"',
+        calls=(ARGUMENTS,),
+        content="",
+    ),
+    Sample(
+        parser="gpt_oss",
+        models="gpt-oss, recipient in the role",
+        text=f"{_ANALYSIS} to=functions.get_weather<|channel|>commentary json<|message|>{_JSON}",
+        first="<|start|>assistant to=",
+        calls=(ARGUMENTS,),
+        content="",
+        reasoning=REASONING,
+        prompt_end="<|start|>assistant",
+    ),
+    Sample(
+        parser="gpt_oss",
+        models="gpt-oss, as sampled",
+        text=f"{_ANALYSIS}<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        f"{_JSON}<|call|>",
+        first="<|start|>assistant<|channel|>commentary to=",
+        calls=(ARGUMENTS,),
+        reasoning=REASONING,
+        prompt_end="<|start|>assistant",
+    ),
+)
