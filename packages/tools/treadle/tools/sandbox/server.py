@@ -1,0 +1,152 @@
+"""The process of the sandbox server: arguments, address, signals, end.
+
+Invariant: exit code 0 after a graceful end, 1 with one line that says why it cannot serve, 2 for
+wrong arguments. It listens on 127.0.0.1 unless told otherwise, and only after a program has run.
+The ready file exists exactly while it serves.
+
+Who waits: the main task, for SIGTERM, SIGINT, or the end of the parent process if one was named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import uvicorn
+
+from treadle.agent_loop import SetupError
+from treadle.tools.sandbox.app import make_app
+from treadle.tools.sandbox.limits import SandboxLimits
+from treadle.tools.sandbox.local import LocalSandbox
+
+_logger = logging.getLogger(__name__)
+_PROGRAM = "python -m treadle.tools.sandbox"
+_GRACE_S = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to end; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        limits = {field.name: getattr(arguments, field.name) for field in fields(SandboxLimits)}
+        sandbox = LocalSandbox(
+            limits=SandboxLimits(**limits),
+            places=arguments.places,
+            queue=arguments.queue,
+            warm=arguments.warm,
+            packages=arguments.packages,
+            preload=arguments.packages if arguments.preload is None else arguments.preload,
+        )
+        asyncio.run(_serve(sandbox, arguments))
+    except (OSError, SetupError, ValueError) as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Runs programs isolated by bubblewrap, behind SandboxFusion's /run_code.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    names = _comma_separated
+    parser.add_argument("--host", default="127.0.0.1", help="anyone who reaches it can run code")
+    parser.add_argument("--port", type=int, default=8080, help="0: any that is free")
+    parser.add_argument("--places", type=int, help="programs at one time; none: one per core")
+    parser.add_argument("--queue", type=int, default=1024, help="programs that may wait")
+    parser.add_argument("--warm", type=int, default=2, help="interpreters kept ready")
+    parser.add_argument("--packages", type=names, default=("numpy", "sympy"), metavar="A,B")
+    parser.add_argument("--preload", type=names, help="modules; none: as packages", metavar="A,B")
+    for field in fields(SandboxLimits):
+        kind = float if field.name.endswith("_s") else int
+        parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=" ")
+    parser.add_argument("--ready_file", type=Path, help="gets the address while it serves")
+    parser.add_argument("--parent_pid", type=int, help="end when this process does")
+    return parser
+
+
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+async def _serve(sandbox: LocalSandbox, arguments: argparse.Namespace) -> None:
+    listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
+    with listener:
+        host, port = listener.getsockname()[:2]
+        url = f"http://{host}:{port}"
+        async with sandbox:
+            config = uvicorn.Config(
+                make_app(sandbox),
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+            server = _Server(config)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, server.end)
+            with _ready_file(arguments.ready_file, url), _watching(arguments.parent_pid, server):
+                _logger.info("ready: %s/run_code, %s", url, sandbox.stats())
+                await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise them again at the end, and exit with one."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        """Answer what is under way, at most `_GRACE_S`, and end."""
+        self.should_exit = True
+
+
+@contextmanager
+def _ready_file(path: Path | None, url: str) -> Iterator[None]:
+    """The file appears whole and goes away at the end."""
+    if path is None:
+        yield
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    partial.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _watching(pid: int | None, server: _Server) -> Iterator[None]:
+    """Ends the server with its parent."""
+    if pid is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    descriptor = os.pidfd_open(pid)
+
+    def end() -> None:
+        loop.remove_reader(descriptor)
+        server.end()
+
+    loop.add_reader(descriptor, end)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
