@@ -49,7 +49,7 @@ class HfRenderer:
         parser: Reads tool calls and reasoning; or its name. None: the one that the template asks
             for, hermes if it asks for none.
         template_kwargs: Handed to the template, as `enable_thinking`.
-        placeholders: Of the model's image processor. None: messages cannot have images.
+        placeholders: Places images among the ids. None: messages cannot have images.
 
     Attributes:
         template: The chat template, as text.
@@ -118,7 +118,8 @@ class HfRenderer:
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
             ) from error
         placeholders = None
-        if (folder / "preprocessor_config.json").is_file():
+        names = ("preprocessor_config.json", "processor_config.json")
+        if any((folder / name).is_file() for name in names):
             # Only models that see need the libraries of images.
             from treadle.agent_loop.hf_vision import ImagePlaceholders
 
@@ -208,11 +209,11 @@ class HfRenderer:
 
     def _placed(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Rendering:
         images = [image for message in messages for image in message.images]
-        if self._placeholders is not None:
-            return self._placeholders.place(ids, images)
-        if images:
+        if not images:
+            return Rendering(ids=ids)
+        if self._placeholders is None:
             raise RenderError("a message has images, and this renderer is of a text model")
-        return Rendering(ids=ids)
+        return self._placeholders.place(ids, images)
 
     def _id_of_stop(self, token: str) -> int:
         if token not in self._added_ids:

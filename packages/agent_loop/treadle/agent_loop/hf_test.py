@@ -241,7 +241,8 @@ def test_a_template_whose_turns_end_in_plain_text_is_refused() -> None:
 def test_a_template_that_ends_a_turn_by_what_follows_is_refused() -> None:
     odd = (
         "{% for m in messages %}<|im_start|>{{ m.content }}"
-        "{% if messages[loop.index0 + 1].content == 'odd' %}<|endoftext|>{% endif %}"
+        "{% if not loop.last and messages[loop.index0 + 1].content == 'odd' %}<|endoftext|>"
+        "{% endif %}"
         "<|im_end|>{% endfor %}"
     )
     renderer = HfRenderer(make_tokenizer(odd))
