@@ -39,12 +39,13 @@ from typing import Self
 
 from treadle.agent_loop.branch import Branch, Continuation, Plan, make_plan
 from treadle.agent_loop.conversation import Turn
+from treadle.agent_loop.drift import Recorded, measure_drift
 from treadle.agent_loop.errors import LoopError, RolloutError
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import ParsedCompletion
 from treadle.agent_loop.sampler import TurnSampler
 from treadle.agent_loop.stop_strings import cut_at_stop
-from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.transcript import Tokens
 from treadle.agent_loop.types import (
     AgentTask,
@@ -107,6 +108,7 @@ class CapturedSession:
         self._branches: list[Branch] = []
         self._call_ids: set[str] = set()
         self._counts: Counter[str] = Counter()
+        self._findings: list[Finding] = []
         self._under_way = 0
         self._answers_under_way = 0
         self._assistant_turns = 0
@@ -250,15 +252,21 @@ class CapturedSession:
             why = f"; a limit refused it: {self._refused}" if self._refused else ""
             raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
         branches = self._by_age()
+        recorded = [
+            Recorded(tokens=b.transcript.freeze(), messages=tuple(b.messages), tools=b.tools)
+            for b in branches
+        ]
+        drift = measure_drift(recorded, self._services.renderer)
         return Trajectory(
             task=self._task,
-            samples=tuple(branch.transcript.freeze() for branch in branches),
+            samples=tuple(sample.tokens for sample in recorded),
             messages=tuple(branches[-1].messages),
             stop=stop or self._natural_stop(branches[-1]),
             assistant_turns=self._assistant_turns,
             user_turns=self._user_turns,
             reward=reward,
-            metrics=(*self._metrics(), *metrics),
+            metrics=(*self._metrics(), *drift.metrics, *metrics),
+            findings=(*self._findings, *drift.findings),
         )
 
     def _by_age(self) -> list[Branch]:
@@ -307,6 +315,12 @@ class CapturedSession:
         self._last_finish = completion.finish
         self._counts[plan.how.value] += 1
         self._counts["parse_errors"] += len(parsed.malformed)
+        if plan.why:
+            self._findings.append(Finding(kind="fork", text=f"request {number}: {plan.why}"))
+        self._findings.extend(
+            Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
+            for bad in parsed.malformed
+        )
 
     def _read(
         self, completion: Completion, parsed: ParsedCompletion, *, has_tools: bool

@@ -19,6 +19,20 @@ from treadle.tracing import Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something about a trajectory that is worth a look, and is no error.
+
+    Attributes:
+        kind: What it is; findings of one kind are counted together (`drift`, `malformed_call`,
+            `stalled`).
+        text: This one, for people.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt, ended.
 
@@ -34,6 +48,7 @@ class Trajectory:
         tool_rewards: Of the tool calls, in the order of the calls.
         turn_scores: That an interaction gave to the turns, in their order.
         metrics: Counts and times, named as `tool/calls`, `agent_loop/generate_s`.
+        findings: What is worth a look, in the order in which it happened.
         error: Why the attempt failed.
     """
 
@@ -47,6 +62,7 @@ class Trajectory:
     tool_rewards: tuple[float, ...] = ()
     turn_scores: tuple[float, ...] = ()
     metrics: tuple[Metric, ...] = ()
+    findings: tuple[Finding, ...] = ()
     error: RolloutError | None = None
 
     def __post_init__(self) -> None:
