@@ -35,9 +35,15 @@ from treadle.tools.references import load_reference
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "recipe.retool.retool.CustomSandboxFusionTool": (
+            "treadle.tools.code_interpreter_retool.RetoolCodeInterpreterTool"
+        ),
         "verl.tools.geo3k_tool.Geo3kTool": "treadle.tools.geometry3k.Geometry3kTool",
         "verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool",
         "verl.tools.mcp_base_tool.MCPBaseTool": MCP_CLASS,
+        "verl.tools.sandbox_fusion_tools.SandboxFusionTool": (
+            "treadle.tools.code_interpreter.CodeInterpreterTool"
+        ),
         "verl.tools.search_tool.SearchTool": "treadle.tools.search.SearchTool",
     }
 )
