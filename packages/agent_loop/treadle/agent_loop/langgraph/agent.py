@@ -8,7 +8,7 @@ tools. The checks are those of `limits`, in its order.
 A graph waits in `speak` for the generator and in `act` for tools.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from langchain_core.messages import AIMessage, BaseMessage
@@ -18,7 +18,8 @@ from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.langgraph.chat_model import ChatModel
 from treadle.agent_loop.langgraph.messages import to_langchain
 from treadle.agent_loop.langgraph.tools import TrajectoryTool
-from treadle.agent_loop.limits import LoopLimits
+from treadle.agent_loop.loop import Services
+from treadle.agent_loop.renderer import MalformedCall
 from treadle.agent_loop.toolbox import ToolAnswer, Toolbox
 from treadle.agent_loop.types import Message, StopReason, ToolCall, ToolSpec
 
@@ -38,7 +39,7 @@ class Agent:
         session: Of the trajectory.
         toolbox: Of the trajectory.
         specs: Of the tools in it.
-        limits: Calls per message.
+        services: Of the run; its limits, and its pulse for the watchdog.
 
     Attributes:
         model: Samples messages. Not bound to the tools yet.
@@ -50,10 +51,12 @@ class Agent:
         session: CapturedSession,
         toolbox: Toolbox,
         specs: Iterable[ToolSpec],
-        limits: LoopLimits,
+        services: Services,
     ) -> None:
         self._session = session
         self._toolbox = toolbox
+        self._pulse = services.pulse
+        limits = services.limits
         self.model = ChatModel(session=session, max_parallel_calls=limits.max_parallel_calls)
         self.tools = tuple(TrajectoryTool.of(spec, self._answer_call) for spec in specs)
         self._speaker = self.model.bind_tools(self.tools)
@@ -64,9 +67,7 @@ class Agent:
 
     async def act(self, state: MessagesState) -> NewMessages:
         """Node: runs the last message's calls at the same time; malformed ones are told so."""
-        requests = self.model.requests(_last(state))
-        answers = await self._toolbox.run(requests)
-        self._note_stop(answers)
+        answers = await self._run(self.model.requests(_last(state)))
         return {"messages": [to_langchain(answer.message) for answer in answers]}
 
     def should_continue(self, state: MessagesState) -> bool:
@@ -79,13 +80,17 @@ class Agent:
         return stop is None
 
     async def _answer_call(self, call: ToolCall) -> Message:
-        answers = await self._toolbox.run([call])
-        self._note_stop(answers)
-        return answers[0].message
+        (answer,) = await self._run([call])
+        return answer.message
 
-    def _note_stop(self, answers: Iterable[ToolAnswer]) -> None:
+    async def _run(self, requests: Sequence[ToolCall | MalformedCall]) -> list[ToolAnswer]:
+        names = [request.name for request in requests]
+        self._pulse.beat(f"waiting for tools: {names} in session {self._session.session_id}")
+        answers = await self._toolbox.run(requests)
+        self._pulse.beat(f"between turns in session {self._session.session_id}")
         if any(answer.stop for answer in answers):
             self.model.end(StopReason.TOOL_STOP)
+        return answers
 
 
 def _last(state: MessagesState) -> AIMessage:

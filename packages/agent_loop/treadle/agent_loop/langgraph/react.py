@@ -102,7 +102,7 @@ class ReactAgentLoop:
         tools = selected_tools(task, self._all_tools(services.tools))
         with CapturedSession(task, services) as session:
             async with Toolbox(task, tools, limits, codec=services.renderer) as toolbox:
-                agent = Agent(session, toolbox, [tool.spec for tool in tools.values()], limits)
+                agent = Agent(session, toolbox, [tool.spec for tool in tools.values()], services)
                 await self._run_graph(agent, task, limits)
             over_cap = Metric("tool/over_cap", agent.model.num_over_cap, Reduce.SUM)
             trajectory = session.finish(agent.model.stop, metrics=(*toolbox.metrics, over_cap))

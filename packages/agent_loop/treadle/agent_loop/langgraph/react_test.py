@@ -366,6 +366,19 @@ async def test_cancellation_reaches_the_tools(graph: object) -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_watchdog_is_told_what_the_trajectory_waits_for() -> None:
+    lookup = ScriptedTool(results=[asyncio.Event()])
+    kit, generator = services([CALL], lookup)
+    run = asyncio.create_task(ReactAgentLoop().run(TASK, kit))
+    await lookup.until_called(1)
+    (session,) = {r.context.session_id for r in generator.requests}
+    assert kit.pulse.last_event == f"waiting for tools: ['lookup'] in session {session}"
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+
+
+@pytest.mark.asyncio
 async def test_cancellation_reaches_a_langchain_tool() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 

@@ -61,9 +61,13 @@ def sample_split(
     num_operators: tuple[int, int] = NUM_OPERATORS,
     operands: tuple[int, int] = OPERANDS,
 ) -> Expression:
-    """Draws an expression of one split; every number of operators is equally likely."""
+    """Draws an expression of one split.
+
+    A number of operators is drawn the more often the larger it is: there is more to learn in it.
+    """
+    numbers = range(num_operators[0], num_operators[1] + 1)
     while True:
-        number = rng.randint(*num_operators)
+        (number,) = rng.choices(numbers, weights=numbers)
         expression = sample(rng, num_operators=number, operands=operands)
         if is_held_out(expression) is held_out:
             return expression

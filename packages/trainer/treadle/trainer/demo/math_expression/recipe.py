@@ -54,9 +54,9 @@ MATH_EXPRESSION: Final = Recipe(
         "<tool_response>\n408\n</tool_response>",
     ),
     stages=(
-        Stage(name="copy", demonstrate=drill, num_steps=240, batch_size=64),
-        Stage(name="call", demonstrate=tool_use, num_steps=60, batch_size=32),
-        Stage(name="habit", demonstrate=habit, num_steps=140, batch_size=32),
+        Stage(name="copy", demonstrate=drill, num_steps=400, batch_size=64),
+        Stage(name="call", demonstrate=tool_use, num_steps=100, batch_size=32),
+        Stage(name="habit", demonstrate=habit, num_steps=180, batch_size=32),
     ),
     held_out=_held_out,
     rows=_rows,
