@@ -218,8 +218,8 @@ class HfRenderer:
     def _id_of_stop(self, token: str) -> int:
         if token not in self._added_ids:
             raise SetupError(
-                f"{type(self.parser).__name__} reads turns that end with {token!r}, which this "
-                f"tokenizer does not know; its chat template asks for {self._fitting()}"
+                f"the parser reads turns that end with {token!r}, which this tokenizer does "
+                f"not know; its chat template asks for {self._fitting()}"
             )
         return self._added_ids[token]
 
@@ -229,7 +229,7 @@ class HfRenderer:
         if written is None or _reads(self.parser, written):
             return None
         return (
-            f"the chat template writes a call as {written!r}, which {type(self.parser).__name__} "
+            f"the chat template writes a call as {written!r}, which the parser "
             f"does not read; it asks for {self._fitting()}"
         )
 

@@ -7,7 +7,7 @@
 
 GLM-4.7 writes it without the line feeds. Invariant: an argument is the text between its marks,
 unchanged; its type is the tool's (`schema_values`). The mark opens a call only when an argument
-follows it or it is closed later on. The templates close no turn: the next role's mark does.
+follows it or it is closed later on.
 """
 
 import re
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[^<>{}\n]*")
 class GlmFormat:
     """GLM tool calls."""
 
-    stop_tokens: tuple[str, ...] = ("<|observation|>", "<|user|>")
+    stop_tokens: tuple[str, ...] = ()
     gap = "\n"
 
     def new_id(self, number: int, name: str) -> str:

@@ -45,10 +45,6 @@ def test_an_argument_is_not_stripped() -> None:
     assert PARSER.parse(text).calls[0].arguments == {"a": "\n x "}
 
 
-def test_the_next_roles_mark_ends_a_turn() -> None:
-    assert PARSER.stop_tokens == ("<|observation|>", "<|user|>")
-
-
 def test_what_the_format_cannot_say_is_refused() -> None:
     with pytest.raises(ValueError, match="holds '</arg_value>'"):
         PARSER.render("", [ToolCall(id="c", name="f", arguments={"a": "</arg_value>"})])
