@@ -23,16 +23,24 @@ _MODELS: Any = AutoModelForImageTextToText
 _PROCESSORS: Any = AutoImageProcessor
 
 
-def write_vision_model(directory: Path, seed: int, *, patch_size: int = 4) -> None:
+def write_vision_model(
+    directory: Path,
+    seed: int,
+    *,
+    patch_size: int = 4,
+    vocab_size: int = VOCAB_SIZE,
+    placeholder_id: int = PLACEHOLDER,
+) -> None:
     """Writes a tiny Qwen2.5-VL with random weights and its image processor.
 
-    A placeholder stands for 8 by 8 pixels; a vision window holds 2 by 2 of them, so that
-    pictures have several, and layers with and without windows differ.
+    Only a `patch_size` of 4 fits the model. A placeholder stands for 8 by 8 pixels; a vision
+    window holds 2 by 2 of them, so that pictures have several, and layers with and without
+    windows differ.
     """
     torch.manual_seed(seed)
     config: Any = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": VOCAB_SIZE,
+            "vocab_size": vocab_size,
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 2,
@@ -59,7 +67,7 @@ def write_vision_model(directory: Path, seed: int, *, patch_size: int = 4) -> No
             "patch_size": 4,
             "initializer_range": 0.3,
         },
-        image_token_id=PLACEHOLDER,
+        image_token_id=placeholder_id,
         video_token_id=59,
         vision_start_token_id=58,
         vision_end_token_id=57,
