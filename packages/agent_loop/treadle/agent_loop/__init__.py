@@ -61,7 +61,7 @@ from treadle.agent_loop.strategy import Drop, FailFast, Retry, Strategy, Verdict
 from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tool_loop import OnMalformedCall, ToolAgentLoop
 from treadle.agent_loop.toolbox import Toolbox, selected_tools
-from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.transcript import Origin, Span, Tokens, Transcript
 from treadle.agent_loop.types import (
     IMAGE_MARK,
@@ -77,6 +77,7 @@ from treadle.agent_loop.types import (
     ToolCall,
     ToolSpec,
 )
+from treadle.agent_loop.watchdog import Pulse, Watchdog
 
 __all__ = [
     "IMAGE_MARK",
@@ -93,6 +94,7 @@ __all__ = [
     "Drop",
     "EngineFailedError",
     "FailFast",
+    "Finding",
     "FinishReason",
     "FunctionTool",
     "GenerationError",
@@ -116,6 +118,7 @@ __all__ = [
     "ParsedText",
     "PlacedImage",
     "PromptTooLongError",
+    "Pulse",
     "RenderError",
     "Rendering",
     "ReplicaLoad",
@@ -161,6 +164,7 @@ __all__ = [
     "Turn",
     "UnknownLoopError",
     "Verdict",
+    "Watchdog",
     "WeightVersionBehindError",
     "boundary",
     "default_loops",

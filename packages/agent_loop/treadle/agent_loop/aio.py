@@ -1,11 +1,12 @@
 """Small tools for tasks: shielded clean-up, and several coroutines as one.
 
 Invariant: every task made here ends before the function that made it returns, and a cancellation
-is delayed at most, never swallowed. Besides `runner` the only module that makes tasks.
+is delayed at most, never swallowed. Besides `runner` and `watchdog` the only module that makes
+tasks.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -67,3 +68,27 @@ def sole_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 async def _bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
     async with asyncio.timeout(timeout_s):
         return await work
+
+
+async def run_until(
+    work: Coroutine[Any, Any, T], *ends: Callable[[], Coroutine[Any, Any, object]]
+) -> T | None:
+    """Runs work to its end, or until one of the others ends, which cancels it.
+
+    Returns:
+        The work's result; None when it was cancelled for an end.
+
+    Raises:
+        BaseException: The first failure, of the work or of an end, as `concurrently` does.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(work)
+            tasks = [task, *(group.create_task(end()) for end in ends)]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for each in tasks:
+                each.cancel()
+    except BaseExceptionGroup as failures:
+        first = sole_cause(failures)
+        raise first from first.__cause__
+    return None if task.cancelled() else task.result()

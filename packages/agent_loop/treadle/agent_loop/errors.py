@@ -112,9 +112,10 @@ class LoopError(RolloutError):
 
 
 class TrajectoryTimeoutError(RolloutError):
-    """The trajectory's deadline passed; everything below it was cancelled."""
+    """The trajectory's deadline passed; everything below it was cancelled.
 
-    retryable = True
+    Not retryable: its group has waited as long as it may.
+    """
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from typing import Protocol, Self
 
 from treadle.agent_loop.aio import run_shielded
 from treadle.agent_loop.errors import InteractionError, SetupError, boundary
+from treadle.agent_loop.limits import LoopLimits
 from treadle.agent_loop.types import AgentTask, Message
 from treadle.tracing import Metric, Reduce, span
 
@@ -108,7 +109,7 @@ class Respondent:
     Args:
         task: Handed to `Interaction.open`.
         interaction: Asked. None: nobody is; `present` says so.
-        timeout_s: Seconds for one reply, for opening and for closing.
+        limits: Bound one reply, and the closing.
 
     Attributes:
         present: Whether there is an interaction.
@@ -116,11 +117,11 @@ class Respondent:
     """
 
     def __init__(
-        self, task: AgentTask, interaction: Interaction | None, *, timeout_s: float
+        self, task: AgentTask, interaction: Interaction | None, limits: LoopLimits
     ) -> None:
         self._task = task
         self._interaction = interaction
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._session: InteractionSession | None = None
         self._metrics: list[Metric] = []
         self._num_replies = 0
@@ -137,7 +138,9 @@ class Respondent:
         traceback: TracebackType | None,
     ) -> None:
         if self._session is not None:
-            await run_shielded(self._close(self._session), timeout_s=2 * self._timeout_s)
+            await run_shielded(
+                self._close(self._session), timeout_s=2 * self._limits.close_timeout_s
+            )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -150,12 +153,12 @@ class Respondent:
         """Asks for a reply to the last message, and keeps its score.
 
         Raises:
-            InteractionError: It failed, or took longer than `timeout_s`.
+            InteractionError: It failed, or took longer than `LoopLimits.tool_timeout_s`.
         """
         assert self._interaction is not None, "nobody is there to respond"
         async with span("interaction"):
             with boundary(InteractionError, f"the interaction of task {self._task.task_id!r}"):
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._limits.tool_timeout_s):
                     if self._session is None:
                         self._session = await self._interaction.open(self._task)
                     reply = await self._session.respond(messages)
@@ -170,7 +173,7 @@ class Respondent:
     async def _close(self, session: InteractionSession) -> None:
         try:
             with boundary(InteractionError, "an interaction could not be closed"):
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._limits.close_timeout_s):
                     await session.aclose()
         except InteractionError as error:
             # The trajectory is complete and good; what leaks is named.

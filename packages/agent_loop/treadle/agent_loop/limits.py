@@ -34,6 +34,7 @@ from typing import Protocol, TypeVar
 
 from treadle.agent_loop.types import StopReason
 
+_CLOSE_S = 5.0
 _SPLIT = "\ufffd"
 S = TypeVar("S", str, tuple[int, ...])
 
@@ -117,6 +118,14 @@ class LoopLimits:
         object.__setattr__(
             self, "tool_response_truncate_side", TruncateSide(self.tool_response_truncate_side)
         )
+
+    @property
+    def close_timeout_s(self) -> float:
+        """Seconds for freeing what one session of a tool or an interaction holds.
+
+        Short, because a trajectory that passed its deadline waits for it.
+        """
+        return min(self.tool_timeout_s, _CLOSE_S)
 
     def tokens_left(self, *, prompt: int, response: int) -> int:
         """Tokens that may still be sampled; 0 or less when the budget is used up."""

@@ -18,6 +18,7 @@ from treadle.agent_loop.renderer import ChatRenderer
 from treadle.agent_loop.tool import Tool
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask, SamplingParams
+from treadle.agent_loop.watchdog import Pulse
 from treadle.tracing import Metric
 
 
@@ -69,6 +70,7 @@ class Services:
         reward: Called by the runner on every trajectory that has no reward yet.
         deadline: `loop.time()` seconds at which the trajectory ends; the runner sets it.
         min_weight_version: Refuse to sample from older weights than these.
+        pulse: Told what the trajectory does, for the runner's watchdog; the runner sets it.
 
     Raises:
         ValueError: A tool is filed under another name than its own.
@@ -83,6 +85,7 @@ class Services:
     reward: RewardFn | None = None
     deadline: float = math.inf
     min_weight_version: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
 
     def __post_init__(self) -> None:
         for name, tool in self.tools.items():

@@ -6,9 +6,11 @@ Invariants:
 2. At most `max_in_flight` tasks are under way; one counts until the sink has taken its
    trajectory. So a slow sink stops the intake, which is the backpressure.
 3. The sink is called by one task at a time.
-4. A failed attempt touches no other (strategies decide whether it ends the run). An attempt that
-   passes its deadline is cancelled, and fails.
+4. A failed attempt touches no other (strategies decide whether it ends the run). A task that
+   passes its deadline, all its attempts together, is cancelled and fails for good.
 5. When `run` returns or raises, no task of it is left, also after a cancellation.
+
+6. A trajectory in which nothing happens for `watchdog_s` is named, and goes on (`watchdog`).
 
 Who waits: the intake for a free place (woken by a sink that returned), attempts for their
 generator and tools (bounded by the deadline), ended attempts for the sink.
@@ -23,6 +25,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 from treadle.agent_loop.aio import sole_cause
+from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.errors import (
     LoopError,
     RewardError,
@@ -33,8 +36,9 @@ from treadle.agent_loop.errors import (
 from treadle.agent_loop.loop import Score, Services
 from treadle.agent_loop.registry import LoopRegistry
 from treadle.agent_loop.strategy import Strategy, Verdict
-from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
+from treadle.agent_loop.watchdog import Watchdog
 from treadle.tracing import span
 
 
@@ -50,6 +54,7 @@ class RunReport:
         wall_s: Seconds from the first to the last.
         stops: Trajectories per stop reason.
         errors: Failed attempts per type of error, with the text of the first.
+        findings: Per kind (`Trajectory.findings`), with the text of the first.
     """
 
     num_tasks: int
@@ -59,6 +64,7 @@ class RunReport:
     wall_s: float
     stops: Mapping[StopReason, int]
     errors: Mapping[str, tuple[int, str]]
+    findings: Mapping[str, tuple[int, str]]
 
 
 class RolloutRunner:
@@ -66,13 +72,16 @@ class RolloutRunner:
 
     Args:
         loops: By name.
-        services: Handed to every loop, with the attempt's own deadline.
+        services: Handed to every loop, with the task's own deadline and pulse.
         max_in_flight: Tasks under way at a time; at least 1.
-        deadline_s: Seconds that one attempt may take, its reward included.
+        deadline_s: Seconds that one task may take, with all its attempts and its reward.
         strategy: What a failed attempt means.
+        watchdog_s: Seconds without a sign of life after which a trajectory is reported. None:
+            none ever is.
+        clock: Of the watchdog; replaced in tests.
 
     Raises:
-        ValueError: `max_in_flight` or `deadline_s` is out of range.
+        ValueError: `max_in_flight`, `deadline_s` or `watchdog_s` is out of range.
     """
 
     def __init__(
@@ -83,6 +92,8 @@ class RolloutRunner:
         max_in_flight: int,
         deadline_s: float,
         strategy: Strategy,
+        watchdog_s: float | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 1")
@@ -93,6 +104,7 @@ class RolloutRunner:
         self._max_in_flight = max_in_flight
         self._deadline_s = deadline_s
         self._strategy = strategy
+        self._watchdog = Watchdog(watchdog_s, clock=clock)
 
     async def run(
         self,
@@ -124,7 +136,7 @@ class RolloutRunner:
                 places.release()
 
         try:
-            async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            async with AsyncExitStack() as stack, self._watchdog, asyncio.TaskGroup() as group:
                 source = await _open_source(tasks, stack)
                 while True:
                     await places.acquire()
@@ -139,11 +151,21 @@ class RolloutRunner:
         return tally.report()
 
     async def _settle(self, task: AgentTask, tally: "_Tally") -> Trajectory:
-        """Attempts a task until the strategy is satisfied."""
+        """Attempts a task until the strategy is satisfied, with what the watchdog found."""
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        with self._watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
+            services = replace(self._services, deadline=deadline, pulse=pulse)
+            trajectory = await self._until_settled(task, services, tally)
+        stalls = (Finding(kind="stalled", text=text) for text in pulse.stalls)
+        return replace(trajectory, findings=(*trajectory.findings, *stalls))
+
+    async def _until_settled(
+        self, task: AgentTask, services: Services, tally: "_Tally"
+    ) -> Trajectory:
         attempt = 1
         while True:
             try:
-                return await self._attempt(task, attempt)
+                return await self._attempt(task, services, attempt)
             except RolloutError as error:
                 tally.fail(error)
                 match self._strategy.judge(error, attempt=attempt):
@@ -155,11 +177,9 @@ class RolloutRunner:
                     case Verdict.DELIVER:
                         return Trajectory.failed(task, error)
 
-    async def _attempt(self, task: AgentTask, attempt: int) -> Trajectory:
+    async def _attempt(self, task: AgentTask, services: Services, attempt: int) -> Trajectory:
         loop = self._loops.resolve(task.loop)
-        deadline = asyncio.get_running_loop().time() + self._deadline_s
-        services = replace(self._services, deadline=deadline)
-        timeout = asyncio.timeout_at(deadline)
+        timeout = asyncio.timeout_at(services.deadline)
         try:
             async with span(
                 "trajectory",
@@ -171,16 +191,25 @@ class RolloutRunner:
                 async with timeout:
                     with boundary(LoopError, f"agent loop {task.loop!r}, task {task.task_id!r}"):
                         trajectory = await loop.run(task, services)
+                    services.pulse.beat("being scored")
                     trajectory = await self._score(trajectory)
                 trace.set(stop=trajectory.stop.value, reward=trajectory.reward)
                 return trajectory
         except TimeoutError as late:
             # Only our own timer: a TimeoutError of the loop has become a LoopError above.
-            where = "; ".join(getattr(late.__cause__, "__notes__", ()))
-            raise TrajectoryTimeoutError(
-                f"task {task.task_id!r}, rollout {task.rollout_index}, did not end within "
-                f"{self._deadline_s:g} s" + (f": {where}" if where else "")
-            ) from late
+            raise self._late(task, getattr(late.__cause__, "__notes__", ())) from late
+        except RolloutError as error:
+            # The generator knows the deadline too, and may be the first to say so.
+            if asyncio.get_running_loop().time() < services.deadline:
+                raise
+            raise self._late(task, (str(error), *getattr(error, "__notes__", ()))) from error
+
+    def _late(self, task: AgentTask, where: Iterable[str]) -> TrajectoryTimeoutError:
+        doing = "; ".join(where)
+        return TrajectoryTimeoutError(
+            f"task {task.task_id!r}, rollout {task.rollout_index}, did not end within "
+            f"{self._deadline_s:g} s" + (f": {doing}" if doing else "")
+        )
 
     async def _score(self, trajectory: Trajectory) -> Trajectory:
         reward = self._services.reward
@@ -219,15 +248,16 @@ class _Tally:
     num_sampled_tokens: int = 0
     stops: Counter[StopReason] = field(default_factory=Counter)
     errors: dict[str, tuple[int, str]] = field(default_factory=dict)
+    findings: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def fail(self, error: RolloutError) -> None:
-        name = type(error).__name__
-        count, first = self.errors.get(name, (0, str(error)))
-        self.errors[name] = (count + 1, first)
+        _count(self.errors, type(error).__name__, str(error))
 
     def deliver(self, trajectory: Trajectory) -> None:
         self.stops[trajectory.stop] += 1
         self.num_sampled_tokens += trajectory.num_sampled_tokens
+        for finding in trajectory.findings:
+            _count(self.findings, finding.kind, finding.text)
 
     def report(self) -> RunReport:
         return RunReport(
@@ -238,4 +268,10 @@ class _Tally:
             wall_s=time.perf_counter() - self.started,
             stops=dict(self.stops),
             errors=dict(self.errors),
+            findings=dict(self.findings),
         )
+
+
+def _count(counts: dict[str, tuple[int, str]], kind: str, text: str) -> None:
+    count, first = counts.get(kind, (0, text))
+    counts[kind] = (count + 1, first)

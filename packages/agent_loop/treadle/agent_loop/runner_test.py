@@ -18,7 +18,6 @@ from treadle.agent_loop import (
     PromptTooLongError,
     Retry,
     RewardError,
-    RolloutError,
     RolloutRunner,
     SamplingParams,
     Services,
@@ -282,8 +281,8 @@ async def test_the_deadline_cancels_an_attempt_and_says_what_it_was_doing() -> N
     kit = replace(SERVICES, generator=generator)
     await runner(deadline_s=0.02, services=kit).run([task(0)], sink)
     error = sink.trajectories[0].error
-    assert isinstance(error, RolloutError)
-    assert error.retryable
+    assert isinstance(error, TrajectoryTimeoutError)
+    assert not error.retryable
     assert generator.num_aborted == 1
     assert generator.num_running == 0
 

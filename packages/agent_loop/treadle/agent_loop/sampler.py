@@ -77,6 +77,7 @@ class TurnSampler:
             min_weight_version=self._services.min_weight_version,
         )
         self.num_requests += 1
+        self._services.pulse.beat(f"generating as {request.request_id}")
         started = time.perf_counter()
         async with span("generate", request_id=request.request_id) as trace:
             completion = await self._services.generator.generate(
@@ -84,6 +85,7 @@ class TurnSampler:
             )
             trace.set(tokens=completion.num_tokens, finish=completion.finish.value)
         self.generate_s += time.perf_counter() - started
+        self._services.pulse.beat(f"going on after {request.request_id}")
         _check(completion, params)
         return completion
 

@@ -86,7 +86,7 @@ class ToolAgentLoop:
         with Conversation(task, services, tools=[tool.spec for tool in tools.values()]) as chat:
             async with (
                 Toolbox(task, tools, limits, codec=services.renderer) as toolbox,
-                Respondent(task, interaction, timeout_s=limits.tool_timeout_s) as respondent,
+                Respondent(task, interaction, limits) as respondent,
             ):
                 stop = await self._converse(chat, toolbox, respondent, limits)
             return chat.finish(

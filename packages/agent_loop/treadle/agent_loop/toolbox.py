@@ -2,7 +2,7 @@
 
 Invariant: what a call does wrong becomes a text for the model (the texts are verl's); what we do
 wrong leaves as `ToolError`. Calls of one turn run at the same time; answers keep their order. A
-session is closed once, shielded from cancellation, within `tool_timeout_s`.
+session is closed once, shielded from cancellation, within `LoopLimits.close_timeout_s`.
 
 The loop waits in `run`; cancelling it cancels every call.
 """
@@ -100,7 +100,7 @@ class Toolbox:
         traceback: TracebackType | None,
     ) -> None:
         if self._sessions:
-            await run_shielded(self._close(), timeout_s=2 * self._limits.tool_timeout_s)
+            await run_shielded(self._close(), timeout_s=2 * self._limits.close_timeout_s)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -188,7 +188,7 @@ class Toolbox:
     async def _close_one(self, name: str, session: ToolSession) -> None:
         try:
             with boundary(ToolError, f"tool {name!r} could not be closed"):
-                async with asyncio.timeout(self._limits.tool_timeout_s):
+                async with asyncio.timeout(self._limits.close_timeout_s):
                     await session.aclose()
         except ToolError as error:
             # The trajectory is complete and good; what leaks is named and counted.

@@ -10,9 +10,12 @@ Invariants:
    that has seen `RetryPolicy.max_failures` failures of every replica raises, and names them all.
 4. A replica that is overloaded or paused is left by the request that it refused, and by no other
    (their prefixes are cached there). The request goes elsewhere or waits, until the deadline.
+5. Which replica a request goes to is the router's word, asked once per call: a policy in this
+   process, or the routing service that many workers share. Replicas come and go meanwhile.
 
-A request waits for its stream, or for the replica that first has rested (woken by the clock).
-Replicas are shared by all requests of one event loop; nothing here is thread-safe.
+A request waits for its stream, for the replica that first has rested (woken by the clock), or for
+a place (`router_desk`). Replicas are shared by all requests of one event loop; nothing here is
+thread-safe.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +25,7 @@ from typing import NoReturn
 
 import grpc.aio
 
-from treadle.agent_loop.aio import concurrently
+from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.errors import (
     GenerationTimeoutError,
     ReplicaUnavailableError,
@@ -30,18 +33,16 @@ from treadle.agent_loop.errors import (
 )
 from treadle.agent_loop.generator import RequestContext
 from treadle.agent_loop.renderer import PlacedImage
-from treadle.agent_loop.routing import Router, StickySession
+from treadle.agent_loop.routing import HashedSession, StickySession
 from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
-from treadle.agent_loop.rpc.handshake import (
-    Requirements,
-    ServerInfo,
-    check,
-    check_images_taken,
-)
-from treadle.agent_loop.rpc.replica import Replica, RpcDeadlines
-from treadle.agent_loop.rpc.retry import Clock, LoopClock, RetryPolicy
+from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check_images_taken
+from treadle.agent_loop.rpc.replica import Replica, Rest, RpcDeadlines
+from treadle.agent_loop.rpc.replica_set import ReplicaSet
+from treadle.agent_loop.rpc.retry import RetryPolicy
+from treadle.agent_loop.rpc.router_client import RemoteRouter
+from treadle.agent_loop.rpc.router_desk import Places, RouterDesk
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
 
@@ -50,8 +51,8 @@ class GrpcTokenGenerator:
     """Generates on several replicas. Made by `connect`.
 
     Args:
-        replicas: After their handshake.
-        router: Assigns sessions to the replicas' addresses.
+        replicas: The servers.
+        places: Assigns sessions to their addresses.
         deadlines: Upper bounds of calls.
         retry: Waits after failures.
         clock: Time and waiting.
@@ -60,16 +61,16 @@ class GrpcTokenGenerator:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: ReplicaSet,
         *,
-        router: Router,
+        places: Places,
         deadlines: RpcDeadlines,
         retry: RetryPolicy,
         clock: Clock,
         max_resumes: int,
     ) -> None:
-        self._replicas = {replica.info.address: replica for replica in replicas}
-        self._router = router
+        self._replicas = replicas
+        self._places = places
         self._deadlines = deadlines
         self._retry = retry
         self._clock = clock
@@ -78,7 +79,7 @@ class GrpcTokenGenerator:
     @property
     def servers(self) -> tuple[ServerInfo, ...]:
         """What each replica said at the handshake."""
-        return tuple(replica.info for replica in self._replicas.values())
+        return self._replicas.servers
 
     @property
     def context_length(self) -> int:
@@ -87,7 +88,43 @@ class GrpcTokenGenerator:
 
     def finish_session(self, session_id: str) -> None:
         """Frees the session's place in the balance."""
-        self._router.finish(session_id)
+        self._places.finish(session_id)
+
+    async def add_replica(self, address: str) -> None:
+        """Adds a server, after its handshake, or brings a draining one back. Idempotent.
+
+        Raises:
+            SetupError: It does not answer, does not fit, or the routing service decides.
+        """
+        desk = self._desk()
+        if address not in desk.router.addresses:
+            await self._replicas.add_all([address])
+        desk.add(address)
+
+    def drain_replica(self, address: str) -> int:
+        """Sends no new session there; returns how many are open.
+
+        Raises:
+            KeyError: There is no such replica.
+            SetupError: The routing service decides.
+        """
+        return self._desk().drain(address)
+
+    async def remove_replica(self, address: str) -> None:
+        """Sends nothing there any more; what runs there may end. Idempotent.
+
+        Raises:
+            SetupError: The routing service decides.
+        """
+        self._desk().remove(address)
+        await self._replicas.retire(address)
+
+    def _desk(self) -> RouterDesk:
+        if not isinstance(self._places, RouterDesk):
+            raise SetupError(
+                "the replicas are the routing service's: add, drain and remove them there"
+            )
+        return self._places
 
     async def generate(
         self,
@@ -115,10 +152,10 @@ class GrpcTokenGenerator:
             replica = await self._choose(work)
             outcome = await self._ask(replica, work)
             if isinstance(outcome, RpcFailure):
-                self._note_failure(replica, work, outcome)
+                self._note_failure(replica.rest, work, outcome)
                 finish = work.finish_already()
             elif outcome is None:
-                replica.recover()
+                replica.rest.recover()
                 work.num_resumes += 1
                 finish = work.finish_already()
                 if finish is None and work.num_resumes > self._max_resumes:
@@ -127,7 +164,7 @@ class GrpcTokenGenerator:
                         f"{work.num_resumes} times; max_resumes is {self._max_resumes}"
                     )
             else:
-                replica.recover()
+                replica.rest.recover()
                 finish = outcome
             if finish is not None:
                 return work.completion(finish)
@@ -143,22 +180,37 @@ class GrpcTokenGenerator:
             if now >= work.deadline:
                 work.give_up("the deadline passed")
             spent = {a for a, n in work.failures.items() if n >= self._retry.max_failures}
-            rests = {
-                address: max(replica.resting_until, work.waiting_until.get(address, 0.0))
-                for address, replica in self._replicas.items()
-                if address not in spent
-            }
-            resting = {address for address, until in rests.items() if until > now}
-            address = self._router.pick(work.request.session_id, avoid=spent | resting)
+            resting = self._resting(work, spent, now)
+            try:
+                address = await self._places.open(
+                    work.request.session_id,
+                    context_tokens=len(work.prompt) + len(work.token_ids),
+                    avoid=spent | resting.keys(),
+                    wait_s=work.deadline - now,
+                )
+            except TimeoutError:
+                work.give_up("no replica had room before the deadline")
             if address is not None:
-                return self._replicas[address]
+                try:
+                    return await self._replicas.reach(address)
+                except ReplicaUnavailableError as away:
+                    failure = RpcFailure(address=address, error=away, action=Action.LEAVE)
+                    self._note_failure(self._replicas.rests[address], work, failure)
+                continue
             if not resting:
                 work.give_up("no replica is left")
-            if (wake := min(rests[address] for address in resting)) >= work.deadline:
+            if (wake := min(resting.values())) >= work.deadline:
                 work.give_up(
                     f"no replica is free before the deadline, in {work.deadline - now:g} s"
                 )
             await self._clock.sleep(wake - now)
+
+    def _resting(self, work: "_Work", spent: set[str], now: float) -> dict[str, float]:
+        """When each address that is left alone now may be used again."""
+        rests = {address: rest.until for address, rest in self._replicas.rests.items()}
+        for address, until in work.waiting_until.items():
+            rests[address] = max(until, rests.get(address, 0.0))
+        return {a: until for a, until in rests.items() if until > now and a not in spent}
 
     async def _ask(self, replica: Replica, work: "_Work") -> FinishReason | RpcFailure | None:
         """Makes one call; its tokens are added to the work, however it ends.
@@ -184,14 +236,15 @@ class GrpcTokenGenerator:
             check_size(message, replica.info)
         timeout_s = work.deadline - self._clock.now()
         try:
-            await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
+            async with self._replicas.calling(replica):
+                await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
             return stream.end()
         except grpc.aio.AioRpcError as failed:
             return classify(replica.info.address, failed)
         finally:
             work.add(stream)
 
-    def _note_failure(self, replica: Replica, work: "_Work", failure: RpcFailure) -> None:
+    def _note_failure(self, rest: Rest, work: "_Work", failure: RpcFailure) -> None:
         if failure.action is Action.RAISE:
             if isinstance(failure.error, GenerationTimeoutError):
                 work.give_up("the deadline passed", GenerationTimeoutError)
@@ -200,7 +253,7 @@ class GrpcTokenGenerator:
         now = self._clock.now()
         if failure.action is Action.LEAVE:
             work.failures[failure.address] = work.failures.get(failure.address, 0) + 1
-            replica.rest(now, self._retry, failure.retry_after_s)
+            rest.fail(now, self._retry, failure.retry_after_s)
         else:
             work.num_waits += 1
             wait_s = self._retry.wait_s(work.num_waits, retry_after_s=failure.retry_after_s)
@@ -293,13 +346,14 @@ class _Work:
 
 @asynccontextmanager
 async def connect(
-    addresses: Sequence[str],
+    addresses: Sequence[str] = (),
     *,
+    router: str | None = None,
     requirements: Requirements | None = None,
     security: ChannelSecurity | None = None,
     deadlines: RpcDeadlines | None = None,
     retry: RetryPolicy | None = None,
-    margin: int = 8,
+    policy: StickySession | HashedSession | None = None,
     max_resumes: int = 32,
     client: str = "treadle-agent-loop",
     clock: Clock | None = None,
@@ -307,50 +361,74 @@ async def connect(
     """Opens channels to the replicas of one model and shakes hands with each.
 
     Args:
-        addresses: host:port of every replica; at least one.
+        addresses: host:port of every replica; at least one, unless there is a `router`.
+        router: host:port of a routing service, which knows the replicas; None: none.
         requirements: What they must offer; None: log-probabilities only.
-        security: TLS and token; None: plain.
+        security: TLS and token, for the replicas and the router; None: plain.
         deadlines: Upper bounds of calls.
         retry: Waits after failures.
-        margin: See `StickySession`.
+        policy: How sessions are spread over `addresses`, without replicas of its own; None:
+            `StickySession()`. The routing service has its own.
         max_resumes: Interruptions of one completion that are resumed before it fails.
         client: "name/version", for the servers' logs.
         clock: Times the waits; None: the event loop's.
 
     Raises:
-        SetupError: A server cannot be reached or does not fit; the text names it.
+        SetupError: A server cannot be reached or does not fit; the text names it. Of a router's
+            replicas one must answer; those that are away are used when they come back.
     """
-    if not addresses:
-        raise SetupError("no rollout server is given: pass at least one host:port")
-    if len(set(addresses)) < len(addresses):
-        raise SetupError(f"a rollout server is given twice: {', '.join(addresses)}")
+    _check_arguments(addresses, router, policy)
     security, deadlines = security or ChannelSecurity(), deadlines or RpcDeadlines()
     retry, clock = retry or RetryPolicy(), clock or LoopClock()
+    replicas = ReplicaSet(
+        requirements=requirements or Requirements(),
+        security=security,
+        deadlines=deadlines,
+        retry=retry,
+        clock=clock,
+        client=client,
+    )
     async with AsyncExitStack() as stack:
-        channels = [
-            (address, await stack.enter_async_context(security.open(address)))
-            for address in addresses
-        ]
-        replicas = await concurrently(
-            [
-                Replica.shake_hands(
-                    address,
-                    channel,
-                    metadata=security.metadata,
-                    deadlines=deadlines,
-                    retry=retry,
-                    clock=clock,
-                    client=client,
+        stack.push_async_callback(replicas.aclose)
+        places: Places
+        if router is None:
+            await replicas.add_all(addresses)
+            places = RouterDesk(policy or StickySession(), clock=clock)
+            for address in addresses:
+                places.add(address)
+        else:
+            places = await stack.enter_async_context(
+                RemoteRouter.connect(
+                    router, security=security, deadlines=deadlines, retry=retry, clock=clock
                 )
-                for address, channel in channels
-            ]
-        )
-        check([replica.info for replica in replicas], requirements or Requirements())
+            )
+            away = await replicas.add_reachable(await places.replicas())
+            if not replicas.servers:
+                reasons = "\n  ".join(str(reason) for reason in away) or "it has none"
+                raise SetupError(f"the router {router} has no replica that answers:\n  {reasons}")
         yield GrpcTokenGenerator(
             replicas,
-            router=StickySession(addresses, margin=margin),
+            places=places,
             deadlines=deadlines,
             retry=retry,
             clock=clock,
             max_resumes=max_resumes,
+        )
+
+
+def _check_arguments(
+    addresses: Sequence[str], router: str | None, policy: StickySession | HashedSession | None
+) -> None:
+    if router is not None and (addresses or policy is not None):
+        raise SetupError(
+            f"the router {router} knows the replicas and has the policy: pass it alone, or "
+            "addresses and policy without a router"
+        )
+    if router is None and not addresses:
+        raise SetupError("no rollout server is given: pass at least one host:port, or a router")
+    if len(set(addresses)) < len(addresses):
+        raise SetupError(f"a rollout server is given twice: {', '.join(addresses)}")
+    if policy is not None and policy.addresses:
+        raise SetupError(
+            f"the policy has replicas of its own ({', '.join(policy.addresses)}): connect adds them"
         )

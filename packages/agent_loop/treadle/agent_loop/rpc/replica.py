@@ -1,6 +1,6 @@
 """The replica: one server as the client knows it: its channel, its handshake, its health.
 
-Invariant: `resting_until` only moves forward while failures last, and is forgotten at the first
+Invariant: `Rest.until` only moves forward while failures last, and is forgotten at the first
 success. Failures that come in while a replica rests are of the same trouble and do not make its
 rest longer. One event loop owns it.
 """
@@ -11,12 +11,13 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import grpc.aio
 
+from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.rpc.codec import decode_server_info
 from treadle.agent_loop.rpc.completion_stream import GenerateCall
 from treadle.agent_loop.rpc.errors import Action, classify
 from treadle.agent_loop.rpc.handshake import ServerInfo
-from treadle.agent_loop.rpc.retry import Clock, RetryPolicy
+from treadle.agent_loop.rpc.retry import RetryPolicy
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import generation_service_pb2_grpc as generation_grpc
 from treadle.rollout.v1 import server_service_pb2 as server_pb2
@@ -46,13 +47,39 @@ class RpcDeadlines:
 
     Attributes:
         connect_s: From the first handshake call to the last, for a server that is starting.
-        server_info_s: One GetServerInfo.
+        server_info_s: One GetServerInfo, or one short call to a router.
+        open_session_s: One question to a router, which may hold it until there is room.
         generate_s: One completion, when the request's own deadline is not sooner.
     """
 
     connect_s: float = 30.0
     server_info_s: float = 5.0
+    open_session_s: float = 20.0
     generate_s: float = 1800.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Rest:
+    """How long an address is left alone.
+
+    Attributes:
+        until: No request is sent before; clock seconds.
+    """
+
+    until: float = 0.0
+    _failures_in_a_row: int = 0
+
+    def fail(self, now: float, retry: RetryPolicy, retry_after_s: float | None) -> None:
+        """Notes a failure: no request is sent for a while."""
+        if now < self.until:
+            return
+        self._failures_in_a_row += 1
+        self.until = now + retry.wait_s(self._failures_in_a_row, retry_after_s=retry_after_s)
+
+    def recover(self) -> None:
+        """Notes a success."""
+        self._failures_in_a_row = 0
+        self.until = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,14 +88,13 @@ class Replica:
 
     Attributes:
         info: What it said at the handshake.
-        resting_until: No request is sent before; clock seconds.
+        rest: How long it is left alone.
     """
 
     info: ServerInfo
+    rest: Rest
     _stub: _GenerationStub
     _metadata: Metadata = ()
-    resting_until: float = 0.0
-    _failures_in_a_row: int = 0
 
     @classmethod
     async def shake_hands(
@@ -76,6 +102,7 @@ class Replica:
         address: str,
         channel: grpc.aio.Channel,
         *,
+        rest: Rest,
         metadata: Metadata,
         deadlines: RpcDeadlines,
         retry: RetryPolicy,
@@ -113,6 +140,7 @@ class Replica:
             else:
                 return cls(
                     info=decode_server_info(address, answer),
+                    rest=rest,
                     _stub=cast(Any, generation_grpc).GenerationServiceStub(channel),
                     _metadata=metadata,
                 )
@@ -124,17 +152,3 @@ class Replica:
         return self._stub.Generate(
             message, timeout=timeout_s, metadata=(*self._metadata, *inject())
         )
-
-    def rest(self, now: float, retry: RetryPolicy, retry_after_s: float | None) -> None:
-        """Notes a failure: no request is sent for a while."""
-        if now < self.resting_until:
-            return
-        self._failures_in_a_row += 1
-        self.resting_until = now + retry.wait_s(
-            self._failures_in_a_row, retry_after_s=retry_after_s
-        )
-
-    def recover(self) -> None:
-        """Notes a success."""
-        self._failures_in_a_row = 0
-        self.resting_until = 0.0

@@ -4,35 +4,9 @@ Invariant: waits grow geometrically to a bound and never fall below what the ser
 randomness and time come in as arguments, so a test decides both.
 """
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class Clock(Protocol):
-    """Time and waiting; `LoopClock`, or `testing.FakeClock`."""
-
-    def now(self) -> float:
-        """Seconds, on the scale of `RequestContext.deadline`."""
-        ...
-
-    async def sleep(self, seconds: float) -> None:
-        """Waits."""
-        ...
-
-
-class LoopClock:
-    """The running event loop's clock."""
-
-    def now(self) -> float:
-        """`loop.time()`."""
-        return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        """Waits by real time."""
-        await asyncio.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

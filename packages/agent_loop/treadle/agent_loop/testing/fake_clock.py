@@ -10,7 +10,7 @@ import itertools
 
 
 class FakeClock:
-    """A clock and its sleepers; stands in for `rpc.retry.Clock`."""
+    """A clock and its sleepers; stands in for `clock.LoopClock`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
