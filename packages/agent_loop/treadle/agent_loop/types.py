@@ -36,6 +36,8 @@ class StopReason(enum.StrEnum):
     """`LoopLimits.max_user_turns` answers were given to the model, by tools or an interaction."""
     TOOL_STOP = "tool_stop"
     """A tool returned `ToolResult.stop`."""
+    AGENT_FAILED = "agent_failed"
+    """An agent of the user's own ended with an error; what it sampled before is whole."""
     ERROR = "error"
     """The attempt failed; `Trajectory.error` says why. Never train on it."""
 

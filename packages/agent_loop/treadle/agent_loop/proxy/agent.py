@@ -1,0 +1,174 @@
+"""The black-box agent: a function or a command that is told where its model is.
+
+Invariant: an agent that was started has ended when its call returns or raises; a command with all
+that it started. What goes wrong in it is an `AgentCrashedError`.
+
+Who runs an agent waits for its end; cancelling that ends the agent: a function by cancellation, a
+command by SIGTERM and, `grace_s` later, SIGKILL.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from treadle.agent_loop.aio import run_shielded, run_until
+from treadle.agent_loop.errors import LoopError
+from treadle.agent_loop.proxy.messages import written_task
+from treadle.agent_loop.types import AgentTask
+
+_TAIL_BYTES = 4096
+
+
+class AgentCrashedError(LoopError):
+    """The agent ended with an exception, or a status that is not 0."""
+
+    retryable = True  # what an agent cannot digest may be something that was sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """What an agent is told.
+
+    Attributes:
+        task: What to do.
+        base_url: Of its model, for OpenAI's clients; ends with /v1.
+        api_key: Of its model; for this session alone.
+        reward_url: Takes {"reward": number}.
+    """
+
+    task: AgentTask
+    base_url: str
+    api_key: str = field(repr=False)
+    reward_url: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same for a process: OPENAI_BASE_URL and OPENAI_API_KEY, and TREADLE_REWARD_URL."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "TREADLE_REWARD_URL": self.reward_url,
+        }
+
+
+Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | None]]
+"""Does its task; returns the reward, or None to leave it to others."""
+
+
+class CommandAgent:
+    """A program as an agent.
+
+    It finds the task on its standard input, as a JSON object with `task_id`, `messages` (OpenAI's)
+    and `fields`, and its model in its environment (`AgentSession.environment`), which is otherwise
+    ours. What it prints is shown when it fails.
+
+    Args:
+        command: Program and arguments; no shell.
+        environment: Further variables.
+        grace_s: Seconds from SIGTERM to SIGKILL.
+
+    Raises:
+        ValueError: The command is empty, or `grace_s` negative.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        grace_s: float = 0.5,
+    ) -> None:
+        if not command or isinstance(command, str):
+            raise ValueError(f"the command is {command!r}; it must be a list of texts")
+        if grace_s < 0:
+            raise ValueError(f"grace_s is {grace_s}; it must be at least 0")
+        self._command = tuple(command)
+        self._environment = dict(environment or {})
+        self._grace_s = grace_s
+
+    async def __call__(self, session: AgentSession) -> float | None:
+        """Runs the program to its end.
+
+        Raises:
+            AgentCrashedError: It did not start, or ended with a status that is not 0.
+        """
+        tail = bytearray()
+        async with _pipe() as (reader, write_end):
+            process = await self._start(session, write_end)
+            try:
+                await run_until(_drain(reader, tail), process.wait)
+                status = await process.wait()
+            finally:
+                await run_shielded(self._end(process), timeout_s=self._grace_s + 10.0)
+            with contextlib.suppress(TimeoutError):  # somebody else may hold the pipe
+                async with asyncio.timeout(self._grace_s):
+                    await _drain(reader, tail)
+        if status != 0:
+            how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+            printed = tail.decode(errors="replace").strip() or "it printed nothing"
+            raise AgentCrashedError(f"agent {self._command[0]!r} {how}: {printed}")
+        return None
+
+    async def _start(self, session: AgentSession, write_end: int) -> asyncio.subprocess.Process:
+        with tempfile.TemporaryFile() as task:
+            task.write(json.dumps(written_task(session.task)).encode())
+            task.seek(0)
+            try:
+                return await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=task,
+                    stdout=write_end,
+                    stderr=write_end,
+                    env={**os.environ, **self._environment, **session.environment},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise AgentCrashedError(
+                    f"agent {self._command[0]!r} does not start: {error}"
+                ) from error
+            finally:
+                os.close(write_end)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Ends the program, and whatever of its group is left."""
+        if process.returncode is None:
+            _signal_group(process, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_s):
+                    await process.wait()
+        _signal_group(process, signal.SIGKILL)
+        await process.wait()
+
+
+@asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """A pipe of our own: that of asyncio's process would keep us waiting for whoever holds it."""
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: protocol, os.fdopen(read_end, "rb")
+    )
+    try:
+        yield reader, write_end
+    finally:
+        transport.close()
+
+
+async def _drain(reader: asyncio.StreamReader, tail: bytearray) -> None:
+    """Reads to the end, and keeps what was printed last."""
+    while data := await reader.read(65536):
+        tail += data
+        del tail[:-_TAIL_BYTES]
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

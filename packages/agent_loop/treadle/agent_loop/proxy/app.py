@@ -1,0 +1,162 @@
+"""The HTTP endpoint: OpenAI's chat completions, below the address of a session.
+
+    POST /sessions/<id>/v1/chat/completions    a completion, whole or as a stream
+    GET  /sessions/<id>/v1/models              the one model
+    POST /sessions/<id>/reward                 {"reward": 1.0}; the last one counts
+
+Invariant: every answer is OpenAI's JSON, errors included; what an agent that hung up had asked for
+is cancelled at once, down to the engine. `Authorization: Bearer <key of the session>` on each.
+
+Requests are tasks of the HTTP server. They wait for the generator, and for the client to go.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from treadle.agent_loop.proxy.errors import ApiError, bad_value
+from treadle.agent_loop.proxy.messages import loads
+from treadle.agent_loop.proxy.request import read_request
+from treadle.agent_loop.proxy.response import ChatAnswer
+from treadle.agent_loop.proxy.sessions import Session, Sessions, read_reward
+
+_logger = logging.getLogger(__name__)
+
+_CLIENT_GONE = 499
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(sessions: Sessions, *, model: str, max_body_bytes: int) -> Starlette:
+    """Makes the application.
+
+    Args:
+        sessions: Whom it serves.
+        model: Name that the answers give.
+        max_body_bytes: Longest request.
+    """
+    endpoint = _Endpoint(sessions, model=model, max_body_bytes=max_body_bytes)
+    below = "/sessions/{session_id}"
+    return Starlette(
+        routes=[
+            Route(f"{below}/v1/chat/completions", endpoint.complete, methods=["POST"]),
+            Route(f"{below}/v1/models", endpoint.list_models, methods=["GET"]),
+            Route(f"{below}/reward", endpoint.take_reward, methods=["POST"]),
+        ],
+        exception_handlers={
+            ApiError: _answer_error,
+            HTTPException: _answer_unknown,
+            Exception: _answer_bug,
+        },
+    )
+
+
+class _Endpoint:
+    """The handlers."""
+
+    def __init__(self, sessions: Sessions, *, model: str, max_body_bytes: int) -> None:
+        self._sessions = sessions
+        self._model = model
+        self._max_body_bytes = max_body_bytes
+        self._started = int(time.time())
+
+    async def complete(self, request: Request) -> Response:
+        session = self._session(request)
+        with self._sessions.place():
+            asked = read_request(await self._body(request))
+            turn = await session.complete(asked, gone=lambda: _disconnected(request))
+        if turn is None:
+            return Response(status_code=_CLIENT_GONE)
+        answer = ChatAnswer(
+            id=f"chatcmpl-{session.id}-{session.captured.assistant_turns}",
+            created=int(time.time()),
+            model=self._model,
+            request=asked,
+            turn=turn,
+        )
+        if asked.stream:
+            events = list(answer.stream(session.renderer))
+            return StreamingResponse(_each(events), media_type="text/event-stream")
+        return JSONResponse(answer.whole(session.renderer))
+
+    async def list_models(self, request: Request) -> Response:
+        self._session(request)
+        model = {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "treadle",
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def take_reward(self, request: Request) -> Response:
+        session = self._session(request)
+        try:
+            data = loads(await self._body(request))
+        except (ValueError, RecursionError) as error:
+            raise bad_value("body", f"it is not JSON: {error}") from None
+        session.reward = read_reward(data)
+        return JSONResponse({"reward": session.reward})
+
+    def _session(self, request: Request) -> Session:
+        return self._sessions.find(
+            request.path_params["session_id"], request.headers.get("authorization", "")
+        )
+
+    async def _body(self, request: Request) -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise ApiError(
+                    f"the request is longer than {self._max_body_bytes} bytes",
+                    status=413,
+                    code="request_too_large",
+                )
+            parts.append(part)
+        return b"".join(parts)
+
+
+async def _disconnected(request: Request) -> None:
+    """Waits for the client to hang up; nothing else can come after the body."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _each(events: list[bytes]):  # type: ignore[no-untyped-def]
+    for event in events:
+        yield event
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _answer_unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    unknown = ApiError(
+        f"{request.method} {request.url.path} is not served here; served are "
+        "/sessions/<id>/v1/chat/completions, /sessions/<id>/v1/models and /sessions/<id>/reward",
+        status=error.status_code,
+        code="not_found",
+    )
+    return JSONResponse(unknown.body, status_code=error.status_code, headers=error.headers)
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_GONE)
+    _logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    bug = ApiError(
+        f"internal error: {type(error).__name__}; see the log of the endpoint",
+        status=500,
+        code="internal_error",
+    )
+    return JSONResponse(bug.body, status_code=500)

@@ -1,0 +1,168 @@
+"""The proxy loop: an agent that knows nothing of us, run as an agent loop.
+
+Invariant: the agent runs while its session is open and not a moment longer, and the trajectory is
+what it was given, token for token, however the agent ends:
+
+| The agent ends | and the trajectory |
+|---|---|
+| by itself | is delivered |
+| with an error after a limit refused its last request | is delivered, with that limit as its stop |
+| in whatever way after the servers failed its last request | fails with that failure |
+| with an error, `on_crash` FAIL | fails with an `AgentCrashedError` |
+| with an error, `on_crash` DELIVER | is delivered up to there, with stop AGENT_FAILED |
+| without having asked for a completion | fails |
+
+    loop = ProxyAgentLoop(my_agent)                     # async def my_agent(session: AgentSession)
+    loop = ProxyAgentLoop(["node", "agent.js"])         # a program
+
+The reward is the one that the agent returns, else the last one that it posted, else the run's
+reward function gives it. All trajectories of a loop share one HTTP server, which runs while any of
+them does. The runner waits in `run`; cancelling it ends the agent.
+"""
+
+import asyncio
+import enum
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from treadle.agent_loop.capture import CapturedSession
+from treadle.agent_loop.errors import boundary
+from treadle.agent_loop.loop import Services
+from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
+from treadle.agent_loop.proxy.app import make_app
+from treadle.agent_loop.proxy.server import SharedServer
+from treadle.agent_loop.proxy.sessions import AgentSampling, Session, Sessions
+from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.types import AgentTask, StopReason
+from treadle.tracing import Metric, Reduce
+
+_MAX_BODY_BYTES = 64 << 20
+
+
+class OnCrash(enum.StrEnum):
+    """What becomes of the trajectory of an agent that crashed."""
+
+    FAIL = "fail"
+    """The attempt fails; the run's strategy may attempt it again."""
+    DELIVER = "deliver"
+    """What it sampled until then is delivered, and scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Endpoint:
+    """What the trajectories of one event loop share."""
+
+    sessions: Sessions
+    server: SharedServer
+
+
+class ProxyAgentLoop:
+    """Runs a black-box agent against a session of its own.
+
+    Args:
+        agent: A function, or the command of a program (see `CommandAgent`).
+        on_crash: What becomes of what a crashed agent sampled.
+        sampling: What becomes of the temperature and top_p that the agent asks for.
+        model: Name that the agent is told.
+        host: Address to listen on; agents elsewhere need another one than this machine's own.
+        port: 0 takes a free one.
+        max_session_requests: Requests of one agent at a time; more are answered with 429.
+        max_requests: Of all agents.
+
+    Raises:
+        ValueError: A bound is below 1.
+    """
+
+    def __init__(
+        self,
+        agent: Agent | Sequence[str],
+        *,
+        on_crash: OnCrash = OnCrash.FAIL,
+        sampling: AgentSampling = AgentSampling.REFUSE,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_session_requests: int = 16,
+        max_requests: int = 1024,
+    ) -> None:
+        if min(max_session_requests, max_requests) < 1:
+            raise ValueError(
+                f"max_session_requests is {max_session_requests} and max_requests is "
+                f"{max_requests}; both must be at least 1"
+            )
+        self._agent = agent if callable(agent) else CommandAgent(agent)
+        self._on_crash = OnCrash(on_crash)
+        self._sampling = AgentSampling(sampling)
+        self._model = model
+        self._host = host
+        self._port = port
+        self._max_session_requests = max_session_requests
+        self._max_requests = max_requests
+        self._endpoints: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Endpoint] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        """Attempts the task once.
+
+        Raises:
+            RolloutError: The attempt failed.
+            SetupError: The address to listen on is taken.
+        """
+        endpoint = self._endpoint()
+        async with endpoint.server as address:
+            with CapturedSession(task, services) as captured:
+                session = Session(
+                    captured,
+                    services,
+                    sampling=self._sampling,
+                    max_in_flight=self._max_session_requests,
+                )
+                endpoint.sessions.add(session)
+                crash, reward = None, None
+                try:
+                    services.pulse.beat("starting the agent")
+                    reward = await self._run_agent(session, task, address)
+                except AgentCrashedError as error:
+                    crash = error
+                finally:
+                    await endpoint.sessions.remove(session)
+                return self._finish(session, crash, reward)
+
+    def _endpoint(self) -> _Endpoint:
+        loop = asyncio.get_running_loop()
+        if loop not in self._endpoints:
+            sessions = Sessions(max_in_flight=self._max_requests)
+            app = make_app(sessions, model=self._model, max_body_bytes=_MAX_BODY_BYTES)
+            server = SharedServer(app, host=self._host, port=self._port)
+            self._endpoints[loop] = _Endpoint(sessions=sessions, server=server)
+        return self._endpoints[loop]
+
+    async def _run_agent(self, session: Session, task: AgentTask, address: str) -> float | None:
+        below = f"{address}/sessions/{session.id}"
+        told = AgentSession(
+            task=task, base_url=f"{below}/v1", api_key=session.key, reward_url=f"{below}/reward"
+        )
+        with boundary(AgentCrashedError, f"agent of task {task.task_id!r}"):
+            reward = await self._agent(told)
+            return None if reward is None else float(reward)
+
+    def _finish(
+        self, session: Session, crash: AgentCrashedError | None, reward: float | None
+    ) -> Trajectory:
+        if session.failure is not None:
+            raise session.failure
+        crashed = crash is not None and session.refused is None
+        if crashed and (self._on_crash is OnCrash.FAIL or not session.captured.assistant_turns):
+            assert crash is not None
+            raise crash
+        trajectory = session.captured.finish(
+            StopReason.AGENT_FAILED if crashed else None,
+            reward=session.reward if reward is None else reward,
+            metrics=[Metric("proxy/agent_crashes", float(crash is not None), Reduce.SUM)],
+        )
+        if crash is None:
+            return trajectory
+        finding = Finding(kind="agent_crashed", text=str(crash))
+        return replace(trajectory, findings=(*trajectory.findings, finding))

@@ -1,0 +1,230 @@
+"""OpenAI's messages and ours.
+
+Invariant: pure; what cannot be rendered is an `ApiError` that names its place, and nothing is left
+out. A message that `written` made reads as the message it was made of: that is how a session knows
+its own turns again.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+
+from treadle.agent_loop.proxy.errors import bad_value, unsupported
+from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, Role, ToolCall
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_KEYS = {
+    "system": ("role", "content"),
+    "user": ("role", "content"),
+    "assistant": ("role", "content", "tool_calls", "reasoning_content", "reasoning"),
+    "tool": ("role", "content", "tool_call_id", "name"),
+}
+
+
+def read_messages(value: object) -> tuple[Message, ...]:
+    """Reads `messages`.
+
+    Raises:
+        ApiError: They cannot be rendered, or end with a message that nobody can answer.
+    """
+    if not isinstance(value, list) or not value:
+        raise bad_value("messages", "it must be a list with at least one message")
+    messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
+    if messages[-1].role == "assistant":
+        raise unsupported(
+            f"messages[{len(messages) - 1}]",
+            "the last message is the assistant's; continuing it is not supported",
+        )
+    return messages
+
+
+def written(message: Message) -> dict[str, object]:
+    """Writes an assistant's message."""
+    answer: dict[str, object] = {"role": "assistant", "content": message.content}
+    if message.tool_calls:
+        answer["content"] = message.content or None
+        answer["tool_calls"] = [written_call(call) for call in message.tool_calls]
+    if message.reasoning:
+        answer["reasoning_content"] = message.reasoning
+    return answer
+
+
+def written_task(task: AgentTask) -> dict[str, object]:
+    """Writes a task for an agent that is a program.
+
+    Raises:
+        TypeError: A field of the task is no JSON.
+    """
+    messages = [
+        written(message)
+        if message.role == "assistant"
+        else {"role": message.role, "content": _written_content(message)}
+        | ({} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id})
+        for message in task.messages
+    ]
+    return {
+        "task_id": task.task_id,
+        "rollout_index": task.rollout_index,
+        "messages": messages,
+        "fields": dict(task.fields),
+    }
+
+
+def written_call(call: ToolCall) -> dict[str, object]:
+    """Writes a call."""
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _written_content(message: Message) -> str | list[dict[str, object]]:
+    if not message.images:
+        return message.content
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {
+            "type": "image_url",
+            "image_url": {"url": f"data:{part.mime};base64,{base64.b64encode(part.data).decode()}"},
+        }
+        for part in message.parts
+    ]
+
+
+def loads(text: str | bytes) -> object:
+    """Reads JSON; NaN and the infinities, which Python would take, are not JSON.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is not a JSON value")
+
+
+def _message(value: object, place: str) -> Message:
+    if not isinstance(value, dict):
+        raise bad_value(place, "it must be an object")
+    role = _ROLES.get(value.get("role", ""))
+    if role is None:
+        raise bad_value(f"{place}.role", f"it must be one of {', '.join(_ROLES)}")
+    for name, entry in value.items():
+        if entry not in (None, [], "") and name not in _KEYS[role]:
+            raise unsupported(
+                f"{place}.{name}", f"this is not supported in a {role} message; leave it out"
+            )
+    content, images = _content(value.get("content"), f"{place}.content", role=role)
+    try:
+        return Message(
+            role=role,
+            content=content,
+            images=images,
+            tool_calls=_calls(value.get("tool_calls"), f"{place}.tool_calls"),
+            tool_call_id=_text(value, "tool_call_id", place),
+            name=_text(value, "name", place),
+            reasoning=_text(value, "reasoning_content", place) or _text(value, "reasoning", place),
+        )
+    except ValueError as error:
+        raise bad_value(place, str(error)) from None
+
+
+def _content(value: object, place: str, *, role: Role) -> tuple[str, tuple[Image, ...]]:
+    match value:
+        case str():
+            return value, ()
+        case None if role == "assistant":
+            return "", ()
+        case list():
+            parts = [_part(entry, f"{place}[{i}]", role=role) for i, entry in enumerate(value)]
+            images = tuple(part for part in parts if isinstance(part, Image))
+            texts = (IMAGE_MARK if isinstance(part, Image) else part for part in parts)
+            return "".join(texts), images
+        case _:
+            raise bad_value(place, "it must be a text or a list of parts")
+
+
+def _part(value: object, place: str, *, role: Role) -> str | Image:
+    if not isinstance(value, dict):
+        raise bad_value(place, "it must be an object")
+    match value.get("type"):
+        case "text":
+            _only(value, ("type", "text"), place)
+            if not isinstance(text := value.get("text"), str):
+                raise bad_value(f"{place}.text", "it must be a text")
+            return text
+        case "image_url" if role != "assistant":
+            _only(value, ("type", "image_url"), place)
+            source = value.get("image_url")
+            if not isinstance(source, dict):
+                raise bad_value(f"{place}.image_url", "it must be an object")
+            if source.get("detail") == "auto":
+                source = {"url": source.get("url")}
+            _only(source, ("url",), f"{place}.image_url")
+            return _image(source.get("url"), f"{place}.image_url.url")
+        case kind:
+            raise unsupported(f"{place}.type", f"{kind!r} is not supported in a {role} message")
+
+
+def _image(url: object, place: str) -> Image:
+    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if not (comma and head.startswith("data:") and head.endswith(";base64")):
+        raise unsupported(place, "only data:image/...;base64,... is supported: nothing is fetched")
+    try:
+        decoded = base64.b64decode(data, validate=True)
+        return Image(data=decoded, mime=head.removeprefix("data:").removesuffix(";base64"))
+    except (ValueError, binascii.Error) as error:
+        raise bad_value(place, str(error)) from None
+
+
+def _calls(value: object, place: str) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise bad_value(place, "it must be a list")
+    return tuple(_call(entry, f"{place}[{i}]") for i, entry in enumerate(value))
+
+
+def _call(value: object, place: str) -> ToolCall:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict):
+        raise bad_value(place, "it must be an object with a function")
+    _only(value, ("id", "type", "function", "index"), place)
+    _only(function, ("name", "arguments"), f"{place}.function")
+    if value.get("type", "function") != "function":
+        raise unsupported(f"{place}.type", "only function calls are supported")
+    call_id, name, text = value.get("id"), function.get("name"), function.get("arguments")
+    if not isinstance(call_id, str) or not isinstance(name, str) or not isinstance(text, str):
+        raise bad_value(place, "id, function.name and function.arguments must be texts")
+    try:
+        arguments = loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise bad_value(f"{place}.function.arguments", f"it is not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise bad_value(f"{place}.function.arguments", "it must be a JSON object")
+    return ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+def _text(value: Mapping[str, object], name: str, place: str) -> str | None:
+    text = value.get(name)
+    if text is not None and not isinstance(text, str):
+        raise bad_value(f"{place}.{name}", "it must be a text")
+    return text
+
+
+def _only(value: Mapping[str, object], known: Sequence[str], place: str) -> None:
+    for name, entry in value.items():
+        if entry not in (None, [], "") and name not in known:
+            raise unsupported(f"{place}.{name}", "this is not supported; leave it out")

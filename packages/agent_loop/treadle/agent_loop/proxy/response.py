@@ -1,0 +1,111 @@
+"""The answer to a chat completion: our turn as OpenAI's JSON, whole or as a stream.
+
+Invariant: pure; both forms say the same. A turn is sampled whole before anything is sent, so a
+stream's pieces come at once: agents that read streams work, and a request that fails still fails
+with a status.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from treadle.agent_loop.capture import CapturedTurn
+from treadle.agent_loop.proxy.messages import written, written_call
+from treadle.agent_loop.proxy.request import ChatRequest
+from treadle.agent_loop.renderer import ChatRenderer
+from treadle.agent_loop.types import FinishReason
+
+STREAM_END = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """A turn that was sampled, and what was asked for.
+
+    Attributes:
+        id: Of the completion.
+        created: Unix time, seconds.
+        model: Name of the model.
+        request: What was asked for.
+        turn: What was sampled.
+    """
+
+    id: str
+    created: int
+    model: str
+    request: ChatRequest
+    turn: CapturedTurn
+
+    def whole(self, renderer: ChatRenderer) -> dict[str, object]:
+        """The JSON object of a plain answer."""
+        choice: dict[str, object] = {
+            "index": 0,
+            "message": written(self.turn.parsed.message),
+            "logprobs": self._logprobs(renderer),
+            "finish_reason": self._finish_reason,
+        }
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage}
+
+    def stream(self, renderer: ChatRenderer) -> Iterator[bytes]:
+        """The events of a stream, the last one included."""
+        message = self.turn.parsed.message
+        first: dict[str, object] = {"role": "assistant", "content": ""}
+        yield self._event(first)
+        if message.reasoning:
+            yield self._event({"reasoning_content": message.reasoning})
+        logprobs = self._logprobs(renderer)
+        if message.content or logprobs is not None:
+            yield self._event({"content": message.content}, logprobs=logprobs)
+        for index, call in enumerate(message.tool_calls):
+            yield self._event({"tool_calls": [{"index": index, **written_call(call)}]})
+        yield self._event({}, finish_reason=self._finish_reason)
+        if self.request.include_usage:
+            yield _data(
+                {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage}
+            )
+        yield STREAM_END
+
+    def _event(
+        self, delta: dict[str, object], *, logprobs: object = None, finish_reason: str | None = None
+    ) -> bytes:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return _data({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def _head(self, kind: str) -> dict[str, object]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @property
+    def _finish_reason(self) -> str:
+        if self.turn.finish is FinishReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.turn.parsed.message.tool_calls else "stop"
+
+    @property
+    def _usage(self) -> dict[str, object]:
+        prompt, sampled = self.turn.num_prompt_tokens, self.turn.completion.num_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": self.turn.completion.cached_prompt_tokens},
+        }
+
+    def _logprobs(self, renderer: ChatRenderer) -> dict[str, object] | None:
+        """Of every sampled token, those of the calls and the end of the turn included."""
+        if not self.request.logprobs:
+            return None
+        tokens = [
+            {"token": renderer.decode([token]), "logprob": p, "bytes": None, "top_logprobs": []}
+            for chunk in self.turn.completion.chunks
+            for token, p in zip(chunk.token_ids, chunk.logprobs, strict=True)
+        ]
+        return {"content": tokens, "refusal": None}
+
+
+def _data(event: dict[str, object]) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,112 @@
+"""The HTTP server: an endpoint on a socket, in the event loop of whoever opens it.
+
+Invariant: it runs from its first user's coming to its last one's leaving, and then its socket is
+closed and its one task has ended. It takes no signal handlers.
+
+Users wait for it to end when they are the last.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from treadle.agent_loop.aio import run_shielded
+from treadle.agent_loop.errors import SetupError
+
+_GRACE_S = 1  # for answers under way; a whole number for uvicorn
+_STOP_S = 10.0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class SharedServer:
+    """An HTTP server that runs while anyone uses it.
+
+    Args:
+        app: To be served.
+        host: Address to listen on.
+        port: 0 takes a free one.
+
+        async with shared as address:
+            ...
+    """
+
+    def __init__(self, app: Starlette, *, host: str, port: int) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._lock = asyncio.Lock()
+        self._users = 0
+        self._address = ""
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> str:
+        """Starts the server if nobody had; returns its address as http://host:port.
+
+        Raises:
+            SetupError: The address is taken or not of this machine.
+        """
+        async with self._lock:
+            if not self._users:
+                self._start()
+            self._users += 1
+            return self._address
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await run_shielded(self._leave(), timeout_s=_STOP_S)
+
+    def _start(self) -> None:
+        listener = _listen(self._host, self._port)
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE_S,
+            server_header=False,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._address = f"http://{host}:{listener.getsockname()[1]}"
+
+    async def _leave(self) -> None:
+        async with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            assert self._server is not None and self._serving is not None
+            self._server.should_exit = True
+            await self._serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listens before anyone is told the address, so that no request comes too early."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise SetupError(f"cannot listen on {host} port {port}: {error}") from error
+    return listener

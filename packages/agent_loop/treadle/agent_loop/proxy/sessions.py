@@ -1,0 +1,241 @@
+"""The sessions of an endpoint: who may ask, and how much at a time.
+
+Invariant: a request is served only in a session that is open, with that session's own key, and only
+while there is a place for it in the session and in all; what has no place is refused at once with a
+time to come back, never queued. Closing a session ends its requests and takes its places back.
+
+Tasks that use the sessions share one event loop. `Session.complete` waits for the generator.
+"""
+
+import asyncio
+import enum
+import hmac
+import math
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from treadle.agent_loop.aio import run_until
+from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
+from treadle.agent_loop.errors import AgentLoopError, GenerationError, PromptTooLongError
+from treadle.agent_loop.loop import Services
+from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
+from treadle.agent_loop.proxy.request import ChatRequest
+from treadle.agent_loop.types import SamplingParams
+
+RETRY_AFTER_S = 1.0
+
+
+class AgentSampling(enum.StrEnum):
+    """What becomes of the temperature and top_p that an agent asks for."""
+
+    REFUSE = "refuse"
+    """Others than the run's are an error: the trainer would take their log-probabilities for the
+    run's."""
+    RUN = "run"
+    """The run's are used instead. For agents whose parameters cannot be changed."""
+    AGENT = "agent"
+    """They are used. For evaluation."""
+
+
+class Session:
+    """One trajectory at the endpoint.
+
+    Args:
+        captured: What the agent's requests are written to.
+        services: With the run's sampling.
+        sampling: What becomes of the agent's.
+        max_in_flight: Requests at a time.
+
+    Attributes:
+        captured: What the agent's requests are written to.
+        id: In the address; says nothing about the task.
+        key: The API key.
+        reward: What the agent posted; None: nothing yet.
+        failure: Why the last request failed, if the servers failed it; None once one succeeds.
+        refused: The limit that forbade the last request; None once one succeeds.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedSession,
+        services: Services,
+        *,
+        sampling: AgentSampling,
+        max_in_flight: int,
+    ) -> None:
+        self.captured = captured
+        self.renderer = services.renderer
+        self.id = secrets.token_hex(8)
+        self.key = secrets.token_urlsafe(24)
+        self.reward: float | None = None
+        self.failure: GenerationError | None = None
+        self.refused: LimitReachedError | None = None
+        self._base = services.sampling
+        self._sampling = sampling
+        self._max_in_flight = max_in_flight
+        self._closed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._in_flight = 0
+
+    async def complete(
+        self, request: ChatRequest, *, gone: Callable[[], Coroutine[Any, Any, object]]
+    ) -> CapturedTurn | None:
+        """Samples what a request asks for.
+
+        Args:
+            request: Of the agent.
+            gone: Ends when the agent no longer waits for the answer.
+
+        Returns:
+            None when the agent or the session went before the turn was there.
+
+        Raises:
+            ApiError: It could not be sampled.
+        """
+        with self._place():
+            turn = self.captured.complete(
+                request.messages,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                sampling=self._params(request),
+                seed=request.seed,
+                stop=request.stop,
+            )
+            try:
+                captured = await run_until(turn, gone, self._closed.wait)
+            except LimitReachedError as error:
+                self.refused = error
+                raise answer_to(error) from error
+            except AgentLoopError as error:
+                too_long = isinstance(error, PromptTooLongError)
+                if isinstance(error, GenerationError) and not too_long:
+                    self.failure = error
+                raise answer_to(error) from error
+            if captured is not None:
+                self.failure = self.refused = None
+            return captured
+
+    async def close(self) -> None:
+        """Ends the requests under way; waits until they have ended."""
+        self._closed.set()
+        await self._idle.wait()
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._in_flight >= self._max_in_flight:
+            raise busy(f"this session has {self._in_flight} requests under way, which is its limit")
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def _params(self, request: ChatRequest) -> SamplingParams:
+        base = self._base
+        if self._sampling is AgentSampling.AGENT:
+            temperature = base.temperature if request.temperature is None else request.temperature
+            top_p = base.top_p if request.top_p is None else request.top_p
+            return replace(base, temperature=temperature, top_p=top_p)
+        if self._sampling is AgentSampling.REFUSE:
+            _check_same("temperature", request.temperature, base.temperature)
+            _check_same("top_p", request.top_p, base.top_p)
+        return base
+
+
+class Sessions:
+    """The open sessions of an endpoint.
+
+    Args:
+        max_in_flight: Requests at a time, over all sessions.
+    """
+
+    def __init__(self, *, max_in_flight: int) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def add(self, session: Session) -> None:
+        """Lets an agent in."""
+        self._sessions[session.id] = session
+
+    async def remove(self, session: Session) -> None:
+        """Ends a session's requests; further ones find no session."""
+        self._sessions.pop(session.id, None)
+        await session.close()
+
+    def find(self, session_id: str, authorization: str) -> Session:
+        """Returns the session that a request is for.
+
+        Raises:
+            ApiError: There is none, or the key is not its own.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise ApiError(
+                f"there is no session {session_id[:32]!r}: it was never opened, or is over",
+                status=404,
+                code="session_not_found",
+            )
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            key.strip().encode(), session.key.encode()
+        ):
+            raise ApiError(
+                "the API key is not this session's; it is in OPENAI_API_KEY of the agent",
+                status=401,
+                code="invalid_api_key",
+            )
+        return session
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Counts a request among all.
+
+        Raises:
+            ApiError: There is no place for it.
+        """
+        if self._in_flight >= self._max_in_flight:
+            raise busy(f"{self._in_flight} requests are under way here, which is the limit")
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+
+def busy(message: str) -> ApiError:
+    """What a request without a place is answered with."""
+    return ApiError(message, status=429, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+
+
+def read_reward(data: object) -> float:
+    """Reads {"reward": number}.
+
+    Raises:
+        ApiError: It is something else.
+    """
+    reward = data.get("reward") if isinstance(data, dict) and data.keys() == {"reward"} else None
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise bad_value("reward", 'the body must be {"reward": a finite number}')
+    return float(reward)
+
+
+def _check_same(name: str, asked: float | None, run: float | None) -> None:
+    default = 1.0 if run is None else run
+    if asked is not None and asked != default:
+        raise unsupported(
+            name,
+            f"it is {asked:g}, but the run samples with {default:g}, which its trainer computes "
+            f"with; leave it out, set it to {default:g}, or run the loop with "
+            'sampling="run" (the run\'s is used) or "agent" (the agent\'s is used)',
+        )
