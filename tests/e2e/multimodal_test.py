@@ -20,6 +20,7 @@ from treadle.agent_loop import (
     AgentTask,
     Drop,
     Image,
+    ImageRejectedError,
     LoopLimits,
     Message,
     Origin,
@@ -34,7 +35,6 @@ from treadle.agent_loop import (
     Trajectory,
     default_loops,
 )
-from treadle.agent_loop.errors import ImageRejectedError
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.agent_loop.testing import ByteRenderer, ScriptedTool

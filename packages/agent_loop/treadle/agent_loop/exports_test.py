@@ -83,6 +83,7 @@ PUBLIC = [
     "GenerationTimeoutError",
     "HermesParser",
     "Image",
+    "ImageRejectedError",
     "Interaction",
     "InteractionError",
     "InteractionReply",

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from treadle.agent_loop import Completion, Image, PlacedImage, RequestContext, SamplingParams
-from treadle.agent_loop.errors import ImageRejectedError, SetupError
+from treadle.agent_loop import (
+    Completion,
+    Image,
+    ImageRejectedError,
+    PlacedImage,
+    RequestContext,
+    SamplingParams,
+    SetupError,
+)
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, connect
 from treadle.agent_loop.rpc.testing import (
     STARTED,
