@@ -28,6 +28,14 @@ from treadle.tools.sandbox.host_files import HostFiles
 from treadle.tools.sandbox.limits import SandboxLimits
 
 NOBODY: Final = 65534
+_ABOUT_THE_HOST: Final = tuple(
+    f"/proc/{name}"
+    for name in (
+        *("cmdline", "config.gz", "kallsyms", "kcore", "key-users", "keys", "kmsg"),
+        *("latency_stats", "modules", "sched_debug", "timer_list"),
+    )
+)
+"""Files of `/proc` that no program needs; empty in the sandbox."""
 _REFUSALS: Final = ("namespace", "uid map", "operation not permitted", "permission denied")
 _HELP: Final = (
     "Unprivileged user namespaces must be allowed: sysctl user.max_user_namespaces above 0, "
@@ -103,19 +111,20 @@ class Launcher:
         if self._stage is not None:
             await self._stage.clear()
 
-    def command(self, arguments: list[str], *, filter_fd: int) -> list[str]:
+    def command(self, arguments: list[str], *, filter_fd: int, info_fd: int) -> list[str]:
         """A command that runs the interpreter with these arguments in a sandbox of its own.
 
         Args:
             arguments: Of the interpreter.
             filter_fd: Where the system call filter can be read, once.
+            info_fd: Gets the process id, outside, of process 1, inside.
         """
         files = self._files
         command = [
             *(self._stage.prefix() if self._stage else ()),
             *(self._bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"),
             *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
-            *("--cap-drop", "ALL", "--seccomp", str(filter_fd)),
+            *("--cap-drop", "ALL", "--seccomp", str(filter_fd), "--info-fd", str(info_fd)),
             *("--die-with-parent", "--new-session", "--as-pid-1"),
         ]
         for outside, inside in files.binds:
@@ -125,6 +134,8 @@ class Launcher:
         for path in files.covers:
             command += ["--tmpfs", path, "--remount-ro", path]
         command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        for path in filter(os.path.exists, _ABOUT_THE_HOST):
+            command += ["--ro-bind", "/dev/null", path]
         command += _writable("/tmp", self._limits.disk_mib)
         command += _writable("/dev/shm", self._limits.shared_memory_mib)
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]

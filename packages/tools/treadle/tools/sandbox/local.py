@@ -110,6 +110,7 @@ class LocalSandbox:
         self._running = self._waiting = 0
         self._warm: deque[Worker] = deque()
         self._changed = asyncio.Event()
+        self._all_warm = asyncio.Event()
         self._recent_s: deque[float] = deque([1.0], maxlen=_RECENT)
         self._started = self._started_warm = self._refused = self._failed = 0
         self._stack = AsyncExitStack()
@@ -166,6 +167,10 @@ class LocalSandbox:
             worst_case_mib=self._num_places * self.limits.memory_mib,
         )
 
+    async def until_warm(self) -> None:
+        """Waits until all interpreters that are kept ready are."""
+        await self._all_warm.wait()
+
     async def run(self, program: Program) -> Execution:
         """Run a program once a place is free.
 
@@ -212,6 +217,7 @@ class LocalSandbox:
     async def _take_warm(self) -> Worker | None:
         while self._warm:
             worker = self._warm.popleft()
+            self._all_warm.clear()
             self._changed.set()
             if worker.alive:
                 return worker
@@ -234,6 +240,8 @@ class LocalSandbox:
                     _logger.warning("no warm interpreter until the next program: %s", error)
                     break
                 self._warm.append(worker)
+            if len(self._warm) == self._warm_wanted:
+                self._all_warm.set()
             await self._changed.wait()
 
     async def _end(self, keeper: asyncio.Task[None]) -> None:
@@ -285,8 +293,7 @@ class LocalSandbox:
                 "this sandbox allows; ask for less, or start it with more"
             )
         for name in (*program.files, *program.fetch_files):
-            parts = name.split("/")
-            if not name or name.startswith("/") or ".." in parts or "\0" in name:
+            if not _leads_inside(name):
                 raise UnsupportedProgramError(
                     f"the file name {name!r} must be relative and lead into the work directory"
                 )
@@ -298,3 +305,13 @@ class LocalSandbox:
     def _retry_after_s(self) -> float:
         mean_s = sum(self._recent_s) / len(self._recent_s)
         return max(1.0, math.ceil(self._waiting * mean_s / self._num_places))
+
+
+def _leads_inside(name: str) -> bool:
+    """Whether a name is one that can be below the work directory."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    outside = name.startswith("/") or ".." in name.split("/")
+    return bool(name) and not outside and "\0" not in name

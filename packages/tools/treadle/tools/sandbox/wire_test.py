@@ -145,8 +145,11 @@ def test_code_that_did_not_compile_is_a_result() -> None:
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(
-            st.sampled_from(["status", "run_result", "compile_result", "files"]), inner
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(
+                st.sampled_from(["status", "run_result", "compile_result", "files"]), inner
+            )
         ),
     )
 )

@@ -16,6 +16,7 @@ import contextlib
 import marshal
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -70,7 +71,9 @@ class Worker:
         self._limits = limits
         self._warm = warm
         # Popen.send_signal may reap the child under the event loop's feet; a pidfd cannot.
-        self._pidfd = os.pidfd_open(process.pid)
+        self._bubblewrap = _open_process(process.pid)
+        self._supervisor: int | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -95,16 +98,19 @@ class Worker:
         worker = await cls._spawn(launcher, filter_program, limits, preload)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                ready = await worker._reports.readline()
+                said = await worker._reports.readuntil(b"ready\n")
+        except asyncio.IncompleteReadError:
+            why = await worker._last_words()
+            raise SandboxError(f"the sandbox did not start: {why}") from None
         except TimeoutError:
             await worker.kill()
             raise SandboxError(f"the sandbox did not start in {_START_TIMEOUT_S:g} s") from None
         except BaseException:
             await worker.kill()
             raise
-        if not ready:
-            said = await worker._last_words()
-            raise SandboxError(f"the sandbox did not start: {said}")
+        found = re.search(rb'"child-pid": (\d+)', said)
+        assert found is not None, f"bubblewrap did not name its child: {said[:200]!r}"
+        worker._supervisor = _open_process(int(found.group(1)))
         return worker
 
     @classmethod
@@ -121,6 +127,7 @@ class Worker:
         try:
             os.write(filter_writer, filter_program)
             os.close(filter_writer)
+            info_writer = os.dup(reports_writer)
             settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
             arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -128,18 +135,18 @@ class Worker:
             )
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *launcher.command(arguments, filter_fd=filter_fd),
+                    *launcher.command(arguments, filter_fd=filter_fd, info_fd=info_writer),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(filter_fd, reports_writer),
+                    pass_fds=(filter_fd, info_writer, reports_writer),
                 )
             except BaseException:
                 transport.close()
                 raise
         finally:
-            os.close(filter_fd)
-            os.close(reports_writer)
+            for descriptor in (filter_fd, info_writer, reports_writer):
+                os.close(descriptor)
         return cls(process, reports, transport, limits, warm=bool(preload))
 
     @property
@@ -149,16 +156,17 @@ class Worker:
 
     async def kill(self) -> None:
         """End every process of it; returns when they are gone, also when cancelled."""
-        self._signal()
-        ended = asyncio.ensure_future(self._gone())
+        if self._ending is None:
+            self._signal()
+            self._ending = asyncio.create_task(self._gone())
         try:
-            await asyncio.shield(ended)
+            await asyncio.shield(self._ending)
         except asyncio.CancelledError:
-            await ended
+            await self._ending
             raise
 
     async def _gone(self) -> None:
-        """All ends of the pipes are closed: nobody is left who could write."""
+        """Returns when process 1 has ended, which it does after all others of its namespace."""
         process = self._process
         assert process.stdin is not None
         process.stdin.close()
@@ -168,7 +176,11 @@ class Worker:
                 pass
         await process.wait()
         self._reports_transport.close()
-        os.close(self._pidfd)
+        if self._supervisor is not None:
+            await _readable(self._supervisor)
+        for descriptor in (self._bubblewrap, self._supervisor):
+            if descriptor is not None:
+                os.close(descriptor)
 
     async def run(self, program: Program) -> Execution:
         """Run the program; afterwards the worker is used up.
@@ -213,9 +225,14 @@ class Worker:
         self._signal()
 
     def _signal(self) -> None:
-        """SIGKILL to bubblewrap, which the kernel passes on to process 1 of the sandbox."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        """SIGKILL to process 1, whose end bubblewrap sees; or to bubblewrap, which drags it along.
+
+        The first is tried first because bubblewrap then lives to collect it.
+        """
+        target = self._bubblewrap if self._supervisor is None else self._supervisor
+        if target is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(target, signal.SIGKILL)
 
     @property
     def _most_reported(self) -> int:
@@ -319,6 +336,24 @@ def _guest() -> str:
     code = compile(_GUEST.read_text(encoding="utf-8"), "<sandbox>", "exec", dont_inherit=True)
     packed = _text(marshal.dumps(code))
     return f"import binascii,marshal;exec(marshal.loads(binascii.a2b_base64({packed!r})))"
+
+
+def _open_process(pid: int) -> int | None:
+    """A pidfd; None when the process has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def _text(data: bytes) -> str:
