@@ -26,7 +26,7 @@ _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _MARKS = (_CALL_END, _CALL, _SECTION_END)
 _SEPARATOR = "<｜tool▁sep｜>"
-_HEAD = re.compile(f"([^<>\n]+){_SEPARATOR}")
+_HEAD = re.compile(f"([^<>\n]*){_SEPARATOR}")
 _FENCED = re.compile(r"([^<>{}\n]+)\n```(?:json)?\n")
 _FENCE = "```"
 
@@ -71,6 +71,8 @@ def _read_call(scan: Scan, start: int) -> None:
         fenced = _FENCED.match(scan.text, place)
         if fenced is not None:
             name, place = fenced[1].strip(), scan.skip_space(fenced.end())
+        if not name:
+            raise CallError(f"the call has no name: write it before {_SEPARATOR}")
         arguments, place = read_object(scan, place, *_MARKS)
         if fenced is not None:
             place = max(place, scan.after(_FENCE, place))

@@ -15,6 +15,7 @@ GOOD = f'{BEGIN}g{SEPARATOR}{{"a": "x"}}{END}'
     ("body", "reason", "name"),
     [
         ("f", "must be written as NAME<｜tool▁sep｜>ARGUMENTS", None),
+        (f" {SEPARATOR}{{}}", "the call has no name", None),
         (f"f{SEPARATOR}", "Expecting value at character 0", "f"),
         (f"f{SEPARATOR}[1]", "the arguments must be a JSON object, got an array", "f"),
         (f'f{SEPARATOR}{{"a": 1}} so', "not followed by <｜tool▁call▁end｜>", "f"),

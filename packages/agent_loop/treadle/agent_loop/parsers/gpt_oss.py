@@ -58,7 +58,7 @@ class GptOssParser:
             message = _next_message(scan, start)
             header, body = text[start : message.body], text[message.body : message.stop]
             recipient, channel = _RECIPIENT.search(header), _ON_CHANNEL.search(header)
-            if recipient is not None:
+            if recipient is not None and _CHANNEL in header:
                 name = recipient[1].removeprefix("functions.")
                 if not _read_call(scan, message, name):
                     answers.append(text[start : message.after])
@@ -107,6 +107,8 @@ def _read_call(scan: Scan, message: _Message, name: str) -> bool:
     try:
         if not scan.text.startswith(_MESSAGE, message.body - len(_MESSAGE)):
             raise CallError(f"the call has no {_MESSAGE}")
+        if not name:
+            raise CallError("the call has no name: write it as to=functions.NAME")
         body = scan.text[message.body : message.stop].strip()
         arguments, stop = decode_json(body)
         if stop < len(body):

@@ -52,6 +52,7 @@ def test_channels_are_told_apart() -> None:
         ("<|channel|>analysis", "", ""),
         ("<|channel|>final<|message|>It is", "", "It is"),
         ("It is 42.", "", "It is 42."),
+        ("Write to=functions.f there.", "", "Write to=functions.f there."),
         ("<|channel|>?? commentary?<|message|>It is 42.<|end|>", "", "It is 42."),
         ("<|channel|>?? It is 42.<|end|>", "", "<|channel|>?? It is 42."),
         ("", "", ""),
@@ -69,11 +70,14 @@ def test_damaged_and_cut_messages_cost_no_text(text: str, reasoning: str, conten
         (" to=functions.f", "<|message|>{} {}", "extra data after the JSON object: '{}'", "f"),
         (" to=functions.f", "<|message|>[]", "must be a JSON object, got an array", "f"),
         (" to=functions.f", "<|message|>", "Expecting value at character 0", "f"),
+        (" to=functions.", "<|message|>{}", "the call has no name", None),
         (" to=functions.f", "", "the call has no <|message|>", "f"),
         (" to=python", "<|message|>print(1)", "Expecting value at character 0", "python"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_said(header: str, body: str, reason: str, name: str) -> None:
+def test_what_is_wrong_with_a_call_is_said(
+    header: str, body: str, reason: str, name: str | None
+) -> None:
     call = f"<|start|>assistant<|channel|>commentary{header}{body}<|call|>"
     parsed = PARSER.parse(f"{THOUGHT.removesuffix('<|start|>assistant')}{call}")
     (bad,) = parsed.malformed

@@ -108,6 +108,7 @@ def test_any_text_is_accepted_and_spans_point_into_it(
     assert all(not any(a < start < b for start in starts) for a, b in spans)
     ids = [*(call.id for call in parsed.calls), *(bad.id for bad in parsed.malformed)]
     assert len(set(ids)) == len(ids)
+    assert all(call.name for call in parsed.calls)
     assert (parsed.reasoning is None) == (name not in THINKING)
     if not parsed.calls and name != "gpt_oss":
         assert text.endswith(parsed.content)

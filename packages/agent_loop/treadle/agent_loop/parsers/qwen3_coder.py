@@ -92,7 +92,7 @@ class Qwen3CoderFormat:
 def _read_function(scan: Scan, schemas: Schemas, start: int) -> tuple[str, dict[str, object], int]:
     """Reads from `<function=` on; returns name, arguments and the place after `</function>`."""
     head = _FUNCTION_HEAD.match(scan.text, start)
-    if head is None:
+    if head is None or not head[1].strip():
         raise CallError("the call must begin with <function=NAME>")
     name, arguments, place = head[1].strip(), dict[str, object](), head.end()
     while (stop := scan.after(_FUNCTION_END, place)) < 0:

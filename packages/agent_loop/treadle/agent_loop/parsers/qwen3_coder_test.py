@@ -14,6 +14,7 @@ GOOD = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n
     [
         ('{"name": "f", "arguments": {}}', "must begin with <function=NAME>", None),
         ("<function=>\n</function>", "must begin with <function=NAME>", None),
+        ("<function= >\n</function>", "must begin with <function=NAME>", None),
         ("<function=f", "must begin with <function=NAME>", None),
         ("<function=f>\n", "expected <parameter=NAME> or </function>, got '</tool_call>", "f"),
         ("<function=f>\nx\n</function>", "expected <parameter=NAME> or </function>, got 'x", "f"),

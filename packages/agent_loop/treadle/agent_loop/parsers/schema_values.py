@@ -25,7 +25,7 @@ _LITERALS = {
     "false": ("boolean", False),
     "False": ("boolean", False),
 }
-_MAX_DEPTH = 16
+_MAX_DEPTH = 8
 
 
 class Schemas:
