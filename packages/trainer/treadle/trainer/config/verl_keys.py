@@ -275,7 +275,7 @@ _ENGINE = _one_of(
 )
 
 # Parsers that verl names otherwise.
-_PARSERS = {"gpt-oss": "gpt_oss"}
+_PARSERS = {"gpt-oss": "gpt_oss", "deepseek_v4": "deepseek_v32"}
 
 _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.actor.clip_ratio": lambda value, _: {
