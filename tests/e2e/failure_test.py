@@ -38,7 +38,10 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
     for one, two in zip(whole.metrics(), resumed.metrics(), strict=True):
         if one["step"]:
             assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-4)
-    ids = [[line["tokens"]["ids"] for line in t.trajectories()] for t in (whole, resumed)]
+    ids = [
+        [sample["ids"] for line in t.trajectories() for sample in line["samples"]]
+        for t in (whole, resumed)
+    ]
     assert ids[0] == ids[1]
 
     finished = start_trainer(*_STEPS, name="killed")
@@ -83,7 +86,8 @@ def test_the_only_server_is_started_again_with_the_present_weights(
     sampled = [
         span["weight_version"]
         for line in trainer.trajectories()
-        for span in line["tokens"]["spans"]
+        for sample in line["samples"]
+        for span in sample["spans"]
         if line["step"] == 3 and line["phase"] == "train" and span["origin"] == "sampled"
     ]
     assert set(sampled) == {2}

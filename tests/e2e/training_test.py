@@ -13,7 +13,7 @@ Train = Callable[..., Trainer]
 def _check_versions(trainer: Trainer) -> None:
     """Sampled tokens name the weights that sampled them."""
     for line in trainer.trajectories():
-        spans = [span for span in line["tokens"]["spans"] if span["origin"] == "sampled"]
+        spans = [span for span in line["samples"][-1]["spans"] if span["origin"] == "sampled"]
         expected = line["step"] if line["phase"] == "val" else line["step"] - 1
         assert {span["weight_version"] for span in spans} == {expected}
 

@@ -8,6 +8,7 @@ batch before anything is cut, so no cut changes the gradient.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
@@ -22,7 +23,8 @@ def token_weights(
 ) -> list[float]:
     """What one loss token of each sequence counts for: the loss is the weighted sum over tokens.
 
-    With n sequences that have loss tokens, of m_i tokens each, M in all:
+    A trajectory is one sequence here, however many samples it was split into, so that no split
+    changes a weight. With n that have loss tokens, of m_i tokens each, M in all:
 
     - token-mean: 1 / M (DAPO, arXiv:2503.14476, equation 8).
     - seq-mean-token-sum: 1 / n.
@@ -32,8 +34,12 @@ def token_weights(
     Raises:
         ValueError: no sequence has a loss token.
     """
-    counts = [sequence.num_loss_tokens for sequence in sequences]
-    total, trained = sum(counts), sum(1 for count in counts if count)
+    owners = [(s.trajectory, i if s.trajectory is None else 0) for i, s in enumerate(sequences)]
+    of_owner: Counter[tuple[int | None, int]] = Counter()
+    for owner, sequence in zip(owners, sequences, strict=True):
+        of_owner[owner] += sequence.num_loss_tokens
+    counts = [of_owner[owner] for owner in owners]
+    total, trained = of_owner.total(), sum(1 for count in of_owner.values() if count)
     if not total:
         raise ValueError(f"none of the {len(sequences)} sequences has a token in its loss mask")
     match aggregation:

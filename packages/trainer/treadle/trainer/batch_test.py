@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,34 @@ def sequence(mask: str, advantage: float = 1.0) -> TrainSequence:
 def test_token_weights(aggregation: LossAggregation, want: list[float]) -> None:
     batch = [sequence(".xxx"), sequence("..."), sequence("..x")]
     assert token_weights(batch, aggregation, 10) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+)
+@given(masks=st.lists(st.text(".x", max_size=12), min_size=1, max_size=5), data=st.data())
+def test_splitting_a_trajectory_into_samples_changes_no_weight(
+    aggregation: LossAggregation, masks: list[str], data: st.DataObject
+) -> None:
+    """The loss of each token counts for as much as if the trajectory were one sequence."""
+    whole = [sequence(f"..{mask}x") for mask in masks]
+    split: list[TrainSequence] = []
+    for number, mask in enumerate(masks):
+        at = data.draw(st.integers(0, len(mask)))
+        for part in (mask[:at], f"{mask[at:]}x"):
+            split.append(replace(sequence(f"..{part}"), trajectory=number))
+    assert sum(s.num_loss_tokens for s in whole) == sum(s.num_loss_tokens for s in split)
+
+    def by_token(sequences: list[TrainSequence]) -> list[float]:
+        weights = token_weights(sequences, aggregation, 10)
+        return [
+            weight
+            for s, weight in zip(sequences, weights, strict=True)
+            for _ in range(s.num_loss_tokens)
+        ]
+
+    assert by_token(split) == pytest.approx(by_token(whole))
 
 
 def test_a_batch_without_loss_tokens_is_refused() -> None:

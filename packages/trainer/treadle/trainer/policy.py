@@ -30,7 +30,7 @@ LOGPROB_FIELDS: Final = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One trajectory, ready to be trained on. All tuples are [L] and aligned with `ids`.
+    """One sample of a trajectory, ready to be trained on. All tuples are [L], aligned with `ids`.
 
     Entry t of every log-probability tuple is log p(ids[t] | ids[:t]) in nats. Entries outside
     `loss_mask` are never read.
@@ -51,6 +51,9 @@ class TrainSequence:
     itself, which is exact when the batch is used for one update only."""
     ref_logprobs: tuple[float, ...] | None = None
     """The frozen reference policy; needed by losses with a KL term, None otherwise."""
+    trajectory: int | None = None
+    """Number of the trajectory in its batch that this is a sample of. The samples of one count as
+    one sequence in the loss, and stay in one mini-batch. None: it has no other sample."""
 
     def __post_init__(self) -> None:
         """Check the alignment that the docstring promises."""

@@ -167,6 +167,7 @@ class Rollout:
             max_in_flight=self.config.rollout.max_in_flight * len(self.replicas.live),
             deadline_s=self.config.agent.deadline_s,
             strategy=Retry(max_attempts=self.config.agent.max_attempts),
+            watchdog_s=self.config.agent.watchdog_s,
         )
 
     async def _lost(self, connected: asyncio.Event) -> None:

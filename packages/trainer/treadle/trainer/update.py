@@ -19,10 +19,17 @@ __all__ = ["cut", "run_update"]
 
 
 def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
-    """Contiguous parts whose lengths differ by one at most; never an empty one."""
-    parts = min(parts, len(sequences))
-    bounds = [len(sequences) * part // parts for part in range(parts + 1)]
-    return [sequences[start:stop] for start, stop in itertools.pairwise(bounds)]
+    """Contiguous parts whose numbers of trajectories differ by one at most; never an empty one."""
+    starts = [
+        index
+        for index, sequence in enumerate(sequences)
+        if index == 0
+        or sequence.trajectory is None
+        or sequence.trajectory != sequences[index - 1].trajectory
+    ]
+    parts = min(parts, len(starts))
+    firsts = [starts[len(starts) * part // parts] for part in range(parts)]
+    return [sequences[start:stop] for start, stop in itertools.pairwise((*firsts, len(sequences)))]
 
 
 def run_update(

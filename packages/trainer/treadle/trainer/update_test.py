@@ -1,4 +1,5 @@
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
@@ -123,3 +124,17 @@ def test_parts_are_contiguous_even_and_never_empty(length: int, parts: int) -> N
     sizes = [len(part) for part in cuts]
     assert len(sizes) == min(parts, length)
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(1, 6))
+def test_samples_of_one_trajectory_stay_in_one_part(samples: list[int], parts: int) -> None:
+    sequences = [
+        replace(_SEQUENCES[0], trajectory=number if count > 1 else None)
+        for number, count in enumerate(samples)
+        for _ in range(count)
+    ]
+    cuts = cut(sequences, parts)
+    assert [s for part in cuts for s in part] == sequences
+    assert len(cuts) == min(parts, len(samples))
+    owners = [{s.trajectory for s in part} - {None} for part in cuts]
+    assert sum(map(len, owners)) == len(set().union(*owners))

@@ -5,14 +5,15 @@ group of which fewer than two are left says nothing about what was better than w
 left out whole. Every loss is counted. A step of which no group is left cannot be trained on.
 
 A trajectory counts once in its group, however many samples it has; each of them becomes a
-sequence with the trajectory's advantage. A sample without a sampled token is no sequence.
+sequence with the trajectory's advantage, and counts with the others as one in the loss
+(`batch.token_weights`). A sample without a sampled token is no sequence.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from treadle.agent_loop import Tokens, Trajectory
+from treadle.agent_loop import Tokens, Trajectory, TrajectoryTimeoutError
 from treadle.trainer.algorithms.advantage import group_advantages
 from treadle.trainer.policy import TrainSequence
 
@@ -32,6 +33,8 @@ class StepBatch:
         num_groups: Groups that the step began with.
         num_dropped_groups: Groups left out.
         num_failed: Trajectories that failed.
+        num_incomplete_groups: Groups that are trained on without some of their trajectories.
+        num_stragglers: Trajectories among the failed that passed their deadline.
         num_groups_with_signal: Groups whose rewards differ; the others have advantage 0.
         causes: A line for each kind of failure, with how often it happened.
     """
@@ -40,6 +43,8 @@ class StepBatch:
     num_groups: int
     num_dropped_groups: int
     num_failed: int
+    num_incomplete_groups: int
+    num_stragglers: int
     num_groups_with_signal: int
     causes: tuple[str, ...]
 
@@ -49,6 +54,8 @@ class StepBatch:
         return {
             "groups/trained": trained,
             "groups/dropped": self.num_dropped_groups,
+            "groups/incomplete": self.num_incomplete_groups,
+            "groups/stragglers": self.num_stragglers,
             "groups/with_signal": self.num_groups_with_signal / trained,
             "sequences/trained": len(self.sequences),
         }
@@ -83,8 +90,8 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> Step
         [_reward(t) for t in members], [t.task.task_id for t in members], norm_by_std=norm_by_std
     )
     sequences = tuple(
-        _sequence(sample, advantage)
-        for trajectory, advantage in zip(members, advantages, strict=True)
+        _sequence(sample, advantage, number if len(trajectory.samples) > 1 else None)
+        for number, (trajectory, advantage) in enumerate(zip(members, advantages, strict=True))
         for sample in trajectory.samples
         if sample.num_sampled_tokens
     )
@@ -97,6 +104,10 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> Step
         num_groups=len(groups),
         num_dropped_groups=len(groups) - len(kept),
         num_failed=len(failed),
+        num_incomplete_groups=sum(
+            needed <= len(left) < len(group) for group, left in zip(groups, survivors, strict=True)
+        ),
+        num_stragglers=sum(isinstance(t.error, TrajectoryTimeoutError) for t in failed),
         num_groups_with_signal=sum(len({_reward(t) for t in group}) > 1 for group in kept),
         causes=causes,
     )
@@ -107,12 +118,13 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sequence(tokens: Tokens, advantage: float) -> TrainSequence:
+def _sequence(tokens: Tokens, advantage: float, trajectory: int | None) -> TrainSequence:
     return TrainSequence(
         ids=tokens.ids,
         loss_mask=tokens.loss_mask,
         rollout_logprobs=tokens.logprobs,
         advantages=(advantage,) * len(tokens.ids),
+        trajectory=trajectory,
     )
 
 

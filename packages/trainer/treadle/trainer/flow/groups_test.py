@@ -10,7 +10,9 @@ from treadle.agent_loop import (
     Message,
     StopReason,
     TokenChunk,
+    Tokens,
     Trajectory,
+    TrajectoryTimeoutError,
     Transcript,
 )
 from treadle.trainer.flow.groups import NoGroupLeftError, make_batch
@@ -26,13 +28,17 @@ def _task(row: int, sample: int) -> AgentTask:
     )
 
 
-def _good(row: int, sample: int, reward: float) -> Trajectory:
+def _sample() -> Tokens:
     transcript = Transcript([1, 2])
     chunk = TokenChunk(token_ids=(7, 8), logprobs=(-0.5, -0.25), weight_version=3)
     transcript.sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
+    return transcript.freeze()
+
+
+def _good(row: int, sample: int, reward: float, *, num_samples: int = 1) -> Trajectory:
     return Trajectory(
         task=_task(row, sample),
-        samples=(transcript.freeze(),),
+        samples=(_sample(),) * num_samples,
         messages=(),
         stop=StopReason.FINISHED,
         reward=reward,
@@ -78,6 +84,46 @@ def test_a_trajectory_of_which_nothing_was_sampled_is_compared_but_not_trained_o
     assert sequence.advantages[0] == 0.5
     with pytest.raises(NoGroupLeftError, match=r"none of the 2 .* has a sampled token"):
         make_batch([silent, silent], norm_by_std=False)
+
+
+def test_a_trajectory_of_many_samples_is_one_member_of_its_group() -> None:
+    """As verl's test_multi_trajectories_advantage: statistics over trajectories, not samples."""
+    batch = make_batch(
+        [
+            _good(0, 0, 1.0, num_samples=3),
+            _good(0, 1, 0.0),
+            _good(0, 2, 0.0),
+            _good(1, 0, 1.0),
+            _good(1, 1, 0.0, num_samples=2),
+        ],
+        norm_by_std=False,
+    )
+    third = pytest.approx(1 / 3)
+    assert [s.advantages[0] for s in batch.sequences[:3]] == [pytest.approx(2 / 3)] * 3
+    assert [-s.advantages[0] for s in batch.sequences[3:5]] == [third, third]
+    assert [s.advantages[0] for s in batch.sequences[5:]] == [0.5, -0.5, -0.5]
+    assert [s.trajectory for s in batch.sequences] == [0, 0, 0, None, None, None, 4, 4]
+    assert batch.metrics()["groups/trained"] == 2
+    assert batch.metrics()["sequences/trained"] == 8
+
+
+def test_samples_of_which_nothing_was_sampled_are_left_out() -> None:
+    silent = Transcript([1, 2]).freeze()
+    mixed = dataclasses.replace(_good(0, 0, 1.0), samples=(silent, _sample(), silent))
+    batch = make_batch([mixed, _good(0, 1, 0.0)], norm_by_std=False)
+    assert [s.advantages[0] for s in batch.sequences] == [0.5, -0.5]
+
+
+def test_a_straggler_is_counted_and_its_group_trained_without_it() -> None:
+    late = Trajectory.failed(_task(0, 1), TrajectoryTimeoutError("600 s"))
+    batch = make_batch(
+        [_good(0, 0, 1.0), late, _good(0, 2, 0.0), _good(1, 0, 1.0), _bad(1, 1)],
+        norm_by_std=False,
+    )
+    assert [s.advantages[0] for s in batch.sequences] == [0.5, -0.5]
+    metrics = batch.metrics()
+    assert (metrics["groups/stragglers"], metrics["groups/incomplete"]) == (1, 1)
+    assert metrics["groups/dropped"] == 1
 
 
 def test_groups_of_one_are_trained_on_where_all_are() -> None:

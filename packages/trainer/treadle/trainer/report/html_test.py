@@ -1,11 +1,12 @@
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop import Message, ToolError, Trajectory
+from treadle.agent_loop import Finding, Message, ToolError, Trajectory
 from treadle.tracing import Metric
 from treadle.trainer.report import summarize
 from treadle.trainer.report.html import flatten, thin_out, trace_bars, write_html
@@ -79,6 +80,15 @@ def test_a_trajectory_shows_its_messages_calls_and_tokens(tmp_path: Path) -> Non
     assert page.count('<span class="sampled" title="sampled, ') == 2
     assert 'title="observed, 5 tokens">[5 ids]</span>' in page
     assert 'data-phase="train" data-step="3" data-reward="high"' in page
+
+
+def test_every_sample_and_finding_of_a_trajectory_is_shown(tmp_path: Path) -> None:
+    one = make_trajectory()
+    finding = Finding(kind="malformed_call", text="Expecting value: {oops}")
+    two = replace(one, samples=one.samples * 2, findings=(finding,))
+    reader = write(tmp_path / "report.html", to_record(two, step=3, phase="train", decode=None))
+    for text in ("Tokens of sample 1", "Tokens of sample 2", "malformed call", "{oops}"):
+        assert text in reader.text
 
 
 def test_what_a_model_writes_is_shown_and_never_run(tmp_path: Path) -> None:

@@ -26,9 +26,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     Returns:
         `reward/mean`, `reward/min`, `reward/max`; `tool/call_rate`; `rollout/num_trajectories`,
-        `rollout/num_failed`, `rollout/turns`, `rollout/response_tokens` (means), the share of each
-        stop reason as `stop/<reason>`; `tokens/sampled`, `tokens/observed`, `tokens/prompt`
-        (sums); and what loops and tools reported, combined by their own rules.
+        `rollout/num_failed`, `rollout/turns`, `rollout/samples`, `rollout/response_tokens` (means
+        over trajectories), the share of each stop reason as `stop/<reason>`; `reward/tool` and
+        `reward/turn`, the means over all calls and scored turns; `findings/<kind>`, how many of
+        all trajectories have one; `tokens/sampled`, `tokens/observed`, `tokens/prompt` (sums); and
+        what loops and tools reported, combined by their own rules.
     """
     ended = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics = aggregate(trajectory.metrics for trajectory in ended)
@@ -39,13 +41,22 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["tokens/prompt"] = float(sum(s.num_prompt_tokens for s in samples))
     response = sum(len(s.response_ids) for s in samples)
     metrics["tokens/observed"] = response - metrics[SAMPLED_TOKENS]
+    found = Counter(kind for t in trajectories for kind in {f.kind for f in t.findings})
+    metrics |= {f"findings/{kind}": float(count) for kind, count in found.items()}
     if not ended:
         return metrics
     metrics[TOOL_RATE] = _mean(ended, called_a_tool)
     metrics["rollout/turns"] = _mean(ended, lambda t: t.num_turns)
+    metrics["rollout/samples"] = len(samples) / len(ended)
     metrics["rollout/response_tokens"] = response / len(ended)
     for stop, count in Counter(trajectory.stop for trajectory in ended).items():
         metrics[f"stop/{stop.value}"] = count / len(ended)
+    for name, given in (
+        ("reward/tool", [reward for t in ended for reward in t.tool_rewards]),
+        ("reward/turn", [score for t in ended for score in t.turn_scores]),
+    ):
+        if given:
+            metrics[name] = sum(given) / len(given)
     rewards = [trajectory.reward for trajectory in ended if trajectory.reward is not None]
     if rewards:
         metrics[REWARD] = sum(rewards) / len(rewards)

@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from treadle.agent_loop import StopReason, ToolError, Trajectory
+from treadle.agent_loop import Finding, StopReason, ToolError, Trajectory
 from treadle.tracing import Metric, Reduce
 from treadle.trainer.report import rollout_metrics, validation_metrics
 from treadle.trainer.report.testing import make_task, make_trajectory
@@ -69,3 +71,29 @@ def test_a_call_in_the_given_messages_is_not_the_models() -> None:
         task=task, samples=given.samples, messages=given.messages, stop=StopReason.FINISHED
     )
     assert rollout_metrics([again])["tool/call_rate"] == 0.0
+
+
+def test_all_samples_of_a_trajectory_are_counted() -> None:
+    one = make_trajectory(calls_tool=True)
+    two = replace(one, samples=(*one.samples, *make_trajectory(calls_tool=False).samples))
+    metrics = rollout_metrics([one, two])
+    assert metrics["rollout/samples"] == 1.5
+    assert metrics["tokens/prompt"] == 4 + 4 + 4
+    assert metrics["tokens/sampled"] == 5 + 5 + 2
+    assert metrics["rollout/response_tokens"] == (10 + 10 + 2) / 2
+
+
+def test_scores_and_findings_are_summed_up() -> None:
+    slow = Finding(kind="stalled", text="task t: nothing for 120 s")
+    failed = Trajectory.failed(make_task(), ToolError("down"))
+    metrics = rollout_metrics(
+        [
+            replace(make_trajectory(), tool_rewards=(0.0, -0.05), turn_scores=(0.0, 1.0)),
+            replace(make_trajectory(), turn_scores=(1.0,), findings=(slow, slow)),
+            replace(failed, findings=(slow,)),
+        ]
+    )
+    assert metrics["reward/tool"] == pytest.approx(-0.025)
+    assert metrics["reward/turn"] == pytest.approx(2 / 3)
+    assert metrics["findings/stalled"] == 2
+    assert "reward/turn" not in rollout_metrics([make_trajectory()])

@@ -6,8 +6,9 @@ A run that resumes after step s removes later lines, as the metrics log does. Th
 from one task; nobody else waits.
 
 A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
-"ground_truth", "reward", "stop", "error", "num_turns", "messages", "tokens": {"ids", "logprobs",
-"spans": [{"origin", "start", "stop", "weight_version", "text"}]}, "metrics", "trace"}.
+"ground_truth", "reward", "tool_rewards", "turn_scores", "stop", "error", "num_turns", "messages",
+"samples": [{"ids", "logprobs", "spans": [{"origin", "start", "stop", "weight_version", "text"}]}],
+"findings": [{"kind", "text"}], "metrics", "trace"}. The messages are those of the last sample.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal, Self
 
-from treadle.agent_loop import Message, Trajectory
+from treadle.agent_loop import Message, Tokens, Trajectory
 from treadle.tracing import (
     Fanout,
     FinishedSpan,
@@ -151,13 +152,16 @@ def to_record(
         if isinstance(reward_model, Mapping)
         else None,
         "reward": trajectory.reward,
+        "tool_rewards": list(trajectory.tool_rewards),
+        "turn_scores": list(trajectory.turn_scores),
         "stop": trajectory.stop.value,
         "error": None
         if trajectory.error is None
         else f"{type(trajectory.error).__name__}: {trajectory.error}",
         "num_turns": trajectory.num_turns,
         "messages": [_message(message) for message in trajectory.messages],
-        "tokens": _tokens(trajectory, decode),
+        "samples": [_tokens(sample, decode) for sample in trajectory.samples],
+        "findings": [{"kind": f.kind, "text": f.text} for f in trajectory.findings],
         "metrics": aggregate([trajectory.metrics]),
         "trace": [_span(span) for span in trace],
     }
@@ -167,6 +171,8 @@ def _message(message: Message) -> dict[str, object]:
     plain: dict[str, object] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         plain["reasoning"] = message.reasoning
+    if message.images:
+        plain["images"] = [image.mime for image in message.images]
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -179,8 +185,7 @@ def _message(message: Message) -> dict[str, object]:
     return plain
 
 
-def _tokens(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
-    tokens = trajectory.tokens
+def _tokens(tokens: Tokens, decode: Decode | None) -> dict[str, object]:
     return {
         "ids": list(tokens.ids),
         "logprobs": [round(logprob, 4) for logprob in tokens.logprobs],

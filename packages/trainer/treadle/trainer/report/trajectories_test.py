@@ -34,6 +34,8 @@ def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
             "data_source": "treadle/calculator",
             "ground_truth": "42",
             "reward": 1.0,
+            "tool_rewards": [],
+            "turn_scores": [],
             "stop": "finished",
             "error": None,
             "num_turns": 4,
@@ -49,19 +51,22 @@ def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
                 {"role": "tool", "content": "42", "name": "calculator", "tool_call_id": "0"},
                 {"role": "assistant", "content": "#### 42"},
             ],
-            "tokens": {
-                "ids": list(range(14)),
-                "logprobs": [0.0] * 4 + [-0.5] * 3 + [0.0] * 5 + [-0.5] * 2,
-                "spans": [
-                    {"origin": origin, "start": a, "stop": b, "weight_version": w, "text": text}
-                    for origin, a, b, w, text in [
-                        ("prompt", 0, 4, None, "<0..3>"),
-                        ("sampled", 4, 7, 1, "<4..6>"),
-                        ("observed", 7, 12, None, "<7..11>"),
-                        ("sampled", 12, 14, 1, "<12..13>"),
-                    ]
-                ],
-            },
+            "samples": [
+                {
+                    "ids": list(range(14)),
+                    "logprobs": [0.0] * 4 + [-0.5] * 3 + [0.0] * 5 + [-0.5] * 2,
+                    "spans": [
+                        {"origin": origin, "start": a, "stop": b, "weight_version": w, "text": text}
+                        for origin, a, b, w, text in [
+                            ("prompt", 0, 4, None, "<0..3>"),
+                            ("sampled", 4, 7, 1, "<4..6>"),
+                            ("observed", 7, 12, None, "<7..11>"),
+                            ("sampled", 12, 14, 1, "<12..13>"),
+                        ]
+                    ],
+                }
+            ],
+            "findings": [],
             "metrics": {"tool/calls": 1.0},
             "trace": [],
         }
@@ -75,13 +80,14 @@ def test_a_failed_trajectory_says_why(tmp_path: Path) -> None:
         log.append(1, [failed], phase="val", limit=1)
     (line,) = lines(path)
     assert (line["error"], line["stop"]) == ("ToolError: sandbox down", "error")
-    assert line["tokens"] == {"ids": [], "logprobs": [], "spans": []}
+    assert line["samples"] == []
 
 
 def test_without_a_decoder_spans_have_no_text(tmp_path: Path) -> None:
     with TrajectoryLog(tmp_path / "t.jsonl") as log:
         log.append(1, [make_trajectory()], phase="train", limit=1)
-    assert {s["text"] for s in lines(tmp_path / "t.jsonl")[0]["tokens"]["spans"]} == {None}
+    (sample,) = lines(tmp_path / "t.jsonl")[0]["samples"]
+    assert {s["text"] for s in sample["spans"]} == {None}
 
 
 def test_each_line_gets_the_trace_of_its_own_trajectory(tmp_path: Path) -> None:
