@@ -18,6 +18,7 @@ from treadle.agent_loop.parsers.glm import GlmFormat
 from treadle.agent_loop.parsers.gpt_oss import GptOssParser
 from treadle.agent_loop.parsers.hermes import HermesFormat, HermesParser
 from treadle.agent_loop.parsers.kimi import KimiFormat
+from treadle.agent_loop.parsers.kimi_k3 import KimiK3Format
 from treadle.agent_loop.parsers.llama3_json import Llama3JsonFormat
 from treadle.agent_loop.parsers.minimax import minimax_format
 from treadle.agent_loop.parsers.mistral import MistralFormat
@@ -26,6 +27,7 @@ from treadle.agent_loop.parsers.thinking import Thinking
 
 _LINES = Thinking(lines=True)
 _INLINE = Thinking()
+_XTML = Thinking(open="<|open|>think<|sep|>", close="<|close|>think<|sep|>")
 
 _MAKERS: Mapping[str, Callable[[], ToolCallParser]] = MappingProxyType(
     {
@@ -35,6 +37,7 @@ _MAKERS: Mapping[str, Callable[[], ToolCallParser]] = MappingProxyType(
         "gpt_oss": GptOssParser,
         "hermes": HermesParser,
         "kimi": lambda: FormatParser(KimiFormat(), thinking=_INLINE),
+        "kimi_k3": lambda: FormatParser(KimiK3Format(), thinking=_XTML),
         "llama3_json": lambda: FormatParser(Llama3JsonFormat()),
         "minimax": lambda: FormatParser(minimax_format(), thinking=_LINES),
         "mistral": lambda: FormatParser(MistralFormat()),
@@ -74,6 +77,7 @@ _EVIDENCE = (
     _Evidence("deepseek_v32", ("｜DSML｜", "invoke name=")),  # noqa: RUF001
     _Evidence("deepseek", ("<｜tool▁call▁begin｜>",)),  # noqa: RUF001
     _Evidence("kimi", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
+    _Evidence("kimi_k3", ("<|open|>", "<|close|>", "'argument'", "'think'")),
     _Evidence("minimax", ("minimax:tool_call", "<invoke name=")),
     _Evidence("mistral", ("[TOOL_CALLS]",)),
     _Evidence("qwen3_5", ("<tool_call>", "<function=", "<parameter=", _REASONING)),

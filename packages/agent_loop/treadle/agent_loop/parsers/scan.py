@@ -34,6 +34,7 @@ class Scan:
         self._starts: list[int] = []
         self._malformed: list[MalformedCall] = []
         self._content: list[str] = []
+        self._framed = False
         self._known: dict[str, tuple[int, int]] = {}
 
     def find(self, mark: str, start: int) -> int:
@@ -114,13 +115,18 @@ class Scan:
         """Reports a mark around calls, which is no content."""
         self._move(start, stop)
 
+    def frame(self, start: int, stop: int) -> None:
+        """Reports a mark around the content itself, which is no content without calls either."""
+        self._move(start, stop)
+        self._framed = True
+
     def parsed(self, *, reasoning: str | None) -> ParsedText:
         """Returns what was found; the rest of the text is content."""
         content = self.text[self._start :]
-        if self._calls:
-            content = "".join([*self._content, self.text[self.position :]]).strip()
+        if self._calls or self._framed:
+            content = "".join([*self._content, self.text[self.position :]])
         return ParsedText(
-            content=content,
+            content=content.strip() if self._calls else content,
             calls=tuple(self._calls),
             call_starts=tuple(self._starts),
             malformed=tuple(self._malformed),

@@ -154,6 +154,18 @@ _KIMI = (
     f"<|tool_call_argument_begin|>{_JSON}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1"
     '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>'
 )
+_K3 = (
+    "<|close|>response<|sep|><|open|>tools<|sep|>"
+    '<|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Köln "x"\n  <b><|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+    '<|open|>argument key="deep" type="object"<|sep|>{"a": [1, "b", null]}<|close|>argument<|sep|>'
+    '<|open|>argument key="flag" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+    '<|open|>argument key="zip" type="string"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="get_weather" index="2"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Rome<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+)
 _NEMO = (
     f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_JSON}, "id": "call00000"}}, '
     '{"name": "get_weather", "arguments": {"city": "Rome"}, "id": "call00001"}]'
@@ -269,6 +281,22 @@ SAMPLES = (
         first="<|tool_call_begin|>",
         reasoning=REASONING,
         prompt_end="<|im_assistant|>assistant<|im_middle|>",
+    ),
+    Sample(
+        parser="kimi_k3",
+        models="Kimi-K3",
+        text=f"First\n\nthis.<|close|>think<|sep|><|open|>response<|sep|>Let me see.{_K3}",
+        first="<|open|>call ",
+        reasoning=REASONING,
+        prompt_end='<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
+    ),
+    Sample(
+        parser="kimi_k3",
+        models="Kimi-K3, not thinking",
+        text=f"Let me see.{_K3}",
+        first="<|open|>call ",
+        reasoning="",
+        prompt_end='<|open|>message role="assistant"<|sep|><|open|>response<|sep|>',
     ),
     Sample(parser="mistral", models="Nemo", text=_NEMO, first='{"name"', content=""),
     Sample(

@@ -1,7 +1,9 @@
+import re
 from pathlib import Path
 
 import pytest
 
+from treadle.agent_loop.parsers import PARSER_NAMES
 from treadle.trainer.config.describe import document, key_listing, value_listing
 from treadle.trainer.config.keys import all_leaves, nearest
 from treadle.trainer.config.load import load_config
@@ -39,3 +41,8 @@ def test_the_nearest_keys_come_first() -> None:
     assert nearest("rollout.samples_per_promt", all_leaves())[0] == "rollout.samples_per_prompt"
     assert nearest("samples_per_prompt", all_leaves())[0].endswith("samples_per_prompt")
     assert nearest("zzzz", all_leaves()) == []
+
+
+def test_every_parser_is_listed() -> None:
+    doc = all_leaves()["agent.parser"].doc
+    assert set(re.findall(r"\w+", doc)) >= set(PARSER_NAMES)

@@ -106,8 +106,8 @@ class AgentConfig(Section):
     the rows that name one in extra_info.interaction_kwargs.name. Null: none."""
     parser: str = "hermes"
     """How tool calls and reasoning are written in the model's text: deepseek, deepseek_v32, glm,
-    gpt_oss, hermes, kimi, llama3_json, minimax, mistral, qwen3 (hermes with reasoning set apart),
-    qwen3_5, qwen3_coder."""
+    gpt_oss, hermes, kimi, kimi_k3, llama3_json, minimax, mistral, qwen3 (hermes with reasoning set
+    apart), qwen3_5, qwen3_coder."""
     template_kwargs: Mapping[str, Any] = {}
     """What the chat template is given besides messages and tools, as enable_thinking."""
     on_malformed_call: Literal["answer", "ignore"] = "answer"
