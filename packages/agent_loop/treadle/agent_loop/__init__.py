@@ -54,9 +54,16 @@ from treadle.agent_loop.renderer import (
     PlacedImage,
     Rendering,
 )
-from treadle.agent_loop.routing import LeastLoaded, ReplicaLoad, Router, StickySession
+from treadle.agent_loop.routing import (
+    HashedSession,
+    LeastLoaded,
+    ReplicaLoad,
+    Router,
+    StickySession,
+)
 from treadle.agent_loop.runner import RolloutRunner, RunReport
 from treadle.agent_loop.seeds import derive_seed
+from treadle.agent_loop.session_table import Nowhere
 from treadle.agent_loop.single_turn import SingleTurnLoop
 from treadle.agent_loop.strategy import Drop, FailFast, Retry, Strategy, Verdict
 from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
@@ -100,6 +107,7 @@ __all__ = [
     "FunctionTool",
     "GenerationError",
     "GenerationTimeoutError",
+    "HashedSession",
     "HermesParser",
     "Image",
     "ImageRejectedError",
@@ -113,6 +121,7 @@ __all__ = [
     "LoopRegistry",
     "MalformedCall",
     "Message",
+    "Nowhere",
     "OnMalformedCall",
     "Origin",
     "OverloadedError",

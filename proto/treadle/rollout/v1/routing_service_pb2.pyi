@@ -10,10 +10,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "context_tokens", "current_address", "avoid_addresses")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    AVOID_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    context_tokens: int
+    current_address: str
+    avoid_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., context_tokens: _Optional[int] = ..., current_address: _Optional[str] = ..., avoid_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("address", "moved", "valid_for")

@@ -75,7 +75,11 @@ class RoutingServiceServicer:
         """Names the replica of a session. Idempotent per session_id: a session that is open
         keeps its replica, so that its growing prefix stays in one cache, until the
         replica is removed or grows too busy; then another one is named and `moved` is set.
-        No replica that takes sessions is UNAVAILABLE, NO_REPLICA.
+        No replica that takes sessions is UNAVAILABLE, NO_REPLICA. Where the router bounds
+        the contexts that share a cache, the call waits for room, oldest session first; none
+        in time is RESOURCE_EXHAUSTED, OVERLOADED: call again, the session keeps its turn.
+        Ask once per completion. A session that is neither asked for nor finished for the
+        router's lease is forgotten, so that a worker that died holds nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

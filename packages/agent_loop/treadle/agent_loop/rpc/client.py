@@ -20,8 +20,6 @@ thread-safe.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 import grpc.aio
 
@@ -44,7 +42,8 @@ from treadle.agent_loop.rpc.retry import RetryPolicy
 from treadle.agent_loop.rpc.router_client import RemoteRouter
 from treadle.agent_loop.rpc.router_desk import Places, RouterDesk
 from treadle.agent_loop.rpc.security import ChannelSecurity
-from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
+from treadle.agent_loop.rpc.work import Work
+from treadle.agent_loop.types import Completion, FinishReason, SamplingParams
 
 
 class GrpcTokenGenerator:
@@ -141,7 +140,7 @@ class GrpcTokenGenerator:
         """
         if images:
             check_images_taken(self.servers)
-        work = _Work(
+        work = Work(
             prompt=tuple(prompt),
             params=params,
             request=request,
@@ -169,7 +168,7 @@ class GrpcTokenGenerator:
             if finish is not None:
                 return work.completion(finish)
 
-    async def _choose(self, work: "_Work") -> Replica:
+    async def _choose(self, work: Work) -> Replica:
         """Returns the replica for the next call, waiting until one has rested.
 
         Raises:
@@ -205,14 +204,14 @@ class GrpcTokenGenerator:
                 )
             await self._clock.sleep(wake - now)
 
-    def _resting(self, work: "_Work", spent: set[str], now: float) -> dict[str, float]:
+    def _resting(self, work: Work, spent: set[str], now: float) -> dict[str, float]:
         """When each address that is left alone now may be used again."""
         rests = {address: rest.until for address, rest in self._replicas.rests.items()}
         for address, until in work.waiting_until.items():
             rests[address] = max(until, rests.get(address, 0.0))
         return {a: until for a, until in rests.items() if until > now and a not in spent}
 
-    async def _ask(self, replica: Replica, work: "_Work") -> FinishReason | RpcFailure | None:
+    async def _ask(self, replica: Replica, work: Work) -> FinishReason | RpcFailure | None:
         """Makes one call; its tokens are added to the work, however it ends.
 
         Returns:
@@ -244,7 +243,7 @@ class GrpcTokenGenerator:
         finally:
             work.add(stream)
 
-    def _note_failure(self, rest: Rest, work: "_Work", failure: RpcFailure) -> None:
+    def _note_failure(self, rest: Rest, work: Work, failure: RpcFailure) -> None:
         if failure.action is Action.RAISE:
             if isinstance(failure.error, GenerationTimeoutError):
                 work.give_up("the deadline passed", GenerationTimeoutError)
@@ -258,90 +257,6 @@ class GrpcTokenGenerator:
             work.num_waits += 1
             wait_s = self._retry.wait_s(work.num_waits, retry_after_s=failure.retry_after_s)
             work.waiting_until[failure.address] = now + wait_s
-
-
-@dataclass(slots=True, kw_only=True)
-class _Work:
-    """One completion under way, over all of its calls."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    request: RequestContext
-    images: tuple[PlacedImage, ...]
-    deadline: float
-    chunks: list[TokenChunk] = field(default_factory=list)
-    failures: dict[str, int] = field(default_factory=dict)
-    last_failures: dict[str, RpcFailure] = field(default_factory=dict)
-    waiting_until: dict[str, float] = field(default_factory=dict)
-    num_waits: int = 0
-    num_calls: int = 0
-    num_resumes: int = 0
-    cached_prompt_tokens: int | None = None
-    queue_s: float = 0.0
-    engine_s: float = 0.0
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for chunk in self.chunks for token in chunk.token_ids)
-
-    def next_prompt(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.token_ids)
-
-    def next_params(self) -> SamplingParams:
-        """What is left to sample.
-
-        The seed stays: a token's draw depends on it and on the token's place in the sequence, so
-        that a resumed completion is the undisturbed one.
-        """
-        return replace(self.params, max_tokens=self.params.max_tokens - len(self.token_ids))
-
-    def next_request_id(self) -> str:
-        """Unique per call, as the contract asks."""
-        self.num_calls += 1
-        name = self.request.request_id.encode()[-120:].decode(errors="ignore")
-        return f"{name}.{self.num_calls}"
-
-    def add(self, stream: CompletionStream) -> None:
-        """Keeps what a call brought. Runs of one weight version become one chunk."""
-        for chunk in stream.chunks:
-            if self.chunks and self.chunks[-1].weight_version == chunk.weight_version:
-                last = self.chunks.pop()
-                chunk = TokenChunk(
-                    token_ids=last.token_ids + chunk.token_ids,
-                    logprobs=last.logprobs + chunk.logprobs,
-                    weight_version=chunk.weight_version,
-                )
-            self.chunks.append(chunk)
-        if self.cached_prompt_tokens is None:
-            self.cached_prompt_tokens = stream.cached_prompt_tokens
-        self.queue_s += stream.queue_s
-        self.engine_s += stream.engine_s
-
-    def finish_already(self) -> FinishReason | None:
-        """Whether what arrived before a failure or an interruption is all there could be."""
-        ids = self.token_ids
-        if ids and ids[-1] in self.params.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(ids) >= self.params.max_tokens else None
-
-    def completion(self, finish: FinishReason) -> Completion:
-        return Completion(
-            chunks=tuple(self.chunks),
-            finish=finish,
-            cached_prompt_tokens=self.cached_prompt_tokens or 0,
-            queue_s=self.queue_s,
-            engine_s=self.engine_s,
-        )
-
-    def give_up(self, why: str, kind: type[GenerationTimeoutError] | None = None) -> NoReturn:
-        """Raises the last failure's kind of error, with the last failure of every replica."""
-        failures = list(self.last_failures.values())
-        error = kind or (type(failures[-1].error) if failures else GenerationTimeoutError)
-        seen = "; ".join(str(failure.error) for failure in failures)
-        raise error(
-            f"request {self.request.request_id}: {why}, after {self.num_calls} calls and "
-            f"{len(self.token_ids)} tokens" + (f". {seen}" if seen else "")
-        )
 
 
 @asynccontextmanager
@@ -397,12 +312,12 @@ async def connect(
             for address in addresses:
                 places.add(address)
         else:
-            places = await stack.enter_async_context(
+            places = remote = await stack.enter_async_context(
                 RemoteRouter.connect(
                     router, security=security, deadlines=deadlines, retry=retry, clock=clock
                 )
             )
-            away = await replicas.add_reachable(await places.replicas())
+            away = await replicas.add_reachable(await remote.replicas())
             if not replicas.servers:
                 reasons = "\n  ".join(str(reason) for reason in away) or "it has none"
                 raise SetupError(f"the router {router} has no replica that answers:\n  {reasons}")

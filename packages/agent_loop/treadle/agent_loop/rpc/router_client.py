@@ -1,0 +1,272 @@
+"""The routing service, as a worker sees it: one view of the replicas for many workers.
+
+Invariants:
+
+1. An answer is used for as long as the router said it is valid. After that the router is asked
+   again, and the last answer goes with it, so that a router that forgot (a restart) learns where
+   the session is.
+2. A router that is away loses nothing: a session that has an answer goes on with it, without
+   waiting, until the router is back; a new session waits for it, until its deadline.
+3. What is finished is told the router in the background, in a few attempts at most; when all of
+   them fail the router's lease frees the place.
+
+The caller waits in `open` for the router's answer, bounded by `wait_s`; `finish` never waits. The
+one task here, which sends what is finished, is owned by `connect`.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import grpc.aio
+
+from treadle.agent_loop.clock import Clock
+from treadle.agent_loop.errors import (
+    GenerationTimeoutError,
+    OverloadedError,
+    ReplicaUnavailableError,
+    SetupError,
+)
+from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
+from treadle.agent_loop.rpc.replica import Metadata, Rest, RpcDeadlines
+from treadle.agent_loop.rpc.retry import RetryPolicy
+from treadle.agent_loop.rpc.security import ChannelSecurity
+from treadle.rollout.v1 import routing_service_pb2 as pb
+from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+
+_log = logging.getLogger(__name__)
+_MAX_UNSENT = 10_000
+_CLOSE_S = 2.0
+
+
+class _RoutingStub(Protocol):
+    """The generated stub, which has no types."""
+
+    def OpenSession(
+        self, request: pb.OpenSessionRequest, *, timeout: float, metadata: Metadata
+    ) -> Awaitable[pb.OpenSessionResponse]: ...
+
+    def FinishSession(
+        self, request: pb.FinishSessionRequest, *, timeout: float, metadata: Metadata
+    ) -> Awaitable[pb.FinishSessionResponse]: ...
+
+    def ListReplicas(
+        self, request: pb.ListReplicasRequest, *, timeout: float, metadata: Metadata
+    ) -> Awaitable[pb.ListReplicasResponse]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    address: str
+    valid_until: float
+
+
+class RemoteRouter:
+    """Asks a routing service; see the module. Made by `connect`."""
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        *,
+        metadata: Metadata,
+        deadlines: RpcDeadlines,
+        retry: RetryPolicy,
+        clock: Clock,
+    ) -> None:
+        self._address = address
+        self._stub: _RoutingStub = cast(Any, pb_grpc).RoutingServiceStub(channel)
+        self._metadata = metadata
+        self._deadlines = deadlines
+        self._retry = retry
+        self._clock = clock
+        self._rest = Rest()
+        self._answers: dict[str, _Answer | None] = {}
+        self._unsent: dict[str, None] = {}
+        self._any_unsent = asyncio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls,
+        address: str,
+        *,
+        security: ChannelSecurity,
+        deadlines: RpcDeadlines,
+        retry: RetryPolicy,
+        clock: Clock,
+    ) -> AsyncIterator["RemoteRouter"]:
+        """Opens the channel; nothing is asked yet. What is finished is still told at the end.
+
+        Raises:
+            SetupError: A token would travel in plain text.
+        """
+        async with security.open(address) as channel:
+            router = cls(
+                address,
+                channel,
+                metadata=security.metadata,
+                deadlines=deadlines,
+                retry=retry,
+                clock=clock,
+            )
+            sender = asyncio.create_task(router._send_as_they_come())
+            try:
+                yield router
+            finally:
+                sender.cancel()
+                await asyncio.wait([sender])
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_S):
+                        await router._send_all()
+
+    async def replicas(self) -> list[str]:
+        """Returns the addresses of all replicas, waiting for a router that is still starting.
+
+        Raises:
+            SetupError: The router does not answer within `connect_s`, or refuses.
+        """
+        give_up_at = self._clock.now() + self._deadlines.connect_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                answer = await self._stub.ListReplicas(
+                    pb.ListReplicasRequest(),
+                    timeout=self._deadlines.server_info_s,
+                    metadata=self._metadata,
+                )
+            except grpc.aio.AioRpcError as failed:
+                failure = classify(self._address, failed)
+                wait_s = self._retry.wait_s(attempt, retry_after_s=failure.retry_after_s)
+                if failure.action is Action.RAISE or self._clock.now() + wait_s > give_up_at:
+                    raise SetupError(
+                        f"the router does not answer ({attempt} calls): {failure.error}"
+                    ) from failed
+                await self._clock.sleep(wait_s)
+            else:
+                return [replica.address for replica in answer.replicas]
+
+    async def open(
+        self,
+        session_id: str,
+        *,
+        context_tokens: int,
+        avoid: Collection[str],
+        wait_s: float,
+    ) -> str | None:
+        """See `Places.open`.
+
+        Raises:
+            TimeoutError: No replica had room in time.
+            ReplicaUnavailableError: Until the deadline the router was away, or had no replica.
+            GenerationError: The router refuses.
+        """
+        last = self._answers.setdefault(session_id, None)
+        usable = last is not None and last.address not in avoid
+        if last is not None and usable and self._clock.now() < last.valid_until:
+            return last.address
+        request = pb.OpenSessionRequest(
+            session_id=session_id,
+            context_tokens=context_tokens,
+            current_address="" if last is None else last.address,
+            avoid_addresses=sorted(avoid),
+        )
+        deadline = self._clock.now() + wait_s
+        failure: RpcFailure | None = None
+        while True:
+            if last is not None and usable and self._rest.until > self._clock.now():
+                return last.address
+            await self._wait_until(self._rest.until, deadline, failure)
+            answer = await self._ask(request, deadline - self._clock.now())
+            if isinstance(answer, str):
+                return answer
+            failure = answer
+            if isinstance(failure.error, OverloadedError):
+                await self._wait_until(self._clock.now(), deadline, None)  # it keeps its turn
+            elif failure.action is Action.WAIT:
+                if avoid:
+                    return None  # the caller knows when what it avoids has rested
+                wait_s = self._retry.wait_s(1, retry_after_s=failure.retry_after_s)
+                await self._wait_until(self._clock.now() + wait_s, deadline, failure)
+            elif failure.action is Action.LEAVE or isinstance(
+                failure.error, GenerationTimeoutError
+            ):
+                self._rest.fail(self._clock.now(), self._retry, failure.retry_after_s)
+            else:
+                raise failure.error
+
+    def finish(self, session_id: str) -> None:
+        """See `Places.finish`."""
+        if session_id not in self._answers:
+            return
+        del self._answers[session_id]
+        self._unsent[session_id] = None
+        if len(self._unsent) > _MAX_UNSENT:
+            del self._unsent[next(iter(self._unsent))]
+        self._any_unsent.set()
+
+    async def _ask(self, request: pb.OpenSessionRequest, left_s: float) -> str | RpcFailure:
+        timeout_s = min(left_s, self._deadlines.open_session_s)
+        try:
+            response = await self._stub.OpenSession(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as failed:
+            return classify(self._address, failed)
+        self._rest.recover()
+        self._answers[request.session_id] = _Answer(
+            address=response.address,
+            valid_until=self._clock.now() + response.valid_for.ToNanoseconds() / 1e9,
+        )
+        return response.address
+
+    async def _wait_until(self, when: float, deadline: float, failure: RpcFailure | None) -> None:
+        """Waits until `when`.
+
+        Raises:
+            TimeoutError: The deadline comes sooner, and only room was missing.
+            ReplicaUnavailableError: The deadline comes sooner; says what was wrong.
+        """
+        now = self._clock.now()
+        if max(when, now) >= deadline:
+            if failure is None:
+                raise TimeoutError
+            raise ReplicaUnavailableError(f"router {failure.error}")
+        if when > now:
+            await self._clock.sleep(when - now)
+
+    async def _send_as_they_come(self) -> None:
+        while True:
+            await self._any_unsent.wait()
+            self._any_unsent.clear()
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        while self._unsent:
+            session_id = next(iter(self._unsent))
+            await self._send_one(session_id)
+            self._unsent.pop(session_id, None)
+
+    async def _send_one(self, session_id: str) -> None:
+        for attempt in range(1, self._retry.max_failures + 1):
+            try:
+                await self._stub.FinishSession(
+                    pb.FinishSessionRequest(session_id=session_id),
+                    timeout=self._deadlines.server_info_s,
+                    metadata=self._metadata,
+                )
+                return
+            except grpc.aio.AioRpcError as failed:
+                if failed.code() is grpc.StatusCode.NOT_FOUND:
+                    return  # the router has forgotten it, which is what we want
+                failure = classify(self._address, failed)
+            await self._clock.sleep(self._retry.wait_s(attempt, retry_after_s=None))
+        _log.warning(
+            "session %s was not finished at the router, whose lease will: %s",
+            session_id,
+            failure.error,
+        )
