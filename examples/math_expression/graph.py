@@ -10,9 +10,7 @@ from langchain_core.messages import HumanMessage
 from langchain_core.tools import ToolException, tool
 from langgraph.graph import END, START, MessagesState, StateGraph
 
-from treadle.agent_loop.langgraph import Agent, ReactAgentLoop
-from treadle.agent_loop.langgraph.agent import NewMessages
-from treadle.agent_loop.langgraph.react import Graph
+from treadle.agent_loop.langgraph import Agent, Graph, NewMessages, ReactAgentLoop
 
 
 @tool

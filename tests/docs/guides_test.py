@@ -1,4 +1,4 @@
-"""The Python of the guides in docs/ runs as it stands, from the first block of a page to its last."""
+"""The Python of the guides in docs/ runs as it stands, a page at a time."""
 
 import re
 from pathlib import Path

@@ -6,16 +6,18 @@ tools, or both. Whatever the graph does with its messages, the trajectory holds 
 that were sampled. See ``docs/langgraph.md``.
 """
 
-from treadle.agent_loop.langgraph.agent import Agent
+from treadle.agent_loop.langgraph.agent import Agent, NewMessages
 from treadle.agent_loop.langgraph.chat_model import ChatModel
 from treadle.agent_loop.langgraph.messages import from_langchain, to_langchain
-from treadle.agent_loop.langgraph.react import ReactAgentLoop
+from treadle.agent_loop.langgraph.react import Graph, ReactAgentLoop
 from treadle.agent_loop.langgraph.tools import LangChainTool, TrajectoryTool, tool_spec
 
 __all__ = [
     "Agent",
     "ChatModel",
+    "Graph",
     "LangChainTool",
+    "NewMessages",
     "ReactAgentLoop",
     "TrajectoryTool",
     "from_langchain",
