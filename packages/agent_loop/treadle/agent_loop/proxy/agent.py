@@ -23,7 +23,7 @@ from treadle.agent_loop.errors import LoopError
 from treadle.agent_loop.proxy.messages import written_task
 from treadle.agent_loop.types import AgentTask
 
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 2000
 
 
 class AgentCrashedError(LoopError):

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import boundary
-from treadle.agent_loop.loop import Services
+from treadle.agent_loop.loop import Score, Services
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer
@@ -146,7 +146,7 @@ class ProxyAgentLoop:
         )
         with boundary(AgentCrashedError, f"agent of task {task.task_id!r}"):
             reward = await self._agent(told)
-            return None if reward is None else float(reward)
+            return None if reward is None else Score(value=reward).value
 
     def _finish(
         self, session: Session, crash: AgentCrashedError | None, reward: float | None

@@ -118,7 +118,8 @@ def _refuse(constant: str) -> object:
 def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
         raise bad_value(place, "it must be an object")
-    role = _ROLES.get(value.get("role", ""))
+    named = value.get("role")
+    role = _ROLES.get(named) if isinstance(named, str) else None
     if role is None:
         raise bad_value(f"{place}.role", f"it must be one of {', '.join(_ROLES)}")
     for name, entry in value.items():

@@ -23,7 +23,14 @@ _STOP_S = 10.0
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process that it is a part of."""
+    """Leaves signals to the process that it is a part of, and waits instead of looking."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.stop.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,6 +88,7 @@ class SharedServer:
             lifespan="off",
             timeout_graceful_shutdown=_GRACE_S,
             server_header=False,
+            date_header=False,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -93,7 +101,7 @@ class SharedServer:
             if self._users:
                 return
             assert self._server is not None and self._serving is not None
-            self._server.should_exit = True
+            self._server.stop.set()
             await self._serving
 
 

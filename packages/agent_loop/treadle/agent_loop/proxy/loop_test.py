@@ -1,0 +1,345 @@
+"""Black-box agents as agent loops: how they end, and what becomes of their trajectories."""
+
+import asyncio
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from treadle.agent_loop import (
+    AgentTask,
+    Drop,
+    EngineFailedError,
+    LoopError,
+    LoopLimits,
+    LoopRegistry,
+    Message,
+    Retry,
+    RolloutRunner,
+    RunReport,
+    SamplingParams,
+    Services,
+    SetupError,
+    StopReason,
+    Trajectory,
+    TrajectoryTimeoutError,
+)
+from treadle.agent_loop.proxy import (
+    AgentCrashedError,
+    AgentSession,
+    CommandAgent,
+    OnCrash,
+    ProxyAgentLoop,
+)
+from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
+
+TASK = AgentTask(
+    task_id="t",
+    sample_index=0,
+    rollout_index=0,
+    loop="agent",
+    messages=(Message(role="user", content="What is 2 + 3?"),),
+    fields={"ground_truth": "5"},
+)
+
+
+def services(generator: ScriptedGenerator, **limits: int) -> Services:
+    return Services(
+        generator=generator,
+        renderer=ByteRenderer(),
+        limits=LoopLimits(**{"max_response_tokens": 500, **limits}),
+        sampling=SamplingParams(max_tokens=100, temperature=1.0),
+    )
+
+
+async def ask(session: AgentSession, *contents: str) -> httpx.Response:
+    """Asks as a plain HTTP client."""
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    messages = [{"role": "user", "content": content} for content in contents]
+    async with httpx.AsyncClient(headers=headers, verify=False, timeout=None) as web:
+        return await web.post(f"{session.base_url}/chat/completions", json={"messages": messages})
+
+
+async def ask_and_crash(session: AgentSession) -> None:
+    await ask(session, "u")
+    raise KeyError("no such thing")
+
+
+@pytest.mark.asyncio
+async def test_1_a_crash_fails_the_attempt_with_its_cause() -> None:
+    with pytest.raises(AgentCrashedError, match="agent of task 't': KeyError") as caught:
+        await ProxyAgentLoop(ask_and_crash).run(TASK, services(ScriptedGenerator(["one"])))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.retryable
+
+
+@pytest.mark.asyncio
+async def test_2_or_what_was_sampled_until_then_is_delivered() -> None:
+    loop = ProxyAgentLoop(ask_and_crash, on_crash=OnCrash.DELIVER)
+    trajectory = await loop.run(TASK, services(ScriptedGenerator(["one"])))
+    assert trajectory.stop is StopReason.AGENT_FAILED
+    assert trajectory.final_text == "one"
+    assert trajectory.error is None
+    assert [f.kind for f in trajectory.findings] == ["agent_crashed"]
+    assert {m.name: m.value for m in trajectory.metrics}["proxy/agent_crashes"] == 1
+
+
+@pytest.mark.asyncio
+async def test_3_a_crash_before_the_first_completion_always_fails() -> None:
+    async def agent(session: AgentSession) -> None:
+        raise OSError("disk")
+
+    with pytest.raises(AgentCrashedError, match="disk"):
+        await ProxyAgentLoop(agent, on_crash=OnCrash.DELIVER).run(
+            TASK, services(ScriptedGenerator())
+        )
+
+
+@pytest.mark.asyncio
+async def test_4_an_agent_that_asks_for_nothing_fails() -> None:
+    async def agent(session: AgentSession) -> None:
+        pass
+
+    with pytest.raises(LoopError, match="got no completion"):
+        await ProxyAgentLoop(agent).run(TASK, services(ScriptedGenerator()))
+
+
+@pytest.mark.asyncio
+async def test_5_a_crash_because_of_a_limit_is_an_ordinary_end() -> None:
+    async def agent(session: AgentSession) -> None:
+        await ask(session, "u")
+        (await ask(session, "v")).raise_for_status()
+
+    trajectory = await ProxyAgentLoop(agent).run(
+        TASK, services(ScriptedGenerator(["one"]), max_assistant_turns=1)
+    )
+    assert trajectory.stop is StopReason.ASSISTANT_TURNS
+    assert [f.kind for f in trajectory.findings] == ["agent_crashed"]
+
+
+@pytest.mark.parametrize("crash", [True, False])
+@pytest.mark.asyncio
+async def test_6_a_failure_of_the_servers_is_not_the_agent_s(crash: bool) -> None:
+    async def agent(session: AgentSession) -> None:
+        await ask(session, "u")
+        answer = await ask(session, "v")
+        if crash:
+            answer.raise_for_status()
+
+    generator = ScriptedGenerator(["one", EngineFailedError("out of memory")])
+    with pytest.raises(EngineFailedError, match="out of memory"):
+        await ProxyAgentLoop(agent, on_crash=OnCrash.DELIVER).run(TASK, services(generator))
+
+
+@pytest.mark.asyncio
+async def test_7_requests_that_outlive_their_agent_are_cancelled() -> None:
+    generator = ScriptedGenerator(["one"])
+    answers: list[asyncio.Task[httpx.Response]] = []
+
+    async def agent(session: AgentSession) -> None:
+        await ask(session, "u")
+        generator.hold()
+        answers.append(asyncio.create_task(ask(session, "v")))
+        await generator.until_running(1)
+
+    trajectory = await ProxyAgentLoop(agent).run(TASK, services(generator))
+    assert len(trajectory.samples) == 1
+    assert generator.num_aborted == 1
+    assert (await answers[0]).status_code == 499
+
+
+async def collect(
+    loop: ProxyAgentLoop, kit: Services, tasks: Sequence[AgentTask], **options: Any
+) -> tuple[list[Trajectory], RunReport]:
+    ended: list[Trajectory] = []
+
+    async def sink(trajectory: Trajectory) -> None:
+        ended.append(trajectory)
+
+    runner = RolloutRunner(
+        LoopRegistry({"agent": loop}),
+        kit,
+        **{"max_in_flight": 8, "deadline_s": 60.0, "strategy": Drop(), **options},
+    )
+    return ended, await runner.run(tasks, sink)
+
+
+@pytest.mark.asyncio
+async def test_8_a_crash_that_is_tried_again_has_a_session_of_its_own() -> None:
+    sessions: list[AgentSession] = []
+
+    async def agent(session: AgentSession) -> None:
+        sessions.append(session)
+        await ask(session, "u")
+        if len(sessions) == 1:
+            raise RuntimeError("once")
+
+    kit = services(ScriptedGenerator(["one", "two"]))
+    ended, report = await collect(ProxyAgentLoop(agent), kit, [TASK], strategy=Retry())
+    assert (report.num_retries, report.num_failed) == (1, 0)
+    assert ended[0].final_text == "two"
+    assert sessions[0].base_url != sessions[1].base_url
+    assert sessions[0].api_key != sessions[1].api_key
+    assert sessions[0].api_key not in repr(sessions[0])
+
+
+@pytest.mark.asyncio
+async def test_9_trajectories_at_the_same_time_do_not_mix() -> None:
+    async def agent(session: AgentSession) -> None:
+        for turn in range(3):
+            await ask(session, f"{session.task.task_id} {turn}")
+
+    generator = ScriptedGenerator(["ok"] * 60)
+    tasks = [
+        AgentTask(
+            task_id=f"t{i}", sample_index=i, rollout_index=0, loop="agent", messages=TASK.messages
+        )
+        for i in range(20)
+    ]
+    ended, report = await collect(ProxyAgentLoop(agent), services(generator), tasks)
+    assert report.num_failed == 0
+    for trajectory in ended:
+        text = "".join(ByteRenderer().decode(sample.ids) for sample in trajectory.samples)
+        name = trajectory.task.task_id
+        assert [f"<user>{name} {turn}<end>" in text for turn in range(3)] == [True] * 3
+    assert len({r.context.session_id for r in generator.requests}) == 20
+
+
+WAIT = "import sys, time\nprint('waiting', flush=True)\ntime.sleep(600)"
+
+
+@pytest.mark.asyncio
+async def test_10_a_cancellation_ends_the_agent_with_all_that_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    os.mkfifo(pids)
+    code = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {WAIT!r}])
+with open({str(pids)!r}, "w") as file:
+    file.write(f"{{os.getpid()}} {{child.pid}}")
+child.wait()
+"""
+    loop = ProxyAgentLoop([sys.executable, "-c", code])
+    running = asyncio.create_task(loop.run(TASK, services(ScriptedGenerator())))
+    found = (await asyncio.to_thread(pids.read_text)).split()
+    handles = [os.pidfd_open(int(pid)) for pid in found]
+    started = time.monotonic()
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    for handle in handles:
+        assert select.select([handle], [], [], 10.0)[0], "it still runs"
+        os.close(handle)
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.asyncio
+async def test_10b_a_deadline_is_a_cancellation() -> None:
+    loop = ProxyAgentLoop([sys.executable, "-c", WAIT])
+    ended, _ = await collect(loop, services(ScriptedGenerator()), [TASK], deadline_s=0.2)
+    assert isinstance(ended[0].error, TrajectoryTimeoutError)
+
+
+ASKING = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+assert task["fields"] == {"ground_truth": "5"}, task
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return json.load(urllib.request.urlopen(request))
+
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": task["messages"]})
+text = answer["choices"][0]["message"]["content"]
+post(os.environ["TREADLE_REWARD_URL"], {"reward": float(text == task["fields"]["ground_truth"])})
+print("x" * 100000)
+sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+@pytest.mark.asyncio
+async def test_11_a_program_finds_task_and_model_and_posts_its_reward() -> None:
+    loop = ProxyAgentLoop([sys.executable, "-c", ASKING])
+    trajectory = await loop.run(TASK, services(ScriptedGenerator(["5"])))
+    assert trajectory.reward == 1.0
+    assert trajectory.messages == (*TASK.messages, Message(role="assistant", content="5"))
+
+
+@pytest.mark.asyncio
+async def test_12_a_program_s_status_is_its_failure_with_what_it_printed_last() -> None:
+    agent = CommandAgent([sys.executable, "-c", ASKING], environment={"STATUS": "3"})
+    with pytest.raises(AgentCrashedError, match=r"ended with status 3: x{1000,}"):
+        await ProxyAgentLoop(agent).run(TASK, services(ScriptedGenerator(["5"])))
+
+
+@pytest.mark.asyncio
+async def test_13_a_program_that_is_not_there_or_is_killed_says_so() -> None:
+    kit = services(ScriptedGenerator())
+    with pytest.raises(AgentCrashedError, match="'/no/such/agent' does not start"):
+        await ProxyAgentLoop(["/no/such/agent"]).run(TASK, kit)
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(AgentCrashedError, match="ended by signal 9: it printed nothing"):
+        await ProxyAgentLoop([sys.executable, "-c", code]).run(TASK, kit)
+
+
+@pytest.mark.asyncio
+async def test_14_a_child_that_outlives_the_program_is_ended_and_holds_nothing_up() -> None:
+    code = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {WAIT!r}])
+sys.exit(4)
+"""
+    with pytest.raises(AgentCrashedError, match="status 4"):
+        await ProxyAgentLoop([sys.executable, "-c", code]).run(TASK, services(ScriptedGenerator()))
+
+
+@pytest.mark.asyncio
+async def test_15_an_address_that_is_taken_stops_the_run() -> None:
+    async def agent(session: AgentSession) -> None:
+        port = int(session.base_url.split(":")[2].split("/")[0])
+        with pytest.raises(SetupError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            await ProxyAgentLoop(agent, port=port).run(TASK, kit)
+        await ask(session, "u")
+
+    kit = services(ScriptedGenerator(["one"]))
+    await ProxyAgentLoop(agent).run(TASK, kit)
+
+
+@pytest.mark.asyncio
+async def test_16_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_requests is 0"):
+        ProxyAgentLoop(["true"], max_requests=0)
+    with pytest.raises(ValueError, match="must be a list"):
+        ProxyAgentLoop("python agent.py")
+    with pytest.raises(ValueError, match="grace_s"):
+        CommandAgent(["true"], grace_s=-1)
+    with pytest.raises(ValueError, match="'perhaps' is not a valid OnCrash"):
+        ProxyAgentLoop(["true"], on_crash="perhaps")  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_17_a_reward_that_is_none_fails_the_attempt() -> None:
+    async def agent(session: AgentSession) -> float:
+        await ask(session, "u")
+        return float("nan")
+
+    with pytest.raises(AgentCrashedError, match="the reward is nan"):
+        await ProxyAgentLoop(agent).run(TASK, services(ScriptedGenerator(["one"])))
+
+
+def test_18_one_loop_serves_several_event_loops() -> None:
+    async def agent(session: AgentSession) -> None:
+        await ask(session, "u")
+
+    loop = ProxyAgentLoop(agent)
+    for _ in range(2):
+        trajectory = asyncio.run(loop.run(TASK, services(ScriptedGenerator(["one"]))))
+        assert trajectory.final_text == "one"

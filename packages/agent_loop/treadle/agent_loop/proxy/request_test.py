@@ -1,0 +1,284 @@
+"""Requests and messages: what is read, and what is refused by name."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.agent_loop import AgentTask, Image, Message, ToolCall, ToolSpec
+from treadle.agent_loop.proxy.errors import ApiError
+from treadle.agent_loop.proxy.messages import read_messages, written, written_task
+from treadle.agent_loop.proxy.request import NEUTRAL, ChatRequest, read_request
+
+USER = {"role": "user", "content": "u"}
+PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
+
+
+def read(**values: Any) -> ChatRequest:
+    return read_request(json.dumps({"messages": [USER], **values}).encode())
+
+
+def looking_at(url: str) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+def refusal(**values: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(**values)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_1_everything_that_is_used() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "number"}}}
+    function = {"name": "add", "description": "Adds.", "parameters": schema, "strict": False}
+    assert read(
+        model="any",
+        tools=[{"type": "function", "function": function}],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        max_tokens=5,
+        max_completion_tokens=5,
+        temperature=0,
+        top_p=0.5,
+        seed=3,
+        stop="x",
+        logprobs=True,
+        top_logprobs=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        response_format={"type": "text"},
+        metadata={"a": "b"},
+    ) == ChatRequest(
+        messages=(Message(role="user", content="u"),),
+        tools=(ToolSpec(name="add", description="Adds.", parameters=schema),),
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.5,
+        seed=3,
+        stop=("x",),
+        logprobs=True,
+        stream=True,
+        include_usage=True,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_2_neutral_values_and_null_are_accepted(name: str) -> None:
+    for value in (*NEUTRAL[name], None):
+        assert read(**{name: value}) == read()
+    assert refusal(**{name: "other"}).param == name
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"n": True}, "n"),
+        ({"store": 0}, "store"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "messages[1]"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "u", "name": "me"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": ["u"]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (looking_at("https://x.org/i.png"), "messages[0].content[0].image_url.url"),
+        (looking_at("data:video/mp4;base64,AA=="), "messages[0].content[0].image_url.url"),
+        (looking_at("data:image/png;base64,?"), "messages[0].content[0].image_url.url"),
+    ],
+)
+def test_3_the_place_of_what_is_refused_is_named(values: dict[str, Any], param: str) -> None:
+    error = refusal(**values)
+    assert error.param == param
+    assert str(error).startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        ({"id": "c", "function": {"name": "f", "arguments": "{"}}, "[0].function.arguments"),
+        ({"id": "c", "function": {"name": "f", "arguments": "[]"}}, "[0].function.arguments"),
+        (
+            {"id": "c", "function": {"name": "f", "arguments": '{"a": NaN}'}},
+            "[0].function.arguments",
+        ),
+        ({"id": 1, "function": {"name": "f", "arguments": "{}"}}, "[0]"),
+        ({"id": "c", "type": "custom", "function": {}}, "[0].type"),
+        ("f()", "[0]"),
+    ],
+)
+def test_4_calls_that_cannot_be_rendered_are_refused(call: object, place: str) -> None:
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    error = refusal(messages=[USER, assistant, USER])
+    assert error.param == f"messages[1].tool_calls{place}"
+
+
+def test_5_messages_of_every_role() -> None:
+    assert read_messages(
+        [
+            {"role": "developer", "content": [{"type": "text", "text": "s"}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "look: "},
+                    {"type": "image_url", "image_url": {"url": PNG, "detail": "auto"}},
+                    {"type": "text", "text": " there"},
+                ],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "refusal": None,
+                "annotations": [],
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+                ],
+            },
+            {"role": "tool", "content": "r", "tool_call_id": "c"},
+        ]
+    ) == (
+        Message(role="system", content="s"),
+        Message(
+            role="user",
+            content="look: <image> there",
+            images=(Image(data=b"png", mime="image/png"),),
+        ),
+        Message(
+            role="assistant",
+            content="",
+            reasoning="hm",
+            tool_calls=(ToolCall(id="c", name="f", arguments={}),),
+        ),
+        Message(role="tool", content="r", tool_call_id="c"),
+    )
+
+
+def test_6_a_task_is_written_as_it_would_be_read() -> None:
+    messages = (
+        Message(role="system", content="s"),
+        Message(
+            role="user", content="<image>what?", images=(Image(data=b"png", mime="image/png"),)
+        ),
+        Message(
+            role="assistant",
+            content="",
+            tool_calls=(ToolCall(id="c", name="f", arguments={"a": 1}),),
+        ),
+        Message(role="tool", content="r", tool_call_id="c"),
+    )
+    task = AgentTask(
+        task_id="t",
+        sample_index=0,
+        rollout_index=2,
+        loop="x",
+        messages=messages,
+        fields={"extra_info": {"index": 1}},
+    )
+    data = json.loads(json.dumps(written_task(task)))
+    assert read_messages(data["messages"]) == messages
+    assert (data["task_id"], data["rollout_index"]) == ("t", 2)
+    assert data["fields"] == {"extra_info": {"index": 1}}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+calls = st.builds(
+    ToolCall,
+    id=st.text(min_size=1, max_size=5),
+    name=st.text(min_size=1, max_size=5),
+    arguments=st.dictionaries(st.text(max_size=5), json_values, max_size=3),
+)
+
+
+@given(
+    st.builds(
+        Message,
+        role=st.just("assistant"),
+        content=st.text(max_size=10),
+        tool_calls=st.lists(calls, max_size=2).map(tuple),
+        reasoning=st.none() | st.text(min_size=1, max_size=5),
+    )
+)
+def test_7_what_is_written_reads_as_it_was(message: Message) -> None:
+    data = json.loads(json.dumps(written(message)))
+    assert read_messages([data, USER])[0] == message
+
+
+names = st.sampled_from(["messages", "tools", "stop", "stream", "tool_choice", "n", "x", "seed"])
+
+
+@given(st.dictionaries(names, json_values) | json_values)
+def test_8_no_json_is_answered_with_anything_but_an_api_error(data: object) -> None:
+    try:
+        read_request(json.dumps(data).encode())
+    except ApiError as error:
+        assert error.status == 400
+        assert json.dumps(error.body)
+
+
+message_like = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool", "x"]) | json_values},
+    optional={
+        "content": json_values
+        | st.lists(st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])})),
+        "tool_calls": st.lists(
+            st.fixed_dictionaries(
+                {}, optional={"id": json_values, "function": json_values, "type": json_values}
+            )
+        )
+        | json_values,
+        "tool_call_id": json_values,
+        "name": json_values,
+        "reasoning": json_values,
+    },
+)
+
+
+@given(st.lists(message_like, min_size=1, max_size=3))
+def test_9_no_message_is_answered_with_anything_but_an_api_error(messages: list[object]) -> None:
+    try:
+        read_messages(messages)
+    except ApiError as error:
+        assert error.param is not None
+        assert error.param.startswith("messages")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"seed": NaN}', b"\xff", b"[" * 100_000])
+def test_10_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="body: "):
+        read_request(body)
