@@ -7,7 +7,7 @@
 
 GLM-4.7 writes it without the line feeds. Invariant: an argument is the text between its marks,
 unchanged; its type is the tool's (`schema_values`). The mark opens a call only when an argument
-follows it or it is closed later on.
+follows it or it is closed before the next one.
 """
 
 import re
@@ -43,12 +43,12 @@ class GlmFormat:
             head = _NAME.match(scan.text, scan.skip_space(start + len(_OPEN)))
             assert head is not None
             name, place = head[0].strip(), head.end()
-            if scan.after(_KEY, place) < 0 and scan.find(_CLOSE, place) < 0:
+            if scan.after(_KEY, place) < 0 and not scan.is_closed(place, _OPEN, _CLOSE):
                 continue  # a mention in prose
             try:
                 arguments, place = _read_arguments(scan, schemas, name, place)
             except CallError as error:
-                place = scan.end_of_call(place, close=_CLOSE)
+                place = scan.end_of_call(place, _OPEN, close=_CLOSE)
                 scan.malformed(start, place, reason=str(error), name=name)
             else:
                 scan.call(start, place, name=name, arguments=arguments)

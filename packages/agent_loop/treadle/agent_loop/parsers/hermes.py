@@ -4,8 +4,8 @@
     {"name": "calculator", "arguments": {"expression": "2*3"}}
     </tool_call>
 
-Invariant: the mark opens a call only when it is followed by a JSON object's brace or closed
-later on; a mention of "<tool_call>" in prose is prose. The JSON is read as JSON, so a closing
+Invariant: the mark opens a call only when it is followed by a JSON object's brace or closed before
+the next one; a mention of "<tool_call>" in prose is prose. The JSON is read as JSON, so a closing
 mark inside a string does not end the call.
 """
 
@@ -38,18 +38,17 @@ class HermesFormat:
         place = scan.position
         while (start := scan.find(_OPEN, place)) >= 0:
             body = scan.skip_space(start + len(_OPEN))
-            close = scan.find(_CLOSE, body)
-            if close < 0 and not scan.text.startswith("{", body):
+            if not (scan.text.startswith("{", body) or scan.is_closed(body, _OPEN, _CLOSE)):
                 place = start + len(_OPEN)
                 continue
             try:
-                value, stop = read_json(scan, body, _CLOSE)
+                value, stop = read_json(scan, body, _CLOSE, _OPEN)
                 place = scan.after(_CLOSE, stop)
                 if place < 0:
                     raise CallError(_after_the_json(scan, stop))
                 name, arguments = read_call(value)
             except CallError as error:
-                place = len(scan.text) if close < 0 else close + len(_CLOSE)
+                place = scan.end_of_call(body, _OPEN, close=_CLOSE)
                 named = named_in(scan.text[start:place])
                 scan.malformed(start, place, reason=str(error), name=named)
             else:

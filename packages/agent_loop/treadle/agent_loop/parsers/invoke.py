@@ -69,7 +69,8 @@ class InvokeFormat:
                 return
             start, mark = min(found)
             place = start + len(mark)
-            if scan.after(self._call, place) < 0 and scan.find(f"</{mark[1:]}", place) < 0:
+            closed = scan.is_closed(place, mark, f"</{mark[1:]}")
+            if scan.after(self._call, place) < 0 and not closed:
                 continue  # a mention in prose
             place = self._read_block(scan, schemas, start, place)
 

@@ -45,6 +45,8 @@ def test_a_mention_in_prose_is_prose() -> None:
     parsed = MINIMAX.parse("Begin with <minimax:tool_call>, then call.")
     assert parsed.content == "Begin with <minimax:tool_call>, then call."
     assert parsed.malformed == ()
+    parsed = MINIMAX.parse(f"Begin with <minimax:tool_call>, as {block(GOOD)}")
+    assert (len(parsed.calls), parsed.malformed) == (1, ())
 
 
 def test_an_element_outside_a_block_is_prose() -> None:

@@ -222,3 +222,19 @@ def test_a_template_names_its_parser(name: str) -> None:
 )
 def test_a_template_of_no_known_format_names_none(template: str) -> None:
     assert parser_for_template(template) is None
+
+
+@pytest.mark.parametrize(
+    "sample",
+    # In the other formats a call begins inside a list, a block or a message of its own.
+    [s for s in SAMPLES if not s.first.startswith(("{", "<invoke", "<｜DSML｜", "<|start|>"))],
+    ids=lambda s: f"{s.parser}-{s.models}",
+)
+def test_a_mention_or_a_cut_call_spoils_no_later_call(sample: Sample) -> None:
+    parser = parser_named(sample.parser)
+    start = parser.parse(sample.text, prompt_end=sample.prompt_end).call_starts[0]
+    opening = sample.text[start:].split("get_weather")[0]
+    for before in (f"Begin with {opening}", opening + "get_weather"):
+        text = f"{before} and so on. {sample.text[start:]}"
+        parsed = parser.parse(text, tools=[TOOL], prompt_end="x")
+        assert calls_of(parsed)[-1:] == [(TOOL.name, sample.calls[-1])]

@@ -60,7 +60,7 @@ class Qwen3CoderFormat:
 
     def _read_wrapped(self, scan: Scan, schemas: Schemas, start: int) -> int:
         body = scan.skip_space(start + len(_OPEN))
-        if not scan.text.startswith(_FUNCTION, body) and scan.find(_CLOSE, body) < 0:
+        if not (scan.text.startswith(_FUNCTION, body) or scan.is_closed(body, _OPEN, _CLOSE)):
             return start + len(_OPEN)  # a mention in prose
         try:
             name, arguments, stop = _read_function(scan, schemas, body)
@@ -68,7 +68,7 @@ class Qwen3CoderFormat:
             if stop < 0:
                 raise CallError(f"the call is not closed by {_CLOSE}")
         except CallError as error:
-            stop = scan.end_of_call(body, close=_CLOSE)
+            stop = scan.end_of_call(body, _OPEN, close=_CLOSE)
             scan.malformed(start, stop, reason=str(error), name=_named_at(scan, body))
         else:
             scan.call(start, stop, name=name, arguments=arguments)

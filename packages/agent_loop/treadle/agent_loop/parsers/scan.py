@@ -60,6 +60,11 @@ class Scan:
         place = self.skip_space(start)
         return place + len(mark) if self.text.startswith(mark, place) else -1
 
+    def is_closed(self, start: int, mark: str, close: str) -> bool:
+        """Whether `close` comes before the next `mark`."""
+        end, again = self.find(close, start), self.find(mark, start)
+        return end >= 0 and not 0 <= again < end
+
     def end_of_call(self, start: int, *others: str, close: str | None = None) -> int:
         """Where a call that cannot be read ends.
 
