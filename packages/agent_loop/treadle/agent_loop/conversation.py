@@ -1,4 +1,4 @@
-"""The conversation: one trajectory under way, as an agent loop drives it.
+"""The conversation: a trajectory under way, as an agent loop drives it.
 
 Invariant: ledger and messages grow together; every completion that comes back is checked, written
 and parsed before anyone sees it, and nothing is written that would leave no room for the model
@@ -11,11 +11,15 @@ to speak last. Used as a context manager so that the generator learns when the s
                 await chat.generate()
             return chat.finish(StopReason.FINISHED)
 
+A trajectory may be several conversations: `another` begins one more, for a sub-agent or with a
+history that was made shorter. Each becomes a sample with a prompt and limits of its own; together
+they are one trajectory with one reward. They are told apart by their session ids.
+
 One task owns a conversation. It waits in `generate` only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +28,7 @@ from treadle.agent_loop.errors import PromptTooLongError
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import MalformedCall, ParsedCompletion
 from treadle.agent_loop.sampler import TurnSampler
+from treadle.agent_loop.seeds import derive_seed
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.transcript import Transcript
 from treadle.agent_loop.types import (
@@ -61,7 +66,7 @@ class Turn:
 
 
 class Conversation:
-    """One trajectory under way.
+    """A conversation of a trajectory under way; the first one, if made by hand.
 
     Args:
         task: What is attempted.
@@ -87,6 +92,7 @@ class Conversation:
         self._findings: list[Finding] = []
         self._activity = "about to begin"
         self._sampler = TurnSampler(task, services)
+        self._all: list[Conversation] = [self]
         prompt = self._transcript.num_prompt_tokens
         if services.limits.tokens_left(prompt=prompt, response=0) < 1:
             raise PromptTooLongError(
@@ -103,7 +109,8 @@ class Conversation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._sampler.close()
+        for conversation in self._all if self is self._all[0] else (self,):
+            conversation._sampler.close()
         if error is not None:
             error.add_note(
                 f"session {self.session_id} was {self._activity}, after "
@@ -112,7 +119,7 @@ class Conversation:
 
     @property
     def session_id(self) -> str:
-        """Names the trajectory in logs, traces and at the servers."""
+        """Names the conversation in logs, traces and at the servers."""
         return self._sampler.session_id
 
     @property
@@ -130,16 +137,66 @@ class Conversation:
         """Answers so far."""
         return self._user_turns
 
-    async def generate(self) -> Turn:
+    @property
+    def all_assistant_turns(self) -> int:
+        """Completions so far, in all conversations of the trajectory."""
+        return sum(conversation._assistant_turns for conversation in self._all)
+
+    @property
+    def all_user_turns(self) -> int:
+        """Answers so far, in all conversations of the trajectory."""
+        return sum(conversation._user_turns for conversation in self._all)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the limits leave for completions and answers; 0 or less: none."""
+        transcript = self._transcript
+        return self._services.limits.tokens_left(
+            prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
+        )
+
+    def another(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> "Conversation":
+        """Begins another conversation of the same trajectory.
+
+        Its completions have seeds of their own, which depend on how many conversations there are
+        already. Leaving the first conversation's `with` ends all of them; one that ends earlier
+        may be left by a `with` of its own.
+
+        Args:
+            messages: It begins with; at least one.
+            tools: Shown to the model.
+
+        Raises:
+            RenderError: The template refuses the messages.
+            PromptTooLongError: They leave no room for a single token.
+        """
+        task, seed = self._all[0]._task, self._services.sampling.seed
+        number = len(self._all)
+        if task.seed is not None:
+            seed = derive_seed(task.seed, "conversation", number)
+        elif seed is not None:
+            seed = derive_seed(seed, task.task_id, task.rollout_index, "conversation", number)
+        made = Conversation(
+            replace(task, messages=tuple(messages), seed=seed), self._services, tools=tools
+        )
+        made._all = self._all
+        self._all.append(made)
+        return made
+
+    async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """Samples the assistant's next turn, writes it and reads it.
+
+        Args:
+            max_tokens: Of this turn, below what sampling and limits allow. None: those alone.
 
         Raises:
             GenerationError: The completion could not be made.
+            ValueError: There is no room for a token.
         """
         transcript, services = self._transcript, self._services
-        left = services.limits.tokens_left(
-            prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
-        )
+        left = self.tokens_left if max_tokens is None else min(self.tokens_left, max_tokens)
         if left < 1:
             raise ValueError("generate() was called after the budget was used up; check answer()")
         self._activity = f"generating as {self._sampler.next_request_id}"
@@ -163,8 +220,12 @@ class Conversation:
             prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
         )
 
-    def answer(self, messages: Sequence[Message]) -> StopReason | None:
+    def answer(self, messages: Sequence[Message], *, reserve: int = 0) -> StopReason | None:
         """Gives the model tool results or a user's message, unless no room would be left.
+
+        Args:
+            messages: That answer its last turn, all in one call.
+            reserve: Tokens that must be left besides the one that the model needs to speak.
 
         Returns:
             None when the messages were appended; else the limit (checks 8 and 9) that keeps
@@ -179,7 +240,7 @@ class Conversation:
         )
         stop = self._services.limits.length_stop(
             prompt=transcript.num_prompt_tokens,
-            response=transcript.num_response_tokens + len(answer.ids),
+            response=transcript.num_response_tokens + len(answer.ids) + reserve,
         )
         if stop is None:
             transcript.observe(answer.ids, images=answer.images)
@@ -201,26 +262,36 @@ class Conversation:
         turn_scores: Sequence[float] = (),
         metrics: Sequence[Metric] = (),
     ) -> Trajectory:
-        """Freezes the trajectory."""
+        """Freezes the trajectory: its messages are this conversation's, its last sample too.
+
+        The samples before it are the other conversations in which the model has said something,
+        in the order in which they began.
+        """
+        everyone = self._all
+        spoken = [c for c in everyone if c is not self and c._assistant_turns]
+        recorded = [
+            Recorded(tokens=c._transcript.freeze(), messages=c.messages, tools=c._tools)
+            for c in (*spoken, self)
+        ]
+        findings = [finding for c in everyone for finding in c._findings]
+        generate_s = sum(c._sampler.generate_s for c in everyone)
         own = (
-            Metric("agent_loop/generate_s", self._sampler.generate_s, Reduce.MEAN),
-            Metric("agent_loop/assistant_turns", self._assistant_turns, Reduce.MEAN),
-            Metric("agent_loop/user_turns", self._user_turns, Reduce.MEAN),
-            Metric("tool/parse_errors", len(self._findings), Reduce.SUM),
+            Metric("agent_loop/generate_s", generate_s, Reduce.MEAN),
+            Metric("agent_loop/assistant_turns", self.all_assistant_turns, Reduce.MEAN),
+            Metric("agent_loop/user_turns", self.all_user_turns, Reduce.MEAN),
+            Metric("tool/parse_errors", len(findings), Reduce.SUM),
         )
-        tokens = self._transcript.freeze()
-        recorded = Recorded(tokens=tokens, messages=self.messages, tools=self._tools)
-        drift = measure_drift([recorded], self._services.renderer)
+        drift = measure_drift(recorded, self._services.renderer)
         return Trajectory(
-            task=self._task,
-            samples=(tokens,),
+            task=everyone[0]._task,
+            samples=tuple(sample.tokens for sample in recorded),
             messages=self.messages,
             stop=stop,
-            assistant_turns=self._assistant_turns,
-            user_turns=self._user_turns,
+            assistant_turns=self.all_assistant_turns,
+            user_turns=self.all_user_turns,
             reward=reward,
             tool_rewards=tuple(tool_rewards),
             turn_scores=tuple(turn_scores),
             metrics=(*own, *drift.metrics, *metrics),
-            findings=(*self._findings, *drift.findings),
+            findings=(*findings, *drift.findings),
         )

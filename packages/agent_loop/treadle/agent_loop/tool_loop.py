@@ -88,7 +88,7 @@ class ToolAgentLoop:
                 Toolbox(task, tools, limits, codec=services.renderer) as toolbox,
                 Respondent(task, interaction, limits) as respondent,
             ):
-                stop = await self._converse(chat, toolbox, respondent, limits)
+                stop = await self.converse(chat, toolbox, limits, respondent=respondent)
             return chat.finish(
                 stop,
                 tool_rewards=toolbox.rewards,
@@ -96,16 +96,36 @@ class ToolAgentLoop:
                 metrics=(*toolbox.metrics, *respondent.metrics),
             )
 
-    async def _converse(
-        self, chat: Conversation, toolbox: Toolbox, respondent: Respondent, limits: LoopLimits
+    async def converse(
+        self,
+        chat: Conversation,
+        toolbox: Toolbox,
+        limits: LoopLimits,
+        *,
+        respondent: Respondent | None = None,
     ) -> StopReason:
+        """Takes a conversation to its end; for loops that make it part of a larger one.
+
+        Args:
+            chat: Rendered with the toolbox's tools; the model is next.
+            toolbox: Answers its calls.
+            limits: Bound the conversation.
+            respondent: Answers turns without a call. None: such a turn ends it.
+
+        Returns:
+            Why it ended.
+
+        Raises:
+            RolloutError: It failed.
+        """
+        heard = respondent is not None and respondent.present
         state: _State = _Speak()
         while True:
             match state:
                 case _Speak():
                     async with span("turn", index=chat.assistant_turns):
                         turn = await chat.generate()
-                    state = self._after_turn(chat, turn, limits, heard=respondent.present)
+                    state = self._after_turn(chat, turn, limits, heard=heard)
                 case _Act(requests=requests):
                     chat.doing(f"waiting for tools: {[r.name for r in requests]}")
                     async with span("tools", turn=chat.assistant_turns - 1, calls=len(requests)):
@@ -115,6 +135,7 @@ class ToolAgentLoop:
                     else:
                         state = _give(chat, [answer.message for answer in answers])
                 case _Listen():
+                    assert respondent is not None, "only who is there is listened to"
                     chat.doing("waiting for the interaction")
                     reply = await respondent.respond(chat.messages)
                     if reply.stop:
