@@ -21,7 +21,7 @@ from treadle.agent_loop.errors import SetupError, ToolError, boundary
 from treadle.agent_loop.limits import LoopLimits, TextCodec
 from treadle.agent_loop.renderer import MalformedCall
 from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
-from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall
+from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
 from treadle.tracing import Metric, Reduce, span
 
 _logger = logging.getLogger(__name__)
@@ -101,6 +101,11 @@ class Toolbox:
     ) -> None:
         if self._sessions:
             await run_shielded(self._close(), timeout_s=2 * self._limits.close_timeout_s)
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """What the model is told about the tools."""
+        return tuple(tool.spec for tool in self._tools.values())
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
