@@ -25,6 +25,7 @@ from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.routing import HashedSession, StickySession
 from treadle.agent_loop.rpc.router_server import RouterConfig, serve_router
 
+_log = logging.getLogger("treadle.agent_loop.rpc.router")  # not __main__
 _PROGRAM = "python -m treadle.agent_loop.rpc.router"
 
 
@@ -158,12 +159,12 @@ async def _run(config: RouterConfig, ready_file: Path | None) -> None:
 def _ready(path: Path | None, address: str) -> Iterator[None]:
     """The file appears whole and goes away at the end."""
     if path is None:
-        sys.stderr.write(f"{_PROGRAM}: serves at {address}\n")
         yield
         return
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
     partial.replace(path)
+    _log.info("ready: %s says %s", path, address)
     try:
         yield
     finally:
