@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from treadle.agent_loop.aio import run_shielded, run_until
 from treadle.agent_loop.errors import LoopError
-from treadle.agent_loop.proxy.messages import written_task
+from treadle.agent_loop.proxy.messages import written_message, written_task
 from treadle.agent_loop.types import AgentTask
 
 _TAIL_BYTES = 2000
@@ -47,6 +47,11 @@ class AgentSession:
     base_url: str
     api_key: str = field(repr=False)
     reward_url: str
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The task's messages, as OpenAI's clients send them."""
+        return [written_message(message) for message in self.task.messages]
 
     @property
     def environment(self) -> dict[str, str]:

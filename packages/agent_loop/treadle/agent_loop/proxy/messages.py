@@ -56,23 +56,26 @@ def written(message: Message) -> dict[str, object]:
     return answer
 
 
+def written_message(message: Message) -> dict[str, object]:
+    """Writes a message of any role."""
+    if message.role == "assistant":
+        return written(message)
+    answer: dict[str, object] = {"role": message.role, "content": _written_content(message)}
+    if message.tool_call_id is not None:
+        answer["tool_call_id"] = message.tool_call_id
+    return answer
+
+
 def written_task(task: AgentTask) -> dict[str, object]:
     """Writes a task for an agent that is a program.
 
     Raises:
         TypeError: A field of the task is no JSON.
     """
-    messages = [
-        written(message)
-        if message.role == "assistant"
-        else {"role": message.role, "content": _written_content(message)}
-        | ({} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id})
-        for message in task.messages
-    ]
     return {
         "task_id": task.task_id,
         "rollout_index": task.rollout_index,
-        "messages": messages,
+        "messages": [written_message(message) for message in task.messages],
         "fields": dict(task.fields),
     }
 

@@ -1,0 +1,25 @@
+"""What it takes to train `expression_agent`: a function that points it at its session."""
+
+import httpx
+from openai import AsyncOpenAI
+from train_existing_agent.expression_agent import solve
+
+from treadle.agent_loop.proxy import AgentSession, ProxyAgentLoop
+
+
+async def attempt(session: AgentSession) -> None:
+    """Runs the agent once; what it answers, the run's reward reads in the trajectory."""
+    async with AsyncOpenAI(
+        base_url=session.base_url,
+        api_key=session.api_key,
+        # The endpoint is on this machine: no certificates to read, for each of many trajectories.
+        http_client=httpx.AsyncClient(verify=False),
+    ) as client:
+        await solve(client, session.messages)
+
+
+class ExpressionAgent(ProxyAgentLoop):
+    """The agent, for `agent.loops`."""
+
+    def __init__(self) -> None:
+        super().__init__(attempt)
