@@ -27,7 +27,11 @@ def test_sides_mean_what_verl_means_since_pr_6313(side: TruncateSide, expected: 
 
 
 @settings(deadline=None)
-@given(st.text(), st.integers(1, 20), st.sampled_from(TruncateSide))
+@given(
+    st.text(st.characters(codec="utf-8")),
+    st.integers(1, 20),
+    st.sampled_from(TruncateSide),
+)
 def test_at_most_the_limit_is_kept_besides_the_marker(
     text: str, keep: int, side: TruncateSide
 ) -> None:
@@ -48,3 +52,61 @@ def test_a_side_is_accepted_by_its_name() -> None:
     side = "left"
     limits = LoopLimits(max_response_tokens=1, tool_response_truncate_side=side)  # type: ignore[arg-type]
     assert limits.tool_response_truncate_side is TruncateSide.LEFT
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        ("left", "(truncated)...ghij"),
+        ("right", "abcd...(truncated)"),
+        ("middle", "ab...(truncated)...ij"),
+    ],
+)
+def test_tokens_are_cut_as_characters_are(side: TruncateSide, expected: str) -> None:
+    limits = LoopLimits(
+        max_response_tokens=1,
+        max_tool_response_chars=None,
+        max_tool_response_tokens=4,
+        tool_response_truncate_side=side,
+    )
+    assert limits.truncate_tool_text("abcdefghij", ByteRenderer()) == expected
+    assert limits.truncate_tool_text("abcd", ByteRenderer()) == "abcd"
+
+
+def test_characters_are_cut_first_and_there_is_one_marker() -> None:
+    limits = LoopLimits(
+        max_response_tokens=1, max_tool_response_chars=6, max_tool_response_tokens=4
+    )
+    assert limits.truncate_tool_text("abcdefghij", ByteRenderer()) == "ab...(truncated)...ij"
+    assert limits.truncate_tool_text("abcdef", ByteRenderer()) == "ab...(truncated)...ef"
+
+
+def test_a_character_that_the_cut_goes_through_is_dropped() -> None:
+    """Each of these has three bytes, which are this renderer's tokens."""
+    limits = LoopLimits(
+        max_response_tokens=1, max_tool_response_chars=None, max_tool_response_tokens=8
+    )
+    assert limits.truncate_tool_text("\N{SNOWMAN}" * 9, ByteRenderer()) == (
+        "\N{SNOWMAN}...(truncated)...\N{SNOWMAN}"
+    )
+
+
+@settings(deadline=None)
+@given(
+    st.text(st.characters(codec="utf-8")),
+    st.integers(1, 20),
+    st.sampled_from(TruncateSide),
+)
+def test_at_most_the_tokens_are_kept_besides_the_marker(
+    text: str, keep: int, side: TruncateSide
+) -> None:
+    codec = ByteRenderer()
+    limits = LoopLimits(
+        max_response_tokens=1,
+        max_tool_response_chars=None,
+        max_tool_response_tokens=keep,
+        tool_response_truncate_side=side,
+    )
+    cut = limits.truncate_tool_text(text, codec)
+    fits = len(codec.encode(text)) <= keep
+    assert cut == text if fits else len(codec.encode(cut)) <= keep + len("...(truncated)...")

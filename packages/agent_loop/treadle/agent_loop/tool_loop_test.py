@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from treadle.agent_loop import (
     AgentTask,
     ContractError,
+    Image,
     LoopLimits,
     Message,
     OnMalformedCall,
@@ -20,6 +21,7 @@ from treadle.agent_loop import (
     RequestContext,
     SamplingParams,
     Services,
+    SetupError,
     StopReason,
     ToolAgentLoop,
     ToolError,
@@ -327,11 +329,102 @@ async def test_22_seeds_differ_by_turn_and_attempt_and_repeat() -> None:
 
 
 @pytest.mark.asyncio
-async def test_22_request_ids_fit_whatever_the_rows_are_called() -> None:
+async def test_23_request_ids_fit_whatever_the_rows_are_called() -> None:
     kit, generator = services(["done"])
     await ToolAgentLoop().run(replace(TASK, task_id="\N{SNOWMAN}" * 100), kit)
     (request,) = generator.requests
     assert request.context.request_id.startswith("\N{SNOWMAN}" * 21 + "/0/")
+
+
+@pytest.mark.asyncio
+async def test_24_a_generator_that_gives_too_much_is_refused() -> None:
+    full = await ScriptedGenerator(["too long"]).generate(
+        [1],
+        SamplingParams(max_tokens=100),
+        request=RequestContext(request_id="r", session_id="s", deadline=math.inf),
+    )
+    kit, _ = services([full], max_response_tokens=3)
+    with pytest.raises(ContractError, match="9 tokens came back where max_tokens was 3"):
+        await ToolAgentLoop().run(TASK, kit)
+
+
+@pytest.mark.asyncio
+async def test_26_tool_texts_are_cut_to_tokens_as_to_characters() -> None:
+    tool = ScriptedTool(results=["abcdefghij"])
+    kit, _ = services(
+        [CALL, "done"], tool, max_tool_response_tokens=4, max_tool_response_chars=None
+    )
+    trajectory = await ToolAgentLoop().run(TASK, kit)
+    assert answers(trajectory) == ["ab...(truncated)...ij"]
+
+
+@pytest.mark.asyncio
+async def test_27_a_row_selects_its_tools() -> None:
+    """The others are neither shown nor found, though the run has them."""
+    kept, other = ScriptedTool(results=["a"]), ScriptedTool("other")
+    call = CALL.replace("lookup", "other")
+    for extra in ({"tool_selection": ["lookup"]}, {"tool_selection": ("lookup",)}):
+        kit, generator = services([call, "sorry"], ScriptedTool(results=["a"]), other)
+        trajectory = await ToolAgentLoop().run(replace(TASK, fields={"extra_info": extra}), kit)
+        assert answers(trajectory) == ["Unknown function 'other'. Available tools: ['lookup']"]
+        shown = ByteRenderer().render(TASK.messages, tools=[kept.spec]).ids
+        assert generator.requests[0].prompt == shown
+    for everything in ({}, {"extra_info": None}, {"extra_info": {"tool_selection": None}}):
+        kit, generator = services(["done"], kept, other)
+        await ToolAgentLoop().run(replace(TASK, fields=everything), kit)
+        shown = ByteRenderer().render(TASK.messages, tools=[kept.spec, other.spec]).ids
+        assert generator.requests[0].prompt == shown
+    kit, _ = services([], kept)
+    unknown = replace(TASK, fields={"extra_info": {"tool_selection": ["lookup", "look"]}})
+    with pytest.raises(SetupError, match=r"names \['look'\], which .* tools: \['lookup'\]"):
+        await ToolAgentLoop().run(unknown, kit)
+
+
+@pytest.mark.asyncio
+async def test_28_images_of_a_result_are_seen_by_every_later_turn() -> None:
+    red, blue = (Image(data=data * 70, mime="image/png") for data in (b"r", b"b"))
+    tool = ScriptedTool(
+        results=[
+            ToolResult(content="before <image> after", images=(red,)),
+            ToolResult(content="unmarked", images=(blue,)),
+        ]
+    )
+    kit, generator = services([CALL, CALL, "done"], tool)
+    trajectory = await ToolAgentLoop().run(TASK, kit)
+    assert [len(request.images) for request in generator.requests] == [0, 1, 2]
+    assert [placed.image for placed in trajectory.tokens.images] == [red, blue]
+    text = decode(trajectory.tokens.response_ids)
+    assert "<tool>before <image><image> after<end>" in text  # two ids stand for 70 bytes
+    assert "<tool><image><image>unmarked<end>" in text
+    assert [m.images for m in trajectory.messages if m.role == "tool"] == [(red,), (blue,)]
+
+
+@pytest.mark.asyncio
+async def test_29_a_text_that_is_cut_shows_its_images_first() -> None:
+    red = Image(data=b"r", mime="image/png")
+    long = ToolResult(content="abc<image>defghij", images=(red,))
+    kit, _ = services([CALL, "done"], ScriptedTool(results=[long]), max_tool_response_chars=4)
+    trajectory = await ToolAgentLoop().run(TASK, kit)
+    assert answers(trajectory) == ["ab...(truncated)...ij"]
+    assert "<tool><image>ab...(truncated)...ij<end>" in decode(trajectory.tokens.response_ids)
+
+
+@pytest.mark.asyncio
+async def test_30_marks_without_images_are_plain_text_and_a_wrong_number_is_refused() -> None:
+    kit, generator = services([CALL, "done"], ScriptedTool(results=["the tag <image> is HTML"]))
+    trajectory = await ToolAgentLoop().run(TASK, kit)
+    assert answers(trajectory) == ["the tag <image> is HTML"]
+    assert generator.requests[1].images == ()
+    with pytest.raises(ValueError, match="2 <image> marks for 1 images"):
+        ToolResult(content="<image><image>", images=(Image(data=b"r", mime="image/png"),))
+
+
+@pytest.mark.asyncio
+async def test_31_the_first_malformed_calls_are_kept_as_examples() -> None:
+    kit, _ = services(["<tool_call>{oops}</tool_call>", "sorry"], ScriptedTool())
+    trajectory = await ToolAgentLoop().run(TASK, kit)
+    (found,) = [f for f in trajectory.findings if f.kind == "malformed_call"]
+    assert found.text.endswith("<tool_call>{oops}</tool_call>")
 
 
 pieces = st.sampled_from(
@@ -350,7 +443,7 @@ pieces = st.sampled_from(
     st.integers(1, 6) | st.none(),
     st.integers(1, 3),
 )
-def test_24_the_invariants_hold_for_any_script_and_any_limits(
+def test_25_the_invariants_hold_for_any_script_and_any_limits(
     replies: list[str],
     results: list[str],
     max_response: int,
@@ -384,15 +477,3 @@ def test_24_the_invariants_hold_for_any_script_and_any_limits(
     assert tokens.response_ids.count(TOOL_START) == len(said)
     assert len(said) <= max_parallel * trajectory.user_turns
     assert tool.num_opened == tool.num_closed <= 1
-
-
-@pytest.mark.asyncio
-async def test_23_a_generator_that_gives_too_much_is_refused() -> None:
-    full = await ScriptedGenerator(["too long"]).generate(
-        [1],
-        SamplingParams(max_tokens=100),
-        request=RequestContext(request_id="r", session_id="s", deadline=math.inf),
-    )
-    kit, _ = services([full], max_response_tokens=3)
-    with pytest.raises(ContractError, match="9 tokens came back where max_tokens was 3"):
-        await ToolAgentLoop().run(TASK, kit)

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from treadle.agent_loop import (
     Completion,
     FinishReason,
+    Image,
     Origin,
+    PlacedImage,
+    Rendering,
     Span,
     TokenChunk,
     Tokens,
@@ -29,14 +32,29 @@ chunk = st.builds(
 completion = st.lists(chunk, max_size=4).map(
     lambda chunks: Completion(chunks=tuple(chunks), finish=FinishReason.STOP)
 )
-writes = st.lists(st.one_of(completion, st.lists(token, max_size=6)), max_size=8)
+PICTURE = Image(data=b"p", mime="image/png")
 
 
-def write(transcript: Transcript, item: Completion | list[int]) -> None:
+@st.composite
+def renderings(draw: st.DrawFn, *, min_size: int = 0) -> Rendering:
+    """Ids with images in some places."""
+    ids = draw(st.lists(token, min_size=min_size, max_size=8))
+    cuts = sorted(draw(st.sets(st.integers(0, len(ids)), max_size=6)))
+    places = [
+        PlacedImage(image=PICTURE, start=start, num_tokens=stop - start)
+        for start, stop in zip(cuts[::2], cuts[1::2], strict=False)
+    ]
+    return Rendering(ids=tuple(ids), images=tuple(places))
+
+
+writes = st.lists(st.one_of(completion, renderings()), max_size=8)
+
+
+def write(transcript: Transcript, item: Completion | Rendering) -> None:
     if isinstance(item, Completion):
         transcript.sample(item)
     else:
-        transcript.observe(item)
+        transcript.observe(item.ids, images=item.images)
 
 
 def check_invariants(tokens: Tokens) -> None:
@@ -52,16 +70,21 @@ def check_invariants(tokens: Tokens) -> None:
         assert (span.weight_version is not None) is sampled  # 4
         if not sampled:
             assert set(tokens.logprobs[span.start : span.stop]) == {0.0}
+    end = 0
+    for image in tokens.images:  # 5
+        assert end <= image.start < image.stop <= size
+        assert not any(tokens.loss_mask[image.start : image.stop])
+        end = image.stop
     pairs = pairwise(tokens.spans)
     assert all((a.origin, a.weight_version) != (b.origin, b.weight_version) for a, b in pairs)
 
 
 @settings(deadline=None)
-@given(st.lists(token, min_size=1, max_size=6), writes)
+@given(renderings(min_size=1), writes)
 def test_invariants_hold_after_every_write(
-    prompt: list[int], items: list[Completion | list[int]]
+    prompt: Rendering, items: list[Completion | Rendering]
 ) -> None:
-    transcript = Transcript(prompt)
+    transcript = Transcript(prompt.ids, images=prompt.images)
     states = [transcript.freeze()]
     for item in items:
         write(transcript, item)
@@ -69,34 +92,40 @@ def test_invariants_hold_after_every_write(
     for before, after in pairwise(states):
         check_invariants(after)
         size = len(before.ids)
-        assert after.ids[:size] == before.ids  # 5
+        assert after.ids[:size] == before.ids  # 6
         assert after.loss_mask[:size] == before.loss_mask
         assert after.logprobs[:size] == before.logprobs
+        assert after.images[: len(before.images)] == before.images
     written = [c for i in items if isinstance(i, Completion) for c in i.chunks]
     final = states[-1]
     assert [i for i, m in zip(final.ids, final.loss_mask, strict=True) if m] == [
         t for c in written for t in c.token_ids
     ]
     assert final.ids == transcript.ids
+    assert final.images == transcript.images
+    given = [prompt, *(item for item in items if isinstance(item, Rendering))]
+    shown = [r.ids[i.start : i.stop] for r in given for i in r.images]
+    assert [final.ids[i.start : i.stop] for i in final.images] == shown
     assert final.num_sampled_tokens == transcript.num_sampled_tokens
 
 
 @settings(deadline=None)
-@given(st.lists(token, min_size=1, max_size=6), writes, st.integers(0, 60))
-def test_truncation_is_a_prefix(
-    prompt: list[int], items: list[Completion | list[int]], limit: int
+@given(renderings(min_size=1), writes, st.integers(0, 60))
+def test_truncation_is_a_prefix_that_cuts_no_image(
+    prompt: Rendering, items: list[Completion | Rendering], limit: int
 ) -> None:
-    transcript = Transcript(prompt)
+    transcript = Transcript(prompt.ids, images=prompt.images)
     for item in items:
         write(transcript, item)
     whole, cut = transcript.freeze(), transcript.freeze(max_response_tokens=limit)
-    size = min(len(whole.ids), len(prompt) + limit)
+    size = min(len(whole.ids), len(prompt.ids) + limit)
+    size = next((i.start for i in whole.images if i.start < size < i.stop), size)
     assert cut.ids == whole.ids[:size]
     assert cut.loss_mask == whole.loss_mask[:size]
     assert cut.logprobs == whole.logprobs[:size]
     check_invariants(cut)
-    assert cut.prompt_ids == tuple(prompt)
-    assert cut.response_ids == whole.response_ids[:limit]
+    assert cut.images == tuple(i for i in whole.images if i.stop <= size)
+    assert cut.prompt_ids == prompt.ids
 
 
 def test_weight_versions_are_exact_per_token() -> None:
@@ -121,6 +150,25 @@ def test_weight_versions_are_exact_per_token() -> None:
     assert tokens.loss_mask == (False, False, True, True, True, False)
     assert tokens.logprobs == (0.0, 0.0, -1.0, -2.0, -3.0, 0.0)
     assert tokens.weight_versions == (7, 8)
+
+
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 3), (1, 2), (2, 1)])
+def test_an_image_outside_its_ids_is_refused(start: int, num_tokens: int) -> None:
+    image = PlacedImage(image=PICTURE, start=start, num_tokens=num_tokens)
+    with pytest.raises(ValueError, match=rf"an image at \[{start}, 3\) of 2 ids"):
+        Transcript([1, 2], images=[image])
+    transcript = Transcript([1, 2, 3])
+    with pytest.raises(ValueError, match="of 2 ids"):
+        transcript.observe([1, 2], images=[image])
+    assert (transcript.ids, transcript.images) == ((1, 2, 3), ())
+
+
+def test_images_that_overlap_are_refused() -> None:
+    images = [PlacedImage(image=PICTURE, start=start, num_tokens=2) for start in (0, 1)]
+    with pytest.raises(ValueError, match="the one before it ends at 2"):
+        Transcript([1, 2, 3], images=images)
+    with pytest.raises(ValueError, match="an image takes 0 ids at 1"):
+        PlacedImage(image=PICTURE, start=1, num_tokens=0)
 
 
 def test_an_empty_prompt_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from treadle.agent_loop import (
     AgentTask,
+    Image,
     LoopLimits,
     Message,
     OverloadedError,
@@ -111,3 +112,39 @@ def test_seeds_are_pinned_and_differ_with_every_part() -> None:
 
 
 PINNED = 751158407608295134
+
+
+def test_images_stand_where_their_marks_are_or_come_first() -> None:
+    one, two = (Image(data=data, mime="image/png") for data in (b"1", b"2"))
+    marked = Message(role="user", content="a<image>b<image>", images=(one, two))
+    assert marked.parts == ("a", one, "b", two)
+    assert Message(role="user", content="<image>", images=(one,)).parts == (one,)
+    assert Message(role="user", content="text", images=(one, two)).parts == (one, two, "text")
+    assert Message(role="user", content="", images=(one,)).parts == (one,)
+    assert Message(role="user", content="<image>").parts == ("<image>",)
+    assert Message(role="user", content="").parts == ()
+
+
+@pytest.mark.parametrize("content", ["<image>", "<image><image><image>"])
+def test_another_number_of_marks_than_images_is_refused(content: str) -> None:
+    images = (Image(data=b"1", mime="image/png"),) * 2
+    with pytest.raises(ValueError, match=r"the text has \d <image> marks for 2 images; write one"):
+        Message(role="user", content=content, images=images)
+
+
+@pytest.mark.parametrize(
+    ("data", "mime", "text"),
+    [
+        (b"", "image/png", "has no bytes"),
+        (b"1", "image/gif", "mime is 'image/gif'; it must be one of image/png, image/jpeg"),
+        (b"1", "video/mp4", "video is not supported: give single frames"),
+    ],
+)
+def test_what_is_no_image_is_refused(data: bytes, mime: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Image(data=data, mime=mime)
+
+
+def test_a_model_samples_no_image() -> None:
+    with pytest.raises(ValueError, match="an assistant message cannot carry images"):
+        Message(role="assistant", content="", images=(Image(data=b"1", mime="image/png"),))
