@@ -22,7 +22,7 @@ class Continuation(enum.StrEnum):
     """How a request relates to what its session has recorded."""
 
     ROOT = "root"
-    """It shares no turn with any branch: another system prompt, other tools, a sub-agent."""
+    """It does not begin as any branch does: another system prompt, other tools, a sub-agent."""
     EXACT = "exact"
     """It has the whole history of a branch, as it was returned, and extends it."""
     REALIGNED = "realigned"
@@ -164,10 +164,13 @@ def make_plan(
     Raises:
         RenderError: The template refuses these messages.
     """
-    bases = [base for b in branches if b.tools == tools for base in _bases(b, messages)]
+    same_tools = [branch for branch in branches if branch.tools == tools]
+    bases = [base for branch in same_tools for base in _bases(branch, messages)]
     if not bases:
-        prompt = renderer.render(messages, tools=tools)
-        return _fresh(Continuation.ROOT, Branch(prompt, messages, tools))
+        anew = Branch(renderer.render(messages, tools=tools), messages, tools)
+        why = _edited_opening(same_tools, messages)
+        how = Continuation.ROOT if why is None else Continuation.FORK
+        return _fresh(how, anew, is_answer=why is not None, why=why)
     base = max(bases, key=lambda b: b.rank)
     branch, rest = base.branch, messages[base.covered :]
     shared = branch.transcript.ids[: base.stop]
@@ -222,13 +225,26 @@ def _reason(base: _Base, messages: Sequence[Message]) -> str:
         return "another request extends the same branch at the same time"
     if base.covered == len(messages):
         return f"its {len(messages)} messages were answered before: it was sent again"
-    place = base.num_shared
-    if place == len(messages):
-        return f"it has only the first {place} of {len(recorded)} messages"
-    return (
-        f"message {place + 1} of {len(recorded)}, {_brief(recorded[place])}, has become "
-        f"{_brief(messages[place])}"
-    )
+    if base.num_shared == len(messages):
+        return f"it has only the first {len(messages)} of {len(recorded)} messages"
+    return _edit(recorded, messages, base.num_shared)
+
+
+def _edited_opening(branches: Sequence[Branch], messages: Sequence[Message]) -> str | None:
+    """Whether a request begins as a branch does, but with another first answer; which one.
+
+    No turn is shared then, and so no ids but those that the template writes again.
+    """
+    for branch in reversed(branches):
+        place = shared_history(branch.messages, branch.turns, messages).num_messages
+        if place == branch.turns[0].index < len(messages):
+            return _edit(branch.messages, messages, place)
+    return None
+
+
+def _edit(recorded: Sequence[Message], messages: Sequence[Message], place: int) -> str:
+    was, now = _brief(recorded[place]), _brief(messages[place])
+    return f"message {place + 1} of {len(recorded)}, {was}, has become {now}"
 
 
 def _brief(message: Message) -> str:

@@ -370,6 +370,7 @@ async def test_25_a_trajectory_says_why_its_agent_s_requests_forked() -> None:
     findings = [f.text for f in session.finish().findings if f.kind == "fork"]
     assert findings == [
         "request 2: its 3 messages were answered before: it was sent again",
+        "request 3: message 2 of 4, assistant 'one', has become assistant 'edited'",
         "request 4: message 3 of 4, user 'v', has become user 'w'",
     ]
 
