@@ -1,0 +1,167 @@
+"""Deadlines and cancellation reach into tools: a tool ends, its place is free, its group goes on."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from treadle.agent_loop import (
+    AgentTask,
+    Drop,
+    LoopLimits,
+    Message,
+    Retry,
+    RolloutRunner,
+    SamplingParams,
+    Services,
+    StopReason,
+    Strategy,
+    Tool,
+    ToolAgentLoop,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+    TrajectoryTimeoutError,
+    default_loops,
+)
+from treadle.agent_loop.testing import ByteRenderer, FakeClock, ScriptedGenerator, ScriptedTool
+
+pytestmark = pytest.mark.asyncio
+CALL = '<tool_call>{"name": "sandbox", "arguments": {"code": "x"}}</tool_call>'
+
+
+class Sandbox:
+    """A tool with places, in which a program runs for a minute of a clock that stands still."""
+
+    spec = ToolSpec(name="sandbox", description="Runs code.")
+
+    def __init__(self, num_places: int) -> None:
+        self.clock = FakeClock()
+        self.places = asyncio.Semaphore(num_places)
+        self.num_running = 0
+        self.num_ended = 0
+
+    async def open(self, task: AgentTask) -> "Sandbox":
+        return self
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        async with self.places:
+            self.num_running += 1
+            try:
+                await self.clock.sleep(60.0)
+            finally:
+                self.num_running -= 1
+                self.num_ended += 1
+        return ToolResult(content="done")
+
+    async def aclose(self) -> None:
+        pass
+
+
+def task(rollout_index: int = 0) -> AgentTask:
+    return AgentTask(
+        task_id="row",
+        sample_index=0,
+        rollout_index=rollout_index,
+        loop="tool_agent",
+        messages=(Message(role="user", content="hi"),),
+    )
+
+
+def services(script: list[str], tool: Tool) -> Services:
+    return Services(
+        generator=ScriptedGenerator(script),
+        renderer=ByteRenderer(),
+        limits=LoopLimits(max_response_tokens=1000, tool_timeout_s=300.0),
+        sampling=SamplingParams(max_tokens=200),
+        tools={tool.spec.name: tool},
+    )
+
+
+async def test_cancelling_a_trajectory_ends_its_tool_and_frees_the_place() -> None:
+    sandbox = Sandbox(num_places=1)
+    run = asyncio.create_task(ToolAgentLoop().run(task(), services([CALL], sandbox)))
+    await sandbox.clock.until_sleeping(1)
+    assert (sandbox.num_running, sandbox.places.locked()) == (1, True)
+    began = asyncio.get_running_loop().time()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert asyncio.get_running_loop().time() - began < 1.0
+    assert (sandbox.num_running, sandbox.num_ended, sandbox.places.locked()) == (0, 1, False)
+    assert sandbox.clock.now() == 0.0
+
+
+async def run_group(
+    kit: Services, size: int, *, deadline_s: float, strategy: Strategy | None = None
+) -> tuple[list[Trajectory], int]:
+    """The trajectories in the order in which they ended, and the retries."""
+    ended: list[Trajectory] = []
+
+    async def sink(trajectory: Trajectory) -> None:
+        ended.append(trajectory)
+
+    runner = RolloutRunner(
+        default_loops(), kit, max_in_flight=size, deadline_s=deadline_s, strategy=strategy or Drop()
+    )
+    report = await runner.run([task(i) for i in range(size)], sink)
+    return ended, report.num_retries
+
+
+async def test_a_group_goes_on_without_its_straggler() -> None:
+    """Three attempts at a row, two places: one attempt is stuck in a tool until its deadline."""
+    sandbox = Sandbox(num_places=2)
+    kit = services([CALL, "41", "42"], sandbox)
+    ended, _ = await run_group(kit, 3, deadline_s=0.2)
+    assert [t.stop for t in ended] == [StopReason.FINISHED, StopReason.FINISHED, StopReason.ERROR]
+    late = ended[-1].error
+    assert isinstance(late, TrajectoryTimeoutError)
+    assert "row" in str(late)
+    assert "did not end within 0.2 s: session row/" in str(late)
+    assert "was waiting for tools: ['sandbox'], after 1 completions" in str(late)
+    assert (sandbox.num_running, sandbox.num_ended, sandbox.places.locked()) == (0, 1, False)
+
+
+async def test_who_passed_the_deadline_is_not_attempted_again() -> None:
+    sandbox = Sandbox(num_places=2)
+    began = asyncio.get_running_loop().time()
+    ended, num_retries = await run_group(
+        services([CALL], sandbox), 1, deadline_s=0.2, strategy=Retry(max_attempts=5)
+    )
+    assert isinstance(ended[0].error, TrajectoryTimeoutError)
+    assert (num_retries, sandbox.num_ended) == (0, 1)
+    assert asyncio.get_running_loop().time() - began < 1.0
+
+
+async def test_all_attempts_of_a_task_share_its_deadline() -> None:
+    """The first fails for no fault of the model; the second has what is left of the time."""
+    stuck = asyncio.Event()
+    tool = ScriptedTool("sandbox", [ConnectionError("it is down"), stuck])
+    began = asyncio.get_running_loop().time()
+    ended, num_retries = await run_group(
+        services([CALL, CALL], tool), 1, deadline_s=0.2, strategy=Retry(max_attempts=2)
+    )
+    assert isinstance(ended[0].error, TrajectoryTimeoutError)
+    assert num_retries == 1
+    assert asyncio.get_running_loop().time() - began < 1.0
+
+
+class Clinging(ScriptedTool):
+    """Cannot be closed."""
+
+    async def open(self, task: AgentTask) -> "Clinging":  # type: ignore[override]
+        return self
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        return await self.take(arguments)
+
+    async def aclose(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_closing_a_tool_has_a_short_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LoopLimits(max_response_tokens=1).close_timeout_s == 5.0
+    monkeypatch.setattr("treadle.agent_loop.limits._CLOSE_S", 0.01)
+    kit = services([CALL], Clinging("sandbox", [asyncio.Event()]))
+    ended, _ = await run_group(kit, 1, deadline_s=0.1)
+    assert isinstance(ended[0].error, TrajectoryTimeoutError)
