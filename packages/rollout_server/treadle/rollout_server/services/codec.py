@@ -225,6 +225,7 @@ def _decode_sampling(params: gen.SamplingParams, model: ModelInfo, prompt_tokens
 def _decode_images(
     images: Sequence[gen.PromptImage], prompt_tokens: int
 ) -> tuple[PromptImage, ...]:
+    decoded: list[PromptImage] = []
     free = 0  # The first id that no image before has taken.
     for index, image in enumerate(images):
         field = f"images[{index}]"
@@ -236,10 +237,11 @@ def _decode_images(
                 repr(image.media_type),
                 f"{expected}: video is not supported, send frames" if video else expected,
             )
+        data = image.data  # protobuf copies it whenever it is asked for
         begin, form = _IMAGE_BEGINNINGS[image.media_type]
-        if not image.data.startswith(begin) or image.data[8 : 8 + len(form)] != form:
+        if not data.startswith(begin) or data[8 : 8 + len(form)] != form:
             raise ImageUnreadable(
-                index, image.media_type, f"it begins with {image.data[:12].hex(' ') or 'no byte'}"
+                index, image.media_type, f"it begins with {data[:12].hex(' ') or 'no byte'}"
             )
         first, count = image.first_placeholder, image.num_placeholders
         if count < 1:
@@ -252,15 +254,10 @@ def _decode_images(
                 f"its {count} ids lie within the prompt's {prompt_tokens}",
             )
         free = first + count
-    return tuple(
-        PromptImage(
-            data=image.data,
-            media_type=image.media_type,
-            start=image.first_placeholder,
-            num_tokens=image.num_placeholders,
+        decoded.append(
+            PromptImage(data=data, media_type=image.media_type, start=first, num_tokens=count)
         )
-        for image in images
-    )
+    return tuple(decoded)
 
 
 def _decode_logprob_mode(mode: int) -> bool:

@@ -97,6 +97,16 @@ class ImageContract:
         assert 0 < len(begun.token_ids) < LONG
         assert begun.token_ids + rest.token_ids == whole.token_ids
 
+    async def test_what_continue_kept_goes_on_as_if_nothing_had_been(self) -> None:
+        async with self.engine() as engine:
+            whole = await run(engine, self.wanted(0, max_tokens=LONG))
+            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            await reader.first_tokens()
+            await engine.pause(InFlightPolicy.CONTINUE)
+            await engine.resume()
+            kept = await reader.output()
+        assert _close(kept, whole)
+
     async def test_cancelling_frees_the_sequence(self) -> None:
         async with self.engine() as engine:
             reader = Reader(engine, self.wanted(0, max_tokens=LONG))

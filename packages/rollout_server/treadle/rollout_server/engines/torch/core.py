@@ -38,7 +38,7 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
-from treadle.rollout_server.engines.torch.images import PlacedPatches
+from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.kv_rows import KvRows
 from treadle.rollout_server.engines.torch.model import CachedModel
 from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens
@@ -106,7 +106,7 @@ class EngineCore:
         return outbox
 
     def new_sequence(
-        self, request: EngineRequest, sink: Sink, images: tuple[PlacedPatches, ...] = ()
+        self, request: EngineRequest, sink: Sink, images: tuple[PlacedImage, ...] = ()
     ) -> Sequence:
         """Makes a sequence; touches no state, so any thread may call it."""
         sampling = request.sampling

@@ -4,7 +4,7 @@ Invariant: the event loop never computes. Every method here posts to the compute
 which steps an `EngineCore`, and awaits what comes back; see `compute_thread.py` for who
 wakes whom.
 
-Who waits: `generate` for the images of its prompt, which the reader's thread reads, then for
+Who waits: `generate` for the images of its prompt, which the reader's threads read, then for
 events, which its own queue holds (at most one completion's worth: the engine does not wait
 for a slow reader); `pause` for the running sequences; the rest for at most one step. Closing
 a generator returns when the sequence's row is free again.
@@ -37,7 +37,7 @@ from treadle.rollout_server.engine import (
 )
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.core import EngineCore
-from treadle.rollout_server.engines.torch.images import PlacedPatches
+from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 from treadle.rollout_server.errors import EngineFailed
 from treadle.rollout_server.tensors import check_tensors
@@ -115,7 +115,7 @@ class TorchEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
-        images: tuple[PlacedPatches, ...] = ()
+        images: tuple[PlacedImage, ...] = ()
         if request.images and not self._closed:
             assert self._model.images is not None, "capabilities said that it takes none"
             images = await self._model.images.read(request.images, request.prompt)

@@ -1,4 +1,4 @@
-"""Images: decoded, resized and cut into patches, on a thread of their own.
+"""Images: decoded and resized, on threads of their own.
 
 Invariant: an image is what its bytes are. Each distinct one has a serial number, which no
 other ever has, so that two prompts share a prefix only as far as their pictures are equal
@@ -6,22 +6,23 @@ too (`prefix.py` compares serials where placeholder ids stand). What cannot be d
 has not as many placeholders as the model makes of it, is refused here, before the sequence
 costs anything.
 
-Who waits: `ImageReader.read`, for the reader thread. There is one, so that eight samples of
-one prompt, which come at once, decode its images once; it owns the cache of what was read,
-least recently used out first. The compute thread gets patches as bytes, a twelfth of
-what the vision tower wants in float32, and normalises those that no prefix holds.
+Who waits: `ImageReader.read`, for one of the reader's threads; and a thread that finds an
+image being read, for the thread that reads it: eight samples of one prompt, which come at
+once, decode its images once. What was read is kept, least recently used out first. The
+compute thread gets pixels, and cuts and normalises those that no prefix holds.
 
-Sizes: P patches of D values (3 colours, 2 equal frames, patch_size squared); an image has as
-many placeholders as P / merge_size squared.
+Sizes: an image of H times W pixels after resizing has as many placeholders as patches of
+patch_size squared / merge_size squared.
 """
 
 import asyncio
 import hashlib
 import io
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,43 +31,46 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
 
 from treadle.rollout_server.engine import PromptImage
 from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _MAX_PIXELS = 1 << 26  # 192 MiB decoded; more is a mistake or an attack.
+_THREADS = 4  # Decoding and resizing run outside of the interpreter's lock.
 _PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ImagePatches:
-    """An image as the vision tower takes it, but for normalisation.
+class Picture:
+    """An image as the vision tower cuts it.
 
     Attributes:
         serial: Of its bytes, unique in this process.
-        grid: Patches down and across.
-        patches: ``[P, D]``, uint8.
+        pixels: ``[3, H, W]``, uint8; red, green, blue.
     """
 
     serial: int
-    grid: tuple[int, int]
-    patches: torch.Tensor
+    pixels: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacedPatches:
+class PlacedImage:
     """An image and the ids of a sequence that stand for it.
 
     Attributes:
         start: Index of the first id.
-        grid: Ids down and across: the image's patches, merged.
-        image: What was read.
+        grid: Ids down and across.
+        picture: What was read.
     """
 
     start: int
     grid: tuple[int, int]
-    image: ImagePatches
+    picture: Picture
 
     @property
     def stop(self) -> int:
@@ -92,21 +96,23 @@ class ImageReader:
         self.processor: Any = _PROCESSORS.from_pretrained(
             directory, local_files_only=True, backend="pil"
         )
-        if not hasattr(self.processor, "merge_size"):
+        if not isinstance(self.processor, Qwen2VLImageProcessorPil):
             raise ValueError(
                 f"{directory} has the image processor {type(self.processor).__name__}; the torch "
                 "engine takes those of Qwen2-VL and Qwen2.5-VL"
             )
         self._placeholder_id = placeholder_id
+        self._stride = self.processor.patch_size * self.processor.merge_size
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
-        self._cache: OrderedDict[bytes, ImagePatches] = OrderedDict()
+        self._cache: OrderedDict[bytes, Future[Picture]] = OrderedDict()  # Oldest use first.
+        self._lock = threading.Lock()
         self._serials = itertools.count()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-images")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-engine-images")
 
     async def read(
         self, images: Sequence[PromptImage], prompt: Sequence[int]
-    ) -> tuple[PlacedPatches, ...]:
+    ) -> tuple[PlacedImage, ...]:
         """Reads the images of a prompt.
 
         Raises:
@@ -115,21 +121,24 @@ class ImageReader:
             InvalidField: Another id than the placeholder stands at its place.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._read_all, images, prompt)
+        return await loop.run_in_executor(self._threads, self._read_all, images, prompt)
 
     def close(self) -> None:
-        """Ends the thread after what it reads now; `read` may not be called again."""
-        self._thread.shutdown(wait=False)
+        """Ends the threads after what they read now; `read` may not be called again."""
+        self._threads.shutdown(wait=False)
 
     def _read_all(
         self, images: Sequence[PromptImage], prompt: Sequence[int]
-    ) -> tuple[PlacedPatches, ...]:
+    ) -> tuple[PlacedImage, ...]:
         return tuple(self._place(index, image, prompt) for index, image in enumerate(images))
 
-    def _place(self, index: int, image: PromptImage, prompt: Sequence[int]) -> PlacedPatches:
-        known = self._known(index, image)
-        merge = self.processor.merge_size
-        grid = (known.grid[0] // merge, known.grid[1] // merge)
+    def _place(self, index: int, image: PromptImage, prompt: Sequence[int]) -> PlacedImage:
+        try:
+            picture = self._picture(image)
+        except Exception as error:  # Pillow raises whatever a file makes it stumble over.
+            raise ImageUnreadable(index, image.media_type, str(error)) from error
+        _, height, width = picture.pixels.shape
+        grid = (height // self._stride, width // self._stride)
         if grid[0] * grid[1] != image.num_tokens:
             raise ImagePlaceholders(index, image.start, image.num_tokens, grid[0] * grid[1])
         for place in range(image.start, image.stop):
@@ -139,27 +148,42 @@ class ImageReader:
                     prompt[place],
                     f"{self._placeholder_id}, the placeholder, in the place of images[{index}]",
                 )
-        return PlacedPatches(start=image.start, grid=grid, image=known)
+        return PlacedImage(start=image.start, grid=grid, picture=picture)
 
-    def _known(self, index: int, image: PromptImage) -> ImagePatches:
+    def _picture(self, image: PromptImage) -> Picture:
+        """What was read of these bytes before, by any thread; else reads them."""
         key = hashlib.sha256(image.data).digest()
-        known = self._cache.get(key)
+        with self._lock:
+            known = self._cache.get(key)
+            if known is not None:
+                self._cache.move_to_end(key)
+            else:
+                reading = self._cache[key] = Future[Picture]()
         if known is not None:
-            self._cache.move_to_end(key)
-            return known
+            return known.result()
         try:
-            known = self._decode(image)
-        except Exception as error:  # Pillow raises whatever a file makes it stumble over.
-            raise ImageUnreadable(index, image.media_type, str(error)) from error
-        self._cache[key] = known
-        self._cached_bytes += known.patches.nbytes
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            _, oldest = self._cache.popitem(last=False)
-            self._cached_bytes -= oldest.patches.nbytes
-        return known
+            picture = Picture(serial=next(self._serials), pixels=self._decode(image))
+        except BaseException as error:
+            with self._lock:
+                del self._cache[key]
+            reading.set_exception(error)
+            raise
+        reading.set_result(picture)
+        self._make_room(picture.pixels.nbytes)
+        return picture
 
-    def _decode(self, image: PromptImage) -> ImagePatches:
-        """Reads, turns upright, resizes and cuts; the numbers stay bytes."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Counts a picture; those used longest ago go, but for the newest one."""
+        with self._lock:
+            self._cached_bytes += num_bytes
+            done = [key for key, future in self._cache.items() if future.done()]
+            for key in done[:-1]:
+                if self._cached_bytes <= self._cache_bytes:
+                    break
+                self._cached_bytes -= self._cache.pop(key).result().pixels.nbytes
+
+    def _decode(self, image: PromptImage) -> torch.Tensor:
+        """Reads, turns upright and resizes."""
         opened = Image.open(io.BytesIO(image.data), formats=[_FORMATS[image.media_type]])
         if opened.width * opened.height > _MAX_PIXELS:
             raise ValueError(
@@ -167,11 +191,17 @@ class ImageReader:
             )
         # The client looks in the header only, and has to come to the same size.
         upright = ImageOps.exif_transpose(opened) if "exif" in opened.info else opened
-        features = self.processor(images=[upright], do_rescale=False, do_normalize=False)
-        _, height, width = features["image_grid_thw"][0]
-        patches = np.asarray(features["pixel_values"], dtype=np.uint8)
-        return ImagePatches(
-            serial=next(self._serials),
-            grid=(int(height), int(width)),
-            patches=torch.from_numpy(patches),
+        processor = self.processor
+        # Colours as transformers makes them, which puts what is transparent on white.
+        pixels_3HW = processor.process_image(upright, do_convert_rgb=True)
+        colours = Image.fromarray(np.ascontiguousarray(np.moveaxis(pixels_3HW, 0, -1)))
+        size = processor.size
+        height, width = smart_resize(
+            colours.height,
+            colours.width,
+            factor=self._stride,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
         )
+        resized = colours.resize((width, height), processor.resample)
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)

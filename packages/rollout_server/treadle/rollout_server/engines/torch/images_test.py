@@ -1,8 +1,12 @@
 """Reading images, and where their ids stand."""
 
+import asyncio
 import io
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +18,11 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from treadle.rollout_server.engine import PromptImage
 from treadle.rollout_server.engines.torch.images import (
-    ImagePatches,
     ImageReader,
-    PlacedPatches,
+    Picture,
+    PlacedImage,
 )
-from treadle.rollout_server.engines.torch.vision import ImagePositions
+from treadle.rollout_server.engines.torch.vision import ImagePositions, VisionTower
 from treadle.rollout_server.engines.torch.vision_harness import (
     PLACEHOLDER,
     picture,
@@ -45,15 +49,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(path: Path) -> Iterator[ImageReader]:
-    # Room for two pictures of 16 by 16 pixels, each seen as two equal frames.
-    reader = ImageReader(path, placeholder_id=PLACEHOLDER, cache_bytes=2 * 2 * 3 * 16 * 16)
+    # Room for two pictures of 16 by 16 pixels.
+    reader = ImageReader(path, placeholder_id=PLACEHOLDER, cache_bytes=2 * 3 * 16 * 16)
     yield reader
     reader.close()
 
 
 async def serials(reader: ImageReader, *parts: bytes) -> list[int]:
     prompt, images = placed([part for image in parts for part in (image, 7)])
-    return [read.image.serial for read in await reader.read(images, prompt)]
+    return [read.picture.serial for read in await reader.read(images, prompt)]
 
 
 @pytest.mark.asyncio
@@ -81,14 +85,67 @@ async def test_a_file_that_would_fill_the_memory_is_not_decoded(
         await reader.read([image], [PLACEHOLDER])
 
 
+class Mirror:
+    """A tower that gives back the patches it is given."""
+
+    config = SimpleNamespace(patch_size=4, temporal_patch_size=2, spatial_merge_size=2)
+    dtype = torch.float32
+
+    def __call__(self, patches: torch.Tensor, *, grid_thw: torch.Tensor) -> SimpleNamespace:
+        self.grid = grid_thw.tolist()
+        return SimpleNamespace(pooler_output=patches)
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "LA", "I;16"])
-async def test_pictures_of_every_colour_kind_are_read(reader: ImageReader, mode: str) -> None:
+@pytest.mark.parametrize("size", [(24, 16), (37, 91), (300, 200), (5, 9)])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "L", "P", "1", "I;16"])
+async def test_patches_are_those_of_the_image_processor(
+    reader: ImageReader, mode: str, size: tuple[int, int]
+) -> None:
+    noise = Image.open(io.BytesIO(picture(*size)))
+    noise.putalpha(Image.linear_gradient("L").resize(size))
     file = io.BytesIO()
-    Image.new(mode, (24, 16)).save(file, "PNG")
-    prompt, images = placed([file.getvalue()])
-    (read,) = await reader.read(images, prompt)
-    assert (read.grid, read.image.patches.shape) == ((2, 3), (24, 2 * 3 * 4 * 4))
+    (noise.convert("L") if mode == "I;16" else noise).convert(mode).save(file, "PNG")
+    expected = reader.processor(images=[Image.open(file)], return_tensors="pt")
+    _, rows, columns = expected["image_grid_thw"][0].tolist()
+    image = PromptImage(
+        data=file.getvalue(), media_type="image/png", start=0, num_tokens=rows * columns // 4
+    )
+    (read,) = await reader.read([image], [PLACEHOLDER] * image.num_tokens)
+    tower = Mirror()
+    patches = VisionTower(tower, reader.processor, torch.device("cpu")).see(read)
+    assert tower.grid == [[1, rows, columns]]
+    torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.asyncio
+async def test_a_picture_that_was_asked_for_by_many_is_read_once(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, images = placed([picture(16, 16)])
+    all_wait = threading.Barrier(2, timeout=10)
+    decode, decoded = reader._decode, []
+
+    def slowly(image: PromptImage) -> torch.Tensor:
+        decoded.append(image)
+        all_wait.wait()
+        return decode(image)
+
+    monkeypatch.setattr(reader, "_decode", slowly)
+    reads = [asyncio.create_task(reader.read(images, prompt)) for _ in range(3)]
+    await asyncio.to_thread(all_wait.wait)
+    pictures = {read.picture for (read,) in await asyncio.gather(*reads)}
+    assert len(pictures) == len(decoded) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_picture_that_could_not_be_read_is_tried_again(reader: ImageReader) -> None:
+    prompt, images = placed([picture(16, 16)])
+    cut = replace(images[0], data=images[0].data[:-60])
+    for _ in range(2):
+        with pytest.raises(ImageUnreadable, match="truncated"):
+            await reader.read([cut], prompt)
+    assert await reader.read(images, prompt)
 
 
 Part = int | tuple[int, int]
@@ -100,12 +157,12 @@ PARTS = st.lists(
 @given(PARTS)
 def test_positions_are_those_of_transformers(parts: Sequence[Part]) -> None:
     ids = 0
-    images: list[PlacedPatches] = []
+    images: list[PlacedImage] = []
     kinds: list[int] = []
     for part in parts:
         if isinstance(part, tuple):
-            patches = ImagePatches(serial=0, grid=part, patches=torch.empty(0))
-            images.append(PlacedPatches(start=ids, grid=part, image=patches))
+            picture = Picture(serial=0, pixels=torch.empty(0))
+            images.append(PlacedImage(start=ids, grid=part, picture=picture))
             kinds += [1] * (part[0] * part[1])
             # transformers takes images that touch for one.
             part = 1

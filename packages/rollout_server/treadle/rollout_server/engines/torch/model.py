@@ -33,7 +33,7 @@ from treadle.rollout_server.engines.torch.attention import (
     StepLayout,
     cached_attention,
 )
-from treadle.rollout_server.engines.torch.images import ImageReader, PlacedPatches
+from treadle.rollout_server.engines.torch.images import ImageReader, PlacedImage
 from treadle.rollout_server.engines.torch.kv_rows import KvShape
 from treadle.rollout_server.engines.torch.vision import Sight, VisionTower
 from treadle.rollout_server.model_files import read_model
@@ -160,7 +160,7 @@ class CachedModel:
             max_length=self.info.context_length,
         )
 
-    def see(self, placed: PlacedPatches) -> torch.Tensor:
+    def see(self, placed: PlacedImage) -> torch.Tensor:
         """The vectors that stand for an image, ``[its ids, hidden size]``."""
         return self._tower.see(placed)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from treadle.rollout_server.engine import EngineEvent, EngineRequest
-from treadle.rollout_server.engines.torch.images import PlacedPatches
+from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.prefix import FIRST_IMAGE_KEY, prefix_key
 from treadle.rollout_server.engines.torch.vision import ImagePositions
 
@@ -42,7 +42,7 @@ class Sequence:
     sink: Sink
     seed: int
     stop_ids: frozenset[int]
-    images: tuple[PlacedPatches, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     ids: list[int] = field(init=False)
     prompt_key: bytes = field(init=False)
     positions: ImagePositions | None = field(init=False, default=None)
@@ -64,7 +64,7 @@ class Sequence:
         """The key of its first ids, in which images differ as their pixels do."""
         ids = self.ids[:num_ids]
         for placed in self.images:
-            key = FIRST_IMAGE_KEY + placed.image.serial
+            key = FIRST_IMAGE_KEY + placed.picture.serial
             for place in range(placed.start, min(placed.stop, num_ids)):
                 ids[place] = key
         return prefix_key(ids)

@@ -11,7 +11,8 @@ rows and columns; what follows goes on after the larger of the two.
 
 Everything here runs on the compute thread; nothing waits.
 
-Shapes: T tokens of a step, P patches of 3 times D values, N ids of an image, C hidden size.
+Shapes: T tokens of a step, an image of H times W pixels, P patches of D values and N ids, C
+hidden size.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from treadle.rollout_server.engines.torch.images import PlacedPatches
+from treadle.rollout_server.engines.torch.images import PlacedImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +37,7 @@ class ImagePositions:
     offset: int
 
     @classmethod
-    def of(cls, images: Sequence[PlacedPatches], num_prompt_ids: int) -> "ImagePositions":
+    def of(cls, images: Sequence[PlacedImage], num_prompt_ids: int) -> "ImagePositions":
         """Lays out a prompt."""
         positions = torch.arange(num_prompt_ids).repeat(3, 1)
         offset = 0
@@ -94,18 +95,30 @@ class VisionTower:
                 f"the vision tower has patch, temporal patch and merge sizes {ours} and the image "
                 f"processor {theirs}: copy both of the same model"
             )
+        self._patch, self._frames, self._merge = ours
         shift, scale = (torch.zeros(3), torch.ones(3))
         if processor.do_normalize:
             shift, scale = (torch.tensor(x) for x in (processor.image_mean, processor.image_std))
         factor = processor.rescale_factor if processor.do_rescale else 1.0
-        self._factor = (factor / scale).to(device)[:, None]
-        self._shift = (shift / scale).to(device)[:, None]
+        self._factor = (factor / scale).to(device)[:, None, None]
+        self._shift = (shift / scale).to(device)[:, None, None]
 
-    def see(self, placed: PlacedPatches) -> torch.Tensor:
+    def see(self, placed: PlacedImage) -> torch.Tensor:
         """The vectors of an image, ``[N, C]``."""
-        patches = placed.image.patches.to(self._device).float()
-        patches_P3D = patches.view(len(patches), 3, -1)
-        pixels_PD = (patches_P3D * self._factor - self._shift).flatten(1).to(self._tower.dtype)
-        grid = torch.tensor([[1, *placed.image.grid]], device=self._device)
-        vectors: torch.Tensor = self._tower(pixels_PD, grid_thw=grid).pooler_output
+        pixels_3HW = placed.picture.pixels.to(self._device).float()
+        patches_PD = self._cut(pixels_3HW * self._factor - self._shift).to(self._tower.dtype)
+        rows, columns = placed.grid
+        grid = torch.tensor([[1, rows * self._merge, columns * self._merge]], device=self._device)
+        vectors: torch.Tensor = self._tower(patches_PD, grid_thw=grid).pooler_output
         return vectors
+
+    def _cut(self, pixels_3HW: torch.Tensor) -> torch.Tensor:
+        """Cuts patches, ``[P, D]``: those that become one vector follow one another.
+
+        A still image is a film of equal frames.
+        """
+        _, height, width = pixels_3HW.shape
+        patch, merge, stride = self._patch, self._merge, self._patch * self._merge
+        grid = pixels_3HW.view(3, height // stride, merge, patch, width // stride, merge, patch)
+        patches = grid.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, 1, patch, patch)
+        return patches.expand(-1, -1, self._frames, -1, -1).flatten(1)

@@ -24,7 +24,7 @@ from treadle.rollout_server.engines.torch.harness import (
     serving,
     weights_of,
 )
-from treadle.rollout_server.engines.torch.images import PlacedPatches
+from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.vision_harness import (
     PLACEHOLDER,
     Transformers,
@@ -83,7 +83,7 @@ def watch(engine: TorchEngine, seen: list[int]) -> None:
     """Notes the place of each image that the vision tower sees."""
     see = engine._model.see
 
-    def note(image: PlacedPatches) -> torch.Tensor:
+    def note(image: PlacedImage) -> torch.Tensor:
         seen.append(image.start)
         return see(image)
 
