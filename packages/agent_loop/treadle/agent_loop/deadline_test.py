@@ -1,4 +1,4 @@
-"""Deadlines and cancellation reach into tools: a tool ends, its place is free, its group goes on."""
+"""Deadlines and cancellation reach into tools, which end and free their places."""
 
 import asyncio
 from collections.abc import Mapping

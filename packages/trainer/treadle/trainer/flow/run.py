@@ -68,6 +68,8 @@ class Run:
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
     progress: Progress
+    noted: set[str] = field(default_factory=set)
+    """Kinds of findings of which an example has been shown."""
 
     async def sample(
         self, split: Literal["train", "val"], step: int, tasks: Sequence[AgentTask]
@@ -91,6 +93,7 @@ class Run:
                 min_weight_version=self.version,
                 on_end=self.progress.advance,
             )
+        self._note_findings(step, trajectories)
         run = self.config.run
         self.trajectory_log.append(
             step,
@@ -100,6 +103,18 @@ class Run:
             spans=recorded.spans,
         )
         return trajectories
+
+    def _note_findings(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Shows the run's first example of each kind; the metrics `findings/*` count them."""
+        for trajectory in trajectories:
+            for finding in trajectory.findings:
+                if finding.kind not in self.noted:
+                    self.noted.add(finding.kind)
+                    task = trajectory.task
+                    self.progress.note(
+                        f"step {step}: first {finding.kind} of the run, in {task.task_id}, rollout "
+                        f"{task.rollout_index}: {finding.text}"
+                    )
 
     async def train_on(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
         """The optimizer steps that one batch gives."""

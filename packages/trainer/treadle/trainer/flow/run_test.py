@@ -1,11 +1,13 @@
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from treadle.agent_loop import Finding
 from treadle.trainer.flow.run import Run
+from treadle.trainer.report.testing import make_trajectory
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
 
@@ -90,3 +92,19 @@ async def test_a_revived_server_that_takes_no_weights_ends_the_run_only_if_it_is
         await _run(_Replicas(["b-"]), _Publisher()).republish(["b-"])
     with pytest.raises(WeightSyncError):  # trainer and servers do not fit: nothing helps
         await _run(_Replicas(["a", "b-"]), _Publisher(outcome=Outcome.STOP)).republish(["b-"])
+
+
+def test_the_first_finding_of_each_kind_is_shown_once_in_a_run() -> None:
+    notes: list[str] = []
+    run = _run(_Replicas([]), _Publisher())
+    run.noted = set()
+    run.progress = cast(Any, SimpleNamespace(note=notes.append))
+    stalled = Finding(kind="stalled", text="nothing for 120 s")
+    drift = Finding(kind="drift", text="turn 1")
+    for step in (1, 2):
+        one = replace(make_trajectory(), findings=(stalled, stalled))
+        run._note_findings(step, [one, replace(one, findings=(drift, stalled))])
+    assert notes == [
+        "step 1: first stalled of the run, in train/0, rollout 0: nothing for 120 s",
+        "step 1: first drift of the run, in train/0, rollout 0: turn 1",
+    ]
