@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import RewardFn, SetupError
-from treadle.agent_loop.parsers import parser_named
 from treadle.tools import rewards
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
@@ -71,7 +70,7 @@ def prepare(config: RunConfig, rows: Rows, rules: PromptRules) -> Inputs:
 
     renderer = HfRenderer.from_directory(
         config.model.path,
-        parser=parser_named(config.agent.parser),
+        parser=config.agent.parser,
         template_kwargs=config.agent.template_kwargs,
     )
     if config.reward.name is None:

@@ -104,10 +104,10 @@ class AgentConfig(Section):
     interaction_catalogue: Path | None = None
     """YAML list of simulated users (verl's interaction_config format), which answer the model in
     the rows that name one in extra_info.interaction_kwargs.name. Null: none."""
-    parser: str = "hermes"
+    parser: str | None = None
     """How tool calls and reasoning are written in the model's text: deepseek, deepseek_v32, glm,
     gpt_oss, hermes, kimi, kimi_k3, llama3_json, minimax, mistral, qwen3 (hermes with reasoning set
-    apart), qwen3_5, qwen3_coder."""
+    apart), qwen3_5, qwen3_coder. Null: as the model's chat template writes them."""
     template_kwargs: Mapping[str, Any] = {}
     """What the chat template is given besides messages and tools, as enable_thinking."""
     on_malformed_call: Literal["answer", "ignore"] = "answer"
@@ -137,8 +137,8 @@ class AgentConfig(Section):
 
     @field_validator("parser")
     @classmethod
-    def _parser_exists(cls, name: str) -> str:
-        if name not in PARSER_NAMES:
+    def _parser_exists(cls, name: str | None) -> str | None:
+        if name is not None and name not in PARSER_NAMES:
             raise ValueError(f"there is no such parser; there are {', '.join(PARSER_NAMES)}")
         return name
 
