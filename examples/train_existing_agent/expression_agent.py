@@ -56,6 +56,8 @@ async def solve(client: AsyncOpenAI, messages: list[Any]) -> str:
             return message.content or ""
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
+            if call.type != "function":
+                continue
             try:
                 result = calculate(**json.loads(call.function.arguments))
             except TypeError as error:

@@ -1,7 +1,6 @@
 """What it takes to train `expression_agent`: a function that points it at its session."""
 
-import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from train_existing_agent.expression_agent import solve
 
 from treadle.agent_loop.proxy import AgentSession, ProxyAgentLoop
@@ -13,7 +12,7 @@ async def attempt(session: AgentSession) -> None:
         base_url=session.base_url,
         api_key=session.api_key,
         # The endpoint is on this machine: no certificates to read, for each of many trajectories.
-        http_client=httpx.AsyncClient(verify=False),
+        http_client=DefaultAsyncHttpxClient(verify=False),
     ) as client:
         await solve(client, session.messages)
 

@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from treadle.agent_loop import (
     AgentTask,
@@ -41,7 +40,7 @@ async def agent(session: AgentSession) -> None:
     async with AsyncOpenAI(
         base_url=session.base_url,
         api_key=session.api_key,
-        http_client=httpx.AsyncClient(verify=False),
+        http_client=DefaultAsyncHttpxClient(verify=False),
     ) as client:
         for turn in range(TURNS):
             answer = await client.chat.completions.create(

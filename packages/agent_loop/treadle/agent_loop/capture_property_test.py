@@ -88,7 +88,7 @@ def edited(history: tuple[Message, ...], kind: str, place: int) -> tuple[Message
             return history[:place] + history[place + 1 :]
         case "rewrite" if message.role == "assistant":
             calls = tuple(
-                replace(call, arguments=dict(reversed(call.arguments.items())))
+                replace(call, arguments=dict(reversed(list(call.arguments.items()))))
                 for call in message.tool_calls
             )
             new = replace(message, content=message.content.strip(), tool_calls=calls)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,13 +44,13 @@ def asked(content: str) -> Message:
 
 
 def make(
-    replies: Sequence[object], renderer: ByteRenderer | None = None, **limits: int
+    replies: Sequence[object], renderer: ByteRenderer | None = None, **limits: Any
 ) -> tuple[CapturedSession, ScriptedGenerator]:
     generator = ScriptedGenerator(replies)  # type: ignore[arg-type]
     services = Services(
         generator=generator,
         renderer=renderer or ByteRenderer(),
-        limits=LoopLimits(**{"max_response_tokens": 1000, **limits}),
+        limits=replace(LoopLimits(max_response_tokens=1000), **limits),
         sampling=SamplingParams(max_tokens=500, temperature=1.0),
     )
     return CapturedSession(TASK, services), generator

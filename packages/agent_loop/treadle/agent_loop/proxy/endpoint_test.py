@@ -47,11 +47,11 @@ CALL = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 2.0, "b": 3}}\n</to
 Script = Callable[[AsyncOpenAI, ScriptedGenerator], Awaitable[float | None]]
 
 
-def services(generator: ScriptedGenerator, **limits: int) -> Services:
+def services(generator: ScriptedGenerator, **limits: Any) -> Services:
     return Services(
         generator=generator,
         renderer=ByteRenderer(),
-        limits=LoopLimits(**{"max_response_tokens": 2000, **limits}),
+        limits=replace(LoopLimits(max_response_tokens=2000), **limits),
         sampling=SamplingParams(max_tokens=500, temperature=1.0),
     )
 
@@ -62,7 +62,7 @@ def client_of(session: AgentSession) -> AsyncOpenAI:
         base_url=session.base_url,
         api_key=session.api_key,
         max_retries=0,
-        http_client=httpx.AsyncClient(verify=False),
+        http_client=openai.DefaultAsyncHttpxClient(verify=False),
     )
 
 

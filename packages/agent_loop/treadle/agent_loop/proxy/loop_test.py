@@ -6,6 +6,7 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ TASK = AgentTask(
 )
 
 
-def services(generator: ScriptedGenerator, **limits: int) -> Services:
+def services(generator: ScriptedGenerator, **limits: Any) -> Services:
     return Services(
         generator=generator,
         renderer=ByteRenderer(),
-        limits=LoopLimits(**{"max_response_tokens": 500, **limits}),
+        limits=replace(LoopLimits(max_response_tokens=500), **limits),
         sampling=SamplingParams(max_tokens=100, temperature=1.0),
     )
 

@@ -99,7 +99,7 @@ class ChatAnswer:
         """Of every sampled token, those of the calls and the end of the turn included."""
         if not self.request.logprobs:
             return None
-        tokens = [
+        tokens: list[dict[str, object]] = [
             {"token": renderer.decode([token]), "logprob": p, "bytes": None, "top_logprobs": []}
             for chunk in self.turn.completion.chunks
             for token, p in zip(chunk.token_ids, chunk.logprobs, strict=True)
