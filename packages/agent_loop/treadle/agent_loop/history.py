@@ -16,7 +16,7 @@ Anything else, and any change of a message that the agent wrote itself, is an ed
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treadle.agent_loop.types import Message, ToolCall
 
@@ -49,7 +49,8 @@ class ReturnedTurn:
 
 def compare(returned: Message, given: Message, *, uncut: str | None = None) -> Sameness:
     """Compares a message that we returned with the one in its place."""
-    if returned == given and _exact(returned.tool_calls) == _exact(given.tool_calls):
+    same_calls = _exact(returned.tool_calls) == _exact(given.tool_calls)
+    if same_calls and _with_reasoning_or_none(returned) == _with_reasoning_or_none(given):
         return Sameness.EXACT
     texts = {returned.content.strip()} | ({uncut.strip()} if uncut is not None else set())
     same = (
@@ -98,6 +99,11 @@ def shared_history(
             case Sameness.REWRITTEN:
                 rewritten += 1
     return Shared(num_messages=min(len(recorded), len(given)), num_rewritten=rewritten)
+
+
+def _with_reasoning_or_none(message: Message) -> Message:
+    """Parsers tell a reasoning without words from none at all; what agents are sent does not."""
+    return replace(message, reasoning=None) if message.reasoning == "" else message
 
 
 def _exact(calls: Sequence[ToolCall]) -> list[str]:

@@ -76,3 +76,9 @@ def test_6_messages_of_the_agent_itself_must_be_the_same() -> None:
     assert shared_history(recorded, turns, recorded) == Shared(num_messages=3, num_rewritten=0)
     assert shared_history(recorded, (), given) == Shared(num_messages=1, num_rewritten=0)
     assert shared_history(recorded, turns, given[:1]) == Shared(num_messages=1, num_rewritten=0)
+
+
+def test_7_a_reasoning_without_words_is_none() -> None:
+    empty = replace(RETURNED, reasoning="")
+    assert compare(empty, replace(RETURNED, reasoning=None)) is Sameness.EXACT
+    assert compare(replace(RETURNED, reasoning=None), empty) is Sameness.EXACT
