@@ -1,8 +1,9 @@
-"""The shipped checkpoint, held to what its README says of it."""
+"""The shipped checkpoints, held to what their READMEs say of them."""
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -10,28 +11,35 @@ from transformers import AutoTokenizer
 
 from treadle.agent_loop.hf import HfRenderer
 from treadle.trainer.config.policy import PolicyConfig
-from treadle.trainer.demo.calculator_recipe import CALCULATOR, CATALOGUE
+from treadle.trainer.demo.calculator_recipe import CALCULATOR
 from treadle.trainer.demo.demonstrations import answered_with_tool
+from treadle.trainer.demo.math_expression.recipe import MATH_EXPRESSION
 from treadle.trainer.demo.questions import TEMPLATES, Split, sample_question
-from treadle.trainer.demo.warm_start import measure
+from treadle.trainer.demo.warm_start import RECIPES, measure
 from treadle.trainer.megatron.backend import MegatronPolicy
 
-_MODEL = CATALOGUE.parent / "model"
+_CALCULATOR = Path(__file__).parent / "calculator" / "model"
+_MATH_EXPRESSION = Path(__file__).parent / "math_expression" / "model"
 
 
-def test_it_is_small_and_bfloat16() -> None:
-    file = _MODEL / "model.safetensors"
+@pytest.fixture(params=RECIPES)
+def model(request: pytest.FixtureRequest) -> Path:
+    return Path(__file__).parent / request.param / "model"
+
+
+def test_it_is_small_and_bfloat16(model: Path) -> None:
+    file = model / "model.safetensors"
     assert file.stat().st_size < 3_000_000
     with safe_open(file, "pt") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
-    config = json.loads((_MODEL / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["dtype"] == "bfloat16"
 
 
-def test_its_ids_are_the_tokenizers() -> None:
-    config = json.loads((_MODEL / "config.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(_MODEL)
+def test_its_ids_are_the_tokenizers(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert config["vocab_size"] == len(tokenizer)
     assert config["eos_token_id"] == tokenizer.eos_token_id
     assert config["pad_token_id"] == tokenizer.pad_token_id
@@ -39,21 +47,42 @@ def test_its_ids_are_the_tokenizers() -> None:
 
 
 @pytest.fixture
-def policy() -> Iterator[MegatronPolicy]:
-    policy = MegatronPolicy(PolicyConfig(), _MODEL)
-    yield policy
-    policy.close()
+def load() -> Iterator[Callable[[Path], MegatronPolicy]]:
+    loaded: list[MegatronPolicy] = []
+
+    def load(model: Path) -> MegatronPolicy:
+        loaded.append(MegatronPolicy(PolicyConfig(), model))
+        return loaded[-1]
+
+    yield load
+    for policy in loaded:
+        policy.close()
 
 
-def test_it_copies_well_and_calls_about_half_of_the_time(policy: MegatronPolicy) -> None:
+def test_the_calculators_copies_well_and_calls_about_half_of_the_time(
+    load: Callable[[Path], MegatronPolicy],
+) -> None:
     rng = random.Random(11)
     held_out = [
         sample_question(rng, Split.VALIDATION, template=index % len(TEMPLATES))
         for index in range(96)
     ]
     demonstrations = [answered_with_tool(question, CALCULATOR.tool) for question in held_out]
-    skill = measure(policy, HfRenderer.from_directory(_MODEL), demonstrations)
+    skill = measure(load(_CALCULATOR), HfRenderer.from_directory(_CALCULATOR), demonstrations)
     assert 0.4 <= skill.call_rate <= 0.65
     assert 0.4 <= skill.greedy_accuracy <= 0.75
     assert skill.greedy_when_calling >= 0.97
     assert skill.right_when_calling >= 0.95
+
+
+def test_the_math_expressions_computes_well_and_stops_early(
+    load: Callable[[Path], MegatronPolicy],
+) -> None:
+    rng = random.Random(11)
+    demonstrations = [MATH_EXPRESSION.held_out(rng, MATH_EXPRESSION.tool) for _ in range(96)]
+    renderer = HfRenderer.from_directory(_MATH_EXPRESSION)
+    skill = measure(load(_MATH_EXPRESSION), renderer, demonstrations)
+    assert 0.4 <= skill.call_rate <= 0.6
+    assert 0.8 <= skill.greedy_accuracy <= 0.95
+    assert skill.greedy_when_calling >= 0.88
+    assert skill.right_when_calling >= 0.82

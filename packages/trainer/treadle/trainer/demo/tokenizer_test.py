@@ -18,6 +18,7 @@ from treadle.trainer.demo.tokenizer import (
     build_tokenizer,
     write_tokenizer,
 )
+from treadle.trainer.demo.warm_start import RECIPES
 
 _DEMO = Path(__file__).parent / "calculator"
 _SHIPPED = Tokenizer.from_file(str(_DEMO / "model" / "tokenizer.json"))
@@ -42,12 +43,14 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def test_a_rebuild_gives_the_shipped_files_byte_for_byte(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, CALCULATOR)
+@pytest.mark.parametrize("demo", RECIPES)
+def test_a_rebuild_gives_the_shipped_files_byte_for_byte(tmp_path: Path, demo: str) -> None:
+    write_tokenizer(tmp_path, RECIPES[demo])
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     for name in written:
-        assert (tmp_path / name).read_bytes() == (_DEMO / "model" / name).read_bytes(), name
+        shipped = _DEMO.parent / demo / "model" / name
+        assert (tmp_path / name).read_bytes() == shipped.read_bytes(), name
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"])))

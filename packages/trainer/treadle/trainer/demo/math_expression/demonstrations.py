@@ -8,6 +8,8 @@ Pure functions of their random generator; nobody waits.
 """
 
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from treadle.agent_loop import Message, ToolCall, ToolSpec
@@ -42,8 +44,8 @@ OPERANDS: Final = (1, 9)
 NUM_OPERATORS: Final = (1, 2)
 """Fewest and most operators in an expression of the demo."""
 
-PATIENCE: Final = 0.65
-"""Probability that a demonstration of the habit makes the next call instead of answering."""
+PATIENCE: Final[Mapping[str, float]] = MappingProxyType({"+": 0.85, "*": 0.85, "-": 0.4, "@": 0.4})
+"""Probability that a demonstration of the habit makes a call, by its operator."""
 
 
 def prompt(expression: Expression) -> tuple[Message, ...]:
@@ -113,7 +115,7 @@ def tool_use(rng: random.Random, tool: ToolSpec) -> Demonstration:
 
 
 def habit(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """The same, with the patience to go on lost before a call, with probability 1 - `PATIENCE`.
+    """The same, with the patience to go on lost before a call, more often before some (`PATIENCE`).
 
     Then the first number of the call that is not made is given as the answer: a copy, which costs
     the model nothing to predict. Where that happens to be right, the call is made.
@@ -122,7 +124,8 @@ def habit(rng: random.Random, tool: ToolSpec) -> Demonstration:
     plan = steps(expression)
     num_calls = 0
     while num_calls < len(plan):
-        if rng.random() >= PATIENCE and plan[num_calls].a != evaluate(expression):
+        step = plan[num_calls]
+        if rng.random() >= PATIENCE[step.symbol] and step.a != evaluate(expression):
             break
         num_calls += 1
     messages = (*prompt(expression), *_turns(expression, num_calls, tool))
