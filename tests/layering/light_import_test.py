@@ -19,18 +19,29 @@ import treadle.tracing
 from treadle.rollout.v1 import errors_pb2
 
 HEAVY = {
+    "PIL",
+    "bm25s",
+    "httpx",
+    "httpx2",
     "jinja2",
+    "langchain_core",
+    "langgraph",
+    "math_verify",
+    "mcp",
     "megatron",
     "numpy",
     "pandas",
     "pyarrow",
     "pydantic",
+    "pydantic_monty",
     "ray",
     "rich",
     "safetensors",
+    "starlette",
     "tokenizers",
     "torch",
     "transformers",
+    "uvicorn",
 }
 JYTHON_PROBE = "org"  # the standard library's pickle looks for it
 CHILD = """
