@@ -4,24 +4,33 @@ Invariant: every answer that a program came to is 200 with SandboxFusion's body;
 that cannot be run, 429 one that was not begun because the queue is full (with `Retry-After`). A
 client that hangs up ends its program within a second. Bodies are bounded.
 
-Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first.
+Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first. A
+client sees a blank, which JSON allows before a value, every `_BEAT_S`: so that one whose time-out
+is for the next byte, as is usual, never takes a long queue for a dead server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
-from treadle.tools.sandbox.execution import SandboxBusyError, SandboxError, UnsupportedProgramError
+from treadle.tools.sandbox.execution import (
+    Execution,
+    Program,
+    SandboxBusyError,
+    SandboxError,
+    UnsupportedProgramError,
+)
 from treadle.tools.sandbox.local import LocalSandbox
 from treadle.tools.sandbox.wire import (
     QUEUE_HEADER,
@@ -32,8 +41,7 @@ from treadle.tools.sandbox.wire import (
     encode_response,
 )
 
-T = TypeVar("T")
-_NOBODY_LISTENS: Final = 499
+_BEAT_S: Final = 5.0
 _ROOM: Final = 4 << 20  # for code and stdin, beside the files
 
 
@@ -43,24 +51,9 @@ def make_app(sandbox: LocalSandbox) -> Starlette:
 
     async def run_code(request: Request) -> Response:
         try:
-            program = decode_request(await _json(request, max_body))
-            execution = await _while_listening(request, sandbox.run(program))
+            return _Run(sandbox, decode_request(await _json(request, max_body)))
         except InvalidRequestError as error:
             return _unprocessable(error.field, error.reason)
-        except UnsupportedProgramError as error:
-            return _unprocessable("body", str(error))
-        except SandboxBusyError as busy:
-            headers = {"retry-after": f"{busy.retry_after_s:.0f}"}
-            return JSONResponse({"detail": str(busy)}, 429, headers)
-        except SandboxError as error:
-            return JSONResponse(encode_failure(str(error)))
-        if execution is None:
-            return Response(status_code=_NOBODY_LISTENS)
-        headers = {
-            QUEUE_HEADER: f"{execution.queue_s:.6f}",
-            WARM_HEADER: str(int(execution.warm)),
-        }
-        return JSONResponse(encode_response(execution), headers=headers)
 
     async def ping(request: Request) -> Response:
         return PlainTextResponse("pong")
@@ -95,22 +88,62 @@ async def _json(request: Request, max_bytes: int) -> Any:
         raise InvalidRequestError("body", f"not JSON: {error}") from None
 
 
-async def _while_listening(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of the work, or None when the client hung up, which cancels it."""
-    working = asyncio.create_task(work)
-    listening = asyncio.create_task(_hung_up(request))
-    try:
-        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, listening):
-            task.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
+class _Run(Response):
+    """Runs a program and answers with what came of it, unless the client hangs up before."""
+
+    def __init__(self, sandbox: LocalSandbox, program: Program) -> None:
+        self._sandbox = sandbox
+        self._program = program
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        working = asyncio.create_task(self._sandbox.run(self._program))
+        listening = asyncio.create_task(_hung_up(receive))
+        begun = False
+        try:
+            while not working.done() and not listening.done():
+                done, _ = await asyncio.wait(
+                    {working, listening}, timeout=_BEAT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    if not begun:
+                        await send(_start(200, {"content-type": "application/json"}))
+                        begun = True
+                    await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            if not working.done():
+                return
+            answer = _answer(working)
+            if begun:  # the queue was not full then, and the program not refused: it is 200
+                await send({"type": "http.response.body", "body": bytes(answer.body)})
+            else:
+                await answer(scope, receive, send)
+        finally:
+            for task in (working, listening):
+                task.cancel()
+            await asyncio.gather(working, listening, return_exceptions=True)
 
 
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _start(status: int, headers: Mapping[str, str]) -> Message:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": raw}
+
+
+def _answer(working: asyncio.Task[Execution]) -> Response:
+    try:
+        execution = working.result()
+    except UnsupportedProgramError as error:
+        return _unprocessable("body", str(error))
+    except SandboxBusyError as busy:
+        headers = {"retry-after": f"{busy.retry_after_s:.0f}"}
+        return JSONResponse({"detail": str(busy)}, 429, headers)
+    except SandboxError as error:
+        return JSONResponse(encode_failure(str(error)))
+    headers = {QUEUE_HEADER: f"{execution.queue_s:.6f}", WARM_HEADER: str(int(execution.warm))}
+    return JSONResponse(encode_response(execution), headers=headers)
 
 
 def _unprocessable(field: str, reason: str) -> Response:

@@ -5,13 +5,15 @@ no connection, 504 (verl's rule; three attempts in all, 1 s and 2 s apart), 429 
 `Retry-After` (ten attempts). A time-out of the read is final: the program may have run. Cancelling
 closes the connection, which ends the program on our server.
 
-Who waits: `run`, for the answer, `2 * timeout_s + 10` seconds as verl does (the server's queue
-counts in that), and between two attempts. How many wait at once is the caller's to bound.
+Who waits: `run`, for the answer's next byte, `2 * timeout_s + 10` seconds as verl does, and between
+two attempts. SandboxFusion is silent while a program waits in its queue, so that a long one looks
+like a dead server; ours sends a blank every 5 s. How many wait at once is the caller's to bound.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -139,6 +141,7 @@ class FusionSandbox:
         read_s = 2 * program.timeout_s + _ROOM_S
         timeout = httpx.Timeout(read_s, connect=_CONNECT_TIMEOUT_S, pool=None)
         where = f"the sandbox at {self._url}"
+        began = time.monotonic()
         try:
             answer = await self._client.post(
                 self._url, json=encode_request(program), timeout=timeout
@@ -151,7 +154,7 @@ class FusionSandbox:
             raise SandboxError(f"{where} broke off: {type(error).__name__}: {error}") from error
         match answer.status_code:
             case 200:
-                return self._decoded(answer)
+                return self._decoded(answer, time.monotonic() - began)
             case 504:
                 return SandboxError(f"{where} answered 504: {answer.text[:200]}")
             case 429 | 503 if (delay := answer.headers.get("retry-after", "")).isdigit():
@@ -164,13 +167,12 @@ class FusionSandbox:
                 raise SandboxError(f"{where} answered {status}: {answer.text[:200]}")
 
     @staticmethod
-    def _decoded(answer: httpx.Response) -> Execution:
+    def _decoded(answer: httpx.Response, seconds: float) -> Execution:
         try:
             body = answer.json()
         except ValueError:
             body = answer.text
-        return decode_response(
-            body,
-            queue_s=float(answer.headers.get(QUEUE_HEADER, 0.0)),
-            warm=answer.headers.get(WARM_HEADER) == "1",
-        )
+        execution = decode_response(body, warm=answer.headers.get(WARM_HEADER) == "1")
+        # SandboxFusion does not say; what was not running was waiting.
+        waited_s = max(0.0, seconds - execution.execution_s)
+        return replace(execution, queue_s=float(answer.headers.get(QUEUE_HEADER, waited_s)))

@@ -21,6 +21,8 @@ import math
 from dataclasses import dataclass, fields
 
 _SHARED_MEMORY_MIB = 8
+_SOCKET_BUFFER_KIB = 208
+"""What the kernel keeps at most for one end of a Unix socket (net.core.wmem_default)."""
 _CORE_NEVER = 1
 """RLIMIT_CORE: less than a page writes no file, and 1 is what also keeps a dump from a host's
 pipe handler (`core_pattern` with a `|`), which 0 does not."""
@@ -48,7 +50,7 @@ class SandboxLimits:
     processes: int = 32
     disk_mib: int = 64
     entries: int = 10_000
-    open_files: int = 128
+    open_files: int = 64
     output_kib: int = 1024
     timeout_s: float = 300.0
     nice: int = 5
@@ -65,6 +67,12 @@ class SandboxLimits:
     def shared_memory_mib(self) -> int:
         """Size of `/dev/shm`."""
         return _SHARED_MEMORY_MIB
+
+    @property
+    def worst_case_mib(self) -> int:
+        """Memory of one program: what is watched, and socket buffers, which only counts bound."""
+        buffers_kib = self.processes * self.open_files * _SOCKET_BUFFER_KIB
+        return self.memory_mib + (buffers_kib >> 10)
 
     def rlimits(self, *, memory_mib: int, timeout_s: float) -> dict[str, int]:
         """Of each process, by the names of `resource`; soft and hard."""

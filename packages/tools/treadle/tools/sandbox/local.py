@@ -164,7 +164,7 @@ class LocalSandbox:
             started_warm=self._started_warm,
             refused=self._refused,
             failed=self._failed,
-            worst_case_mib=self._num_places * self.limits.memory_mib,
+            worst_case_mib=self._num_places * self.limits.worst_case_mib,
         )
 
     async def until_warm(self) -> None:

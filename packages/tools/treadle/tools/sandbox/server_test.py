@@ -13,6 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from treadle.tools.sandbox import LocalSandbox, app
 from treadle.tools.sandbox.server import main
 from treadle.tools.sandbox.testing import server_process
 
@@ -80,7 +81,7 @@ async def test_the_answer_is_sandbox_fusions(server: httpx.AsyncClient) -> None:
 async def test_the_other_routes(server: httpx.AsyncClient) -> None:
     ping = await server.get("/v1/ping")
     assert (ping.status_code, ping.text) == (200, "pong")
-    assert (await stats(server))["worst_case_mib"] == 1024
+    assert (await stats(server))["worst_case_mib"] == 1024 + 416
     answer = await server.post("/run_jupyter", json={})
     assert (answer.status_code, "use /run_code" in answer.text) == (501, True)
 
@@ -144,6 +145,21 @@ async def test_a_client_that_hangs_up_ends_its_program_within_a_second(
     running.cancel()
     async with asyncio.timeout(1):
         await until(server, running=0)
+
+
+@in_loop
+async def test_who_waits_hears_that_the_server_lives(
+    user_namespaces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_BEAT_S", 0.05)
+    code = {"code": "import time; time.sleep(1); print(1)", "language": "python"}
+    async with LocalSandbox(places=1, warm=0, packages=(), preload=()) as sandbox:
+        transport = httpx.ASGITransport(app.make_app(sandbox))
+        async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client:
+            answer = await client.post("/run_code", json=code)
+    assert answer.status_code == 200
+    assert answer.content.startswith(b"  ")
+    assert answer.json()["run_result"]["stdout"] == "1\n"
 
 
 def descendants(pid: int) -> list[int]:

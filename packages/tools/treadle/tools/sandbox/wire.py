@@ -114,13 +114,12 @@ def encode_failure(message: str) -> dict[str, object]:
     return _response("SandboxError", message, None)
 
 
-def decode_response(body: object, *, queue_s: float = 0.0, warm: bool = False) -> Execution:
+def decode_response(body: object, *, warm: bool = False) -> Execution:
     """The execution in an answer.
 
     Args:
         body: The JSON value.
-        queue_s: Seconds in queues, from elsewhere.
-        warm: Likewise.
+        warm: From elsewhere.
 
     Raises:
         SandboxError: It says that the sandbox failed, or is no such answer.
@@ -140,7 +139,6 @@ def decode_response(body: object, *, queue_s: float = 0.0, warm: bool = False) -
             stderr=result["stderr"] or "",
             return_code=result["return_code"],
             execution_s=float(result["execution_time"] or 0.0),
-            queue_s=queue_s,
             files=_files(body.get("files") or {}),
             warm=warm,
         )
