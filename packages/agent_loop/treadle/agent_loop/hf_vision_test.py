@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from treadle.agent_loop import Image, Message, RenderError, SetupError, ToolCall, ToolSpec
+from treadle.agent_loop import (
+    Image,
+    Message,
+    RenderError,
+    Role,
+    SetupError,
+    ToolCall,
+    ToolSpec,
+)
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.hf_vision import ImagePlaceholders
 
@@ -205,6 +215,46 @@ def test_an_extension_goes_on_as_the_processor_would(
     assert [p.image for p in extension.images] == [i for m in answers for i in m.images]
     for placed in extension.images:
         assert set(extension.ids[placed.start : placed.stop]) == {PAD_ID}
+
+
+SHARED = HfRenderer(
+    TOKENIZER,
+    placeholders=ImagePlaceholders(make_image_processor(), token=PAD, token_id=PAD_ID),
+)
+PARTS = st.lists(
+    st.tuples(
+        st.text(max_size=12).filter(str.isprintable),
+        st.sampled_from([None, WIDE, TALL, TINY]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+Parts = Sequence[tuple[str, Image | None]]
+
+
+def message_of(role: Role, parts: Parts) -> Message:
+    images = tuple(shown for _, shown in parts if shown is not None)
+    content = "".join(text + ("<image>" if shown is not None else "") for text, shown in parts)
+    return Message(role=role, content=content, images=images)
+
+
+@settings(max_examples=40)
+@given(PARTS, st.lists(PARTS, min_size=1, max_size=3), st.booleans())
+def test_any_conversation_goes_on_as_the_processor_would(
+    asked: Parts, answered: Sequence[Parts], by_a_tool: bool
+) -> None:
+    question = message_of("user", asked)
+    turn = TURN if by_a_tool else Message(role="assistant", content="A line.")
+    said = CALL_TEXT if by_a_tool else "A line."
+    answers = [message_of("tool" if by_a_tool else "user", parts) for parts in answered]
+    prompt = SHARED.render([question], tools=[ZOOM])
+    ids = prompt.ids + SHARED.encode(f"{said}<|im_end|>")
+    rest = SHARED.extend(ids, answers, tools=[ZOOM], history=[question, turn])
+    assert ids + rest.ids == expected([question, turn, *answers])
+    placed = [*prompt.images, *(image.shifted(len(ids)) for image in rest.images)]
+    assert [p.image for p in placed] == [i for m in (question, *answers) for i in m.images]
+    for place in placed:
+        assert set((ids + rest.ids)[place.start : place.stop]) == {PAD_ID}
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
