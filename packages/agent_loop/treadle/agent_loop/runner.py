@@ -104,7 +104,10 @@ class RolloutRunner:
         self._max_in_flight = max_in_flight
         self._deadline_s = deadline_s
         self._strategy = strategy
-        self._watchdog = Watchdog(watchdog_s, clock=clock)
+        if watchdog_s is not None and not watchdog_s > 0:
+            raise ValueError(f"watchdog_s is {watchdog_s}; it must be above 0, or None for none")
+        self._watchdog_s = watchdog_s
+        self._clock = clock
 
     async def run(
         self,
@@ -122,13 +125,13 @@ class RolloutRunner:
             SetupError: A task names a loop that does not exist.
             Exception: The sink or the source of tasks raised; as it was raised.
         """
-        tally = _Tally()
+        tally, watchdog = _Tally(), Watchdog(self._watchdog_s, clock=self._clock)
         places = asyncio.Semaphore(self._max_in_flight)
         sink_lock = asyncio.Lock()
 
         async def attempt_and_deliver(task: AgentTask) -> None:
             try:
-                trajectory = await self._settle(task, tally)
+                trajectory = await self._settle(task, tally, watchdog)
                 async with sink_lock:
                     await sink(trajectory)
                 tally.deliver(trajectory)
@@ -136,7 +139,7 @@ class RolloutRunner:
                 places.release()
 
         try:
-            async with AsyncExitStack() as stack, self._watchdog, asyncio.TaskGroup() as group:
+            async with AsyncExitStack() as stack, watchdog, asyncio.TaskGroup() as group:
                 source = await _open_source(tasks, stack)
                 while True:
                     await places.acquire()
@@ -150,10 +153,10 @@ class RolloutRunner:
             raise first from first.__cause__  # `from None` would cut off what caused it
         return tally.report()
 
-    async def _settle(self, task: AgentTask, tally: "_Tally") -> Trajectory:
+    async def _settle(self, task: AgentTask, tally: "_Tally", watchdog: Watchdog) -> Trajectory:
         """Attempts a task until the strategy is satisfied, with what the watchdog found."""
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        with self._watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
+        with watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
             services = replace(self._services, deadline=deadline, pulse=pulse)
             trajectory = await self._until_settled(task, services, tally)
         stalls = (Finding(kind="stalled", text=text) for text in pulse.stalls)

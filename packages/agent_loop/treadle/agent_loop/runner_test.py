@@ -324,6 +324,37 @@ async def test_cancelling_the_run_leaves_nothing_behind() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_runner_serves_several_runs_on_several_event_loops() -> None:
+    """With the watchdog on, which waits for events and the clock."""
+    one = RolloutRunner(
+        default_loops(),
+        SERVICES,
+        max_in_flight=2,
+        deadline_s=60.0,
+        strategy=Drop(),
+        watchdog_s=30.0,
+    )
+
+    async def both() -> int:
+        reports = await asyncio.gather(*(one.run([task(0), task(1)], Collected()) for _ in "ab"))
+        return sum(report.num_tasks for report in reports)
+
+    assert [await asyncio.to_thread(asyncio.run, both()) for _ in range(2)] == [4, 4]
+
+
+@pytest.mark.parametrize("watchdog_s", [0.0, -1.0])
+async def test_a_watchdog_without_time_is_refused(watchdog_s: float) -> None:
+    with pytest.raises(ValueError, match=f"watchdog_s is {watchdog_s}"):
+        RolloutRunner(
+            default_loops(),
+            SERVICES,
+            max_in_flight=1,
+            deadline_s=1.0,
+            strategy=Drop(),
+            watchdog_s=watchdog_s,
+        )
+
+
 async def test_an_error_of_the_sink_ends_the_run_as_it_is() -> None:
     async def full(trajectory: Trajectory) -> None:
         raise OSError("disk full")
