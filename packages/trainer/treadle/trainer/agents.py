@@ -24,7 +24,8 @@ def prompt_rules(config: RunConfig) -> PromptRules:
     """What the rows of a run may ask for.
 
     Raises:
-        SetupError: a catalogue cannot be used, or `agent.loops` takes a name that is taken.
+        SetupError: a catalogue cannot be used, `agent.loops` takes a name that is taken, or a loop
+            of it or `agent.default_loop` cannot be made.
     """
     agent = config.agent
     tools, users = agent.tool_catalogue, agent.interaction_catalogue
@@ -59,6 +60,11 @@ def _loops(config: AgentConfig) -> LoopRegistry:
     for name, target in config.loops.items():
         try:
             loops = loops.adding(name, target)
+            loops.resolve(name)
         except SetupError as error:
             raise SetupError(f"agent.loops.{name}={target}: {error}") from error
+    try:
+        loops.resolve(config.default_loop)
+    except SetupError as error:
+        raise SetupError(f"agent.default_loop={config.default_loop}: {error}") from error
     return loops
