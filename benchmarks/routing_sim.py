@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+BLOCK_TOKENS = 16
+"""Tokens in a block of the prefix cache, as in `fake_model`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -105,11 +108,13 @@ class Replay:
         imbalance: Requests at the fullest engine over the mean of all, averaged over the time
             until 90 % of the sessions had ended.
         num_moves: Turns that went to another engine than the session's turn before.
+        hit_tokens: Cached prompt tokens, of all turns but the first.
     """
 
     latencies_s: tuple[float, ...]
     ends_s: tuple[float, ...]
     hit_rate: float
+    hit_tokens: int
     imbalance: float
     num_moves: int
 
@@ -289,6 +294,7 @@ class Simulation:
             latencies_s=tuple(self._latencies),
             ends_s=tuple(self._ends),
             hit_rate=self._hit_tokens / max(1, self._known_tokens),
+            hit_tokens=self._hit_tokens,
             imbalance=self._imbalance_area / max(1e-9, self._imbalance_s),
             num_moves=self._moves,
         )
@@ -345,8 +351,9 @@ class Simulation:
         if call.live.turn:
             self._hit_tokens += hit
         turn = call.live.session.turns[call.live.turn]
-        # The last prompt token is always computed: its logits are what is sampled from.
-        uncached = max(1, call.request.prompt_tokens - hit)
+        # Whole blocks, and never all of the prompt: the last token's logits are sampled from.
+        cached = min(hit, call.request.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        uncached = call.request.prompt_tokens - cached
         self._at(
             self._now
             + uncached * self._cost.prefill_s_per_token
