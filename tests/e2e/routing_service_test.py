@@ -260,7 +260,7 @@ async def test_sessions_wait_at_the_router_for_room_in_the_caches() -> None:
 async def test_in_one_process_replicas_come_drain_and_go_too() -> None:
     async with fleet() as servers:
         first, second = await servers.start(), await servers.start()
-        async with connect([first]) as worker:
+        async with connect([first], deadlines=RpcDeadlines(connect_s=0.2)) as worker:
             await turn(worker, "s0")
             await worker.add_replica(second)
             await worker.add_replica(second)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.agent_loop.clock import Clock
-from treadle.agent_loop.routing import Nowhere, Router
+from treadle.agent_loop.routing import Router
+from treadle.agent_loop.session_table import Nowhere
 
 _log = logging.getLogger(__name__)
 
