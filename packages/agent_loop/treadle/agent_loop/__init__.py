@@ -4,6 +4,13 @@ Needs the standard library only. The gRPC client is `treadle.agent_loop.rpc`, th
 Hugging Face tokenizers `treadle.agent_loop.hf`, the fakes `treadle.agent_loop.testing`.
 """
 
+from treadle.agent_loop.branch import Continuation
+from treadle.agent_loop.capture import (
+    CapturedSession,
+    CapturedTurn,
+    LimitReachedError,
+    SessionEndedError,
+)
 from treadle.agent_loop.conversation import Conversation, Turn
 from treadle.agent_loop.errors import (
     AgentLoopError,
@@ -95,8 +102,11 @@ __all__ = [
     "AgentLoop",
     "AgentLoopError",
     "AgentTask",
+    "CapturedSession",
+    "CapturedTurn",
     "ChatRenderer",
     "Completion",
+    "Continuation",
     "ContractError",
     "Conversation",
     "Drop",
@@ -116,6 +126,7 @@ __all__ = [
     "InteractionReply",
     "InteractionSession",
     "LeastLoaded",
+    "LimitReachedError",
     "LoopError",
     "LoopLimits",
     "LoopRegistry",
@@ -148,6 +159,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Services",
+    "SessionEndedError",
     "SetupError",
     "SingleTurnLoop",
     "Span",

@@ -126,8 +126,7 @@ class CapturedSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._ended = True
-        self._sampler.close()
+        self.close()
         if error is not None:
             error.add_note(
                 f"session {self.session_id} had {self._assistant_turns} completions in "
@@ -225,6 +224,11 @@ class CapturedSession:
             num_prompt_tokens=len(prompt),
             how=plan.how,
         )
+
+    def close(self) -> None:
+        """Refuses further completions, and tells the servers so; for who cannot use `with`."""
+        self._ended = True
+        self._sampler.close()
 
     def samples(self) -> tuple[Tokens, ...]:
         """Each branch's tokens; the branch that was written last comes last."""

@@ -10,7 +10,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 def test_the_python_of_the_readme_runs() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)

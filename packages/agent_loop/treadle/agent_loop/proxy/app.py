@@ -12,7 +12,7 @@ Requests are tasks of the HTTP server. They wait for the generator, and for the 
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from starlette.applications import Starlette
@@ -33,13 +33,16 @@ _CLIENT_GONE = 499
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(sessions: Sessions, *, model: str, max_body_bytes: int) -> Starlette:
+def make_app(
+    sessions: Sessions, *, model: str, max_body_bytes: int, more: Sequence[Route] = ()
+) -> Starlette:
     """Makes the application.
 
     Args:
         sessions: Whom it serves.
         model: Name that the answers give.
         max_body_bytes: Longest request.
+        more: Routes besides.
     """
     endpoint = _Endpoint(sessions, model=model, max_body_bytes=max_body_bytes)
     below = "/sessions/{session_id}"
@@ -48,6 +51,7 @@ def make_app(sessions: Sessions, *, model: str, max_body_bytes: int) -> Starlett
             Route(f"{below}/v1/chat/completions", endpoint.complete, methods=["POST"]),
             Route(f"{below}/v1/models", endpoint.list_models, methods=["GET"]),
             Route(f"{below}/reward", endpoint.take_reward, methods=["POST"]),
+            *more,
         ],
         exception_handlers={
             ApiError: _answer_error,
@@ -129,7 +133,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _each(events: list[bytes]):  # type: ignore[no-untyped-def]
+async def _each(events: Iterable[bytes]) -> AsyncIterator[bytes]:
     for event in events:
         yield event
 

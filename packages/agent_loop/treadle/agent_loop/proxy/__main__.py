@@ -1,0 +1,130 @@
+"""``python -m treadle.agent_loop.proxy``: the endpoint as a process, over running rollout servers.
+
+Invariant: one line of JSON on standard output says when it serves and where; the exit code is 0
+after SIGTERM or SIGINT, 1 with one line of reason where it cannot serve, 2 for wrong arguments.
+The key that opens sessions is TREADLE_PROXY_KEY of the environment, or made up and printed.
+
+Who waits: the main task, for a signal.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+
+from treadle.agent_loop.aio import run_until
+from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.limits import LoopLimits
+from treadle.agent_loop.loop import Services
+from treadle.agent_loop.parsers import PARSER_NAMES, parser_named
+from treadle.agent_loop.proxy.admin import SessionAdmin
+from treadle.agent_loop.proxy.app import make_app
+from treadle.agent_loop.proxy.server import SharedServer
+from treadle.agent_loop.proxy.sessions import AgentSampling, Sessions
+from treadle.agent_loop.types import SamplingParams
+
+PROGRAM = "python -m treadle.agent_loop.proxy"
+_MAX_BODY_BYTES = 64 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(_run(arguments))
+    except (SetupError, ValueError) as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 1
+    return 0
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    # Late, so that --help needs neither gRPC nor transformers.
+    from treadle.agent_loop.hf import HfRenderer
+    from treadle.agent_loop.rpc import Requirements, connect
+
+    ending = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ending.set)
+    parser = None if arguments.parser is None else parser_named(arguments.parser)
+    renderer = HfRenderer.from_directory(arguments.tokenizer, parser=parser)
+    needs = Requirements(tokenizer_sha256=renderer.tokenizer_sha256, vocab_size=renderer.vocab_size)
+    given = os.environ.get("TREADLE_PROXY_KEY")
+    key = given or secrets.token_urlsafe(24)
+    async with connect(arguments.replicas, requirements=needs) as generator:
+        services = Services(
+            generator=generator,
+            renderer=renderer,
+            limits=LoopLimits(
+                max_response_tokens=arguments.max_response_tokens,
+                max_context_tokens=arguments.max_context_tokens,
+                max_assistant_turns=arguments.max_assistant_turns,
+            ),
+            sampling=SamplingParams(
+                max_tokens=arguments.max_tokens or arguments.max_response_tokens,
+                temperature=arguments.temperature,
+                top_p=arguments.top_p,
+            ),
+        )
+        sessions = Sessions(max_in_flight=arguments.max_requests)
+        admin = SessionAdmin(
+            sessions,
+            services,
+            key=key,
+            sampling=arguments.agent_sampling,
+            deadline_s=arguments.deadline_s,
+            max_sessions=arguments.max_sessions,
+            max_session_requests=arguments.max_session_requests,
+        )
+        app = make_app(
+            sessions, model=arguments.model, max_body_bytes=_MAX_BODY_BYTES, more=admin.routes
+        )
+        async with SharedServer(app, host=arguments.host, port=arguments.port) as address:
+            said = {"address": address} | ({} if given else {"key": key})
+            sys.stdout.write(json.dumps(said) + "\n")
+            sys.stdout.flush()
+            await run_until(ending.wait(), admin.deadlines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Captures what agents sample through OpenAI's chat completions.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--replicas", nargs="+", required=True, metavar="HOST:PORT", help="rollout servers")
+    add("--tokenizer", required=True, metavar="DIRECTORY", help="of the model")
+    add("--parser", choices=PARSER_NAMES, help="of calls and reasoning; None: the template's")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8100, help="0 takes a free one")
+    add("--model", default="policy", help="name that agents are told")
+    add("--max-response-tokens", type=int, default=8192, help="of a sample, after its prompt")
+    add("--max-context-tokens", type=int, help="of a sample, with its prompt")
+    add("--max-assistant-turns", type=int, help="completions of a session")
+    add("--max-tokens", type=int, help="of a completion")
+    add("--temperature", type=float, default=1.0, help="of all completions")
+    add("--top-p", type=float, help="of all completions")
+    add(
+        "--agent-sampling",
+        type=AgentSampling,
+        choices=list(AgentSampling),
+        default=AgentSampling.REFUSE,
+        help="what becomes of the temperature and top_p that agents ask for",
+    )
+    add("--deadline-s", type=float, default=3600.0, help="a session's, then it is thrown away")
+    add("--max-sessions", type=int, default=1024, help="open at a time")
+    add("--max-session-requests", type=int, default=16, help="of one session at a time")
+    add("--max-requests", type=int, default=1024, help="of all sessions at a time")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
