@@ -406,6 +406,10 @@ async def test_29_a_text_that_is_cut_shows_its_images_first() -> None:
     kit, _ = services([CALL, "done"], ScriptedTool(results=[long]), max_tool_response_chars=4)
     trajectory = await ToolAgentLoop().run(TASK, kit)
     assert answers(trajectory) == ["ab...(truncated)...ij"]
+    nested = ToolResult(content="ab<ima<image>ge>cd", images=(red,))
+    kit, _ = services([CALL, "done"], ScriptedTool(results=[nested]), max_tool_response_chars=3)
+    again = await ToolAgentLoop().run(TASK, kit)
+    assert answers(again) == ["a...(truncated)...d"]
     assert "<tool><image>ab...(truncated)...ij<end>" in decode(trajectory.tokens.response_ids)
 
 

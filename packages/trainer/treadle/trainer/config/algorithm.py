@@ -24,7 +24,8 @@ class AlgorithmConfig(BaseModel):
     epochs: int = Field(default=1, ge=1)
     """Times that a batch is gone through."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps in each epoch; the batch is cut into this many parts, in order."""
+    """Optimizer steps in each epoch; the batch is cut into this many parts of whole trajectories,
+    in order."""
     old_logprobs: Literal["policy", "rollout"] = "policy"
     """Whose log-probabilities the ratio is taken against. policy: the trainer's own at the start
     of the batch (recomputed only when the batch gives more than one update). rollout: those that
@@ -43,7 +44,8 @@ class AlgorithmConfig(BaseModel):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     loss_aggregation: LossAggregation = "token-mean"
-    """How the losses of tokens become one number, always over the whole mini-batch."""
+    """How the losses of tokens become one number, always over the whole mini-batch. A sequence is a
+    trajectory, all its samples together."""
     aggregation_length: int | None = Field(default=None, ge=1)
     """The constant divisor, in tokens, of loss_aggregation=seq-mean-token-sum-norm."""
 
