@@ -1,8 +1,10 @@
 """The watchdog: says which trajectories stand still, and what they last did.
 
 Invariant: a stall is reported once, when nothing has happened in a trajectory for `limit_s`, and
-again only after something has. It ends nothing: deadlines do that. Nothing runs while there is
-nothing to watch, and between two looks it sleeps until the first trajectory could be late.
+again only after something has. Every trajectory carries its own reports; the log names the first
+few, because behind one cause there may be a thousand. It ends nothing: deadlines do that. Nothing
+runs while there is nothing to watch, and between two looks it sleeps until the first trajectory
+could be late.
 
     async with Watchdog(limit_s=120.0) as watchdog:
         with watchdog.watch("task train/7, rollout 0") as pulse:
@@ -25,6 +27,7 @@ from typing import Self
 from treadle.agent_loop.clock import Clock, LoopClock
 
 _logger = logging.getLogger(__name__)
+_MAX_LOGGED = 5
 
 
 class Pulse:
@@ -65,12 +68,11 @@ class Pulse:
         self._watchdog = watchdog
         self._since = watchdog.clock.now()
 
-    def report(self, still_s: float) -> None:
-        """Notes and logs a stall."""
+    def report(self, still_s: float) -> str:
+        """Notes a stall; what it is."""
         self._reported = True
-        text = f"{self.name}: nothing for {still_s:g} s since it was {self.last_event}"
-        self.stalls.append(text)
-        _logger.warning("stuck: %s", text)
+        self.stalls.append(f"{self.name}: nothing for {still_s:g} s since it was {self.last_event}")
+        return self.stalls[-1]
 
 
 class Watchdog:
@@ -87,6 +89,8 @@ class Watchdog:
         self._pulses: set[Pulse] = set()
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._logged_since = -math.inf
+        self._num_logged = 0
 
     async def __aenter__(self) -> Self:
         if self._limit_s is not None:
@@ -122,13 +126,25 @@ class Watchdog:
         """Says that there is something new to wait for."""
         self._woken.set()
 
+    def _log(self, text: str, now: float, limit_s: float) -> None:
+        """Names the first few within `limit_s`."""
+        if now - self._logged_since >= limit_s:
+            self._logged_since, self._num_logged = now, 0
+        self._num_logged += 1
+        if self._num_logged <= _MAX_LOGGED:
+            _logger.warning("stuck: %s", text)
+        elif self._num_logged == _MAX_LOGGED + 1:
+            _logger.warning(
+                "more trajectories are stuck; the next %g s they are counted, not named", limit_s
+            )
+
     async def _look(self, limit_s: float) -> None:
         while True:
             self._woken.clear()
             now = self.clock.now()
             for pulse in self._pulses:
                 if now - pulse.due >= limit_s:
-                    pulse.report(now - pulse.due)
+                    self._log(pulse.report(now - pulse.due), now, limit_s)
             due = min((pulse.due for pulse in self._pulses), default=math.inf) + limit_s
             if due < math.inf:
                 await self.clock.sleep(due - now)

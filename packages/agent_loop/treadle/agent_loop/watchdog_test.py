@@ -1,6 +1,7 @@
 """Tests of the watchdog: what is reported, once, and that nothing runs without need."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -65,6 +66,21 @@ async def test_it_sleeps_until_the_first_could_be_late_and_never_without_a_traje
                 assert len(second.stalls) == 1
         await clock.advance(1000.0)
         assert clock.slept == [10.0, 4.0]
+
+
+async def test_the_log_names_a_few_of_many(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    async with Watchdog(10.0, clock=clock) as watchdog:
+        with contextlib.ExitStack() as stack:
+            pulses = [stack.enter_context(watchdog.watch(f"task {i}")) for i in range(100)]
+            for round_ in (1, 2):
+                for pulse in pulses:
+                    pulse.beat("thinking")
+                await clock.until_sleeping(1)
+                await clock.advance(10.0)
+                assert [len(pulse.stalls) for pulse in pulses] == [round_] * 100
+                assert caplog.text.count("stuck: task") == 5 * round_
+                assert caplog.text.count("more trajectories are stuck; the next 10 s") == round_
 
 
 async def test_it_can_be_off() -> None:

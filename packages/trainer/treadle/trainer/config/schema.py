@@ -129,9 +129,9 @@ class AgentConfig(Section):
     """Longest duration of one tool call; then the model is told that it took too long."""
     deadline_s: Seconds = 600.0
     """Longest duration of one trajectory, tools and queues included."""
-    watchdog_s: Seconds | None = 120.0
-    """Warn about a trajectory in which nothing has happened for so long, and say what it waits
-    for. Null: never."""
+    watchdog_s: Seconds | None = 300.0
+    """Warn about a trajectory in which nothing has happened for so long (a completion is one
+    thing, however long), and say what it waits for. Null: never."""
     max_attempts: Count = 2
     """Attempts at a trajectory that fails through no fault of the model; 1: no retry."""
 
