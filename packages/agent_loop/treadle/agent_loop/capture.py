@@ -30,14 +30,15 @@ concern lengths, an agent may recover, by compacting its history for instance.
 Tasks that use a session share one event loop. They wait in `complete`, for the generator.
 """
 
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from treadle.agent_loop.branch import Branch, Continuation, Plan, make_plan
+from treadle.agent_loop.call_ids import CallIds
 from treadle.agent_loop.conversation import Turn
 from treadle.agent_loop.drift import Recorded, measure_drift
 from treadle.agent_loop.errors import LoopError, RolloutError
@@ -59,7 +60,6 @@ from treadle.agent_loop.types import (
 from treadle.tracing import Metric, Reduce, span
 
 _COUNTS = (*(how.value for how in Continuation), "refused", "tokens_past_stop")
-_NUMBERED = re.compile(r"(.*?)(\d{0,9})", re.DOTALL)
 
 
 class LimitReachedError(RolloutError):
@@ -106,7 +106,7 @@ class CapturedSession:
         self._services = services
         self._sampler = TurnSampler(task, services)
         self._branches: list[Branch] = []
-        self._call_ids: set[str] = set()
+        self._call_ids = CallIds()
         self._counts: Counter[str] = Counter()
         self._findings: list[Finding] = []
         self._under_way = 0
@@ -200,18 +200,11 @@ class CapturedSession:
             left = min(left, max_tokens)
         number = self._sampler.num_requests
         prompt = plan.prompt
-        plan.branch.busy = True
-        self._under_way += 1
-        self._answers_under_way += plan.is_answer
-        try:
+        with self._extending(plan):
             async with span("turn", index=number, how=plan.how.value):
                 completion = await self._sampler.sample(
                     prompt, left=left, images=plan.images, sampling=sampling, seed=seed
                 )
-        finally:
-            plan.branch.busy = False
-            self._under_way -= 1
-            self._answers_under_way -= plan.is_answer
         self._check_open()
         cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)
         parsed = self._read(cut.completion, cut.parsed, has_tools=bool(tools))
@@ -224,6 +217,19 @@ class CapturedSession:
             num_prompt_tokens=len(prompt),
             how=plan.how,
         )
+
+    @contextmanager
+    def _extending(self, plan: Plan) -> Iterator[None]:
+        """Keeps other requests off the branch, and counts this one against the limits."""
+        plan.branch.busy = True
+        self._under_way += 1
+        self._answers_under_way += plan.is_answer
+        try:
+            yield
+        finally:
+            plan.branch.busy = False
+            self._under_way -= 1
+            self._answers_under_way -= plan.is_answer
 
     def close(self) -> None:
         """Refuses further completions, and tells the servers so; for who cannot use `with`."""
@@ -290,10 +296,17 @@ class CapturedSession:
             return limits.tokens_left(prompt=prompt, response=response)
         self._refused = stop
         self._counts["refused"] += 1
+        names = (
+            "max_response_tokens",
+            "max_context_tokens",
+            "max_assistant_turns",
+            "max_user_turns",
+        )
+        bounds = ", ".join(f"{n} {v}" for n in names if (v := getattr(limits, n)) is not None)
         raise LimitReachedError(
-            f"session {self.session_id} has reached its limit {stop.value}: "
-            f"{self._assistant_turns} completions; this conversation has {prompt} prompt and "
-            f"{response} response tokens, and the limits are {limits}",
+            f"session {self.session_id} has reached its limit {stop.value}: it had "
+            f"{self._assistant_turns} completions, and this one would be asked after {prompt} "
+            f"prompt and {response} response tokens ({bounds})",
             stop=stop,
         )
 
@@ -335,8 +348,8 @@ class CapturedSession:
             return ParsedCompletion(
                 message=Message(role="assistant", content=self._text(completion))
             )
-        calls = tuple(replace(call, id=self._new_id(call.id)) for call in message.tool_calls)
-        malformed = tuple(replace(bad, id=self._new_id(bad.id)) for bad in parsed.malformed)
+        calls = tuple(replace(call, id=self._call_ids.take(call.id)) for call in message.tool_calls)
+        malformed = tuple(replace(bad, id=self._call_ids.take(bad.id)) for bad in parsed.malformed)
         return replace(parsed, message=replace(message, tool_calls=calls), malformed=malformed)
 
     def _text(self, completion: Completion) -> str:
@@ -344,20 +357,6 @@ class CapturedSession:
         while ids and ids[-1] in self._services.renderer.stop_token_ids:
             ids.pop()
         return self._services.renderer.decode(ids)
-
-    def _new_id(self, fresh: str) -> str:
-        """The parser's id, whose number is counted up while the session has it already.
-
-        Parsers number the calls of one turn; agents keep answers by id. The length of numbered
-        ids is kept, because some templates insist on it.
-        """
-        while fresh in self._call_ids:
-            match = _NUMBERED.fullmatch(fresh)
-            assert match is not None
-            head, digits = match.groups()
-            fresh = f"{head}{int(digits or 0) + 1:0{len(digits)}}"
-        self._call_ids.add(fresh)
-        return fresh
 
     def _natural_stop(self, last: Branch) -> StopReason:
         if self._refused is not None:

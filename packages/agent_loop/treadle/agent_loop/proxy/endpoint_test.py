@@ -394,33 +394,7 @@ async def test_13_limits_are_told_in_openai_s_words() -> None:
     assert trajectory.stop is StopReason.RESPONSE_LENGTH
 
 
-async def test_14_the_reward_is_the_agent_s_if_it_has_one() -> None:
-    async def posting(session: AgentSession) -> float | None:
-        async with client_of(session) as client:
-            await client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "u"}]
-            )
-        async with web_of(session) as web:
-            for reward in (0.25, 0.5):
-                answer = await web.post(session.reward_url, json={"reward": reward})
-                assert answer.json() == {"reward": reward}
-            for wrong in ({"reward": "1"}, {"reward": True}, {"rewards": 1}, [1]):
-                answer = await web.post(session.reward_url, json=wrong)
-                assert answer.status_code == 400
-            answer = await web.post(session.reward_url, content=b'{"reward": NaN}')
-            assert answer.status_code == 400
-        return None
-
-    async def returning(session: AgentSession) -> float | None:
-        await posting(session)
-        return 2
-
-    for agent, reward in ((posting, 0.5), (returning, 2.0)):
-        kit = services(ScriptedGenerator(["one"]))
-        assert (await ProxyAgentLoop(agent).run(TASK, kit)).reward == reward
-
-
-async def test_15_requests_that_are_too_long_or_no_json_are_refused() -> None:
+async def test_14_requests_that_are_too_long_or_no_json_are_refused() -> None:
     async def agent(session: AgentSession) -> None:
         async with web_of(session) as web:
             url = f"{session.base_url}/chat/completions"

@@ -160,9 +160,9 @@ class ProxyAgentLoop:
         trajectory = session.captured.finish(
             StopReason.AGENT_FAILED if crashed else None,
             reward=session.reward if reward is None else reward,
-            metrics=[Metric("proxy/agent_crashes", float(crash is not None), Reduce.SUM)],
+            metrics=[Metric("proxy/agent_crashes", float(crashed), Reduce.SUM)],
         )
-        if crash is None:
+        if not crashed:
             return trajectory
         finding = Finding(kind="agent_crashed", text=str(crash))
         return replace(trajectory, findings=(*trajectory.findings, finding))

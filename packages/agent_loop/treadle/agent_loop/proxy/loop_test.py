@@ -121,7 +121,7 @@ async def test_5_a_crash_because_of_a_limit_is_an_ordinary_end() -> None:
         TASK, services(ScriptedGenerator(["one"]), max_assistant_turns=1)
     )
     assert trajectory.stop is StopReason.ASSISTANT_TURNS
-    assert [f.kind for f in trajectory.findings] == ["agent_crashed"]
+    assert trajectory.findings == ()
 
 
 @pytest.mark.parametrize("crash", [True, False])
@@ -344,3 +344,28 @@ def test_18_one_loop_serves_several_event_loops() -> None:
     for _ in range(2):
         trajectory = asyncio.run(loop.run(TASK, services(ScriptedGenerator(["one"]))))
         assert trajectory.final_text == "one"
+
+
+@pytest.mark.asyncio
+async def test_19_the_reward_is_the_agent_s_if_it_has_one() -> None:
+    async def posting(session: AgentSession) -> float | None:
+        await ask(session, "u")
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(headers=headers, verify=False) as web:
+            for reward in (0.25, 0.5):
+                answer = await web.post(session.reward_url, json={"reward": reward})
+                assert answer.json() == {"reward": reward}
+            for wrong in ({"reward": "1"}, {"reward": True}, {"rewards": 1}, [1]):
+                answer = await web.post(session.reward_url, json=wrong)
+                assert answer.status_code == 400
+            answer = await web.post(session.reward_url, content=b'{"reward": NaN}')
+            assert answer.status_code == 400
+        return None
+
+    async def returning(session: AgentSession) -> float | None:
+        await posting(session)
+        return 2
+
+    for agent, reward in ((posting, 0.5), (returning, 2.0)):
+        kit = services(ScriptedGenerator(["one"]))
+        assert (await ProxyAgentLoop(agent).run(TASK, kit)).reward == reward
