@@ -7,7 +7,9 @@ without memory. As processes: a replica that is killed.
 import asyncio
 import math
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,6 +40,7 @@ from treadle.rollout_server.testing.serving import serve_in_process
 
 pytestmark = pytest.mark.asyncio
 
+README = Path(__file__).parents[2] / "packages" / "agent_loop" / "README.md"
 MODEL = ModelInfo(architecture="Fake", vocab_size=64, context_length=128)
 PARAMS = SamplingParams(max_tokens=12, temperature=1.0, seed=11, ignore_eos=True)
 QUICK = RetryPolicy(max_failures=2, initial_s=0.01, max_s=0.05)
@@ -255,6 +258,26 @@ async def test_sessions_wait_at_the_router_for_room_in_the_caches() -> None:
             one.finish_session("first")
             await second
             assert servers.calls(address) == [2]
+
+
+async def test_the_section_of_the_readme_runs() -> None:
+    section = README.read_text().split("## Many workers, one view")[1].split("\n## ")[0]
+    (command,) = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"--\w+", section)) <= set(re.findall(r"--\w+", router_help()))
+    assert command.startswith("python -m treadle.agent_loop.rpc.router ")
+    namespace: dict[str, Any] = {"math": math}
+    exec(compile(code, str(README), "exec"), namespace)
+    async with fleet() as servers:
+        address = await servers.start()
+        async with serve_router(RouterConfig(replicas=(address,))) as router:
+            assert len(await namespace["work"](router, "s0")) <= 12
+            assert await open_sessions(router) == {address: 0}
+
+
+def router_help() -> str:
+    command = (sys.executable, "-m", "treadle.agent_loop.rpc.router", "--help")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 async def test_in_one_process_replicas_come_drain_and_go_too() -> None:
