@@ -40,6 +40,7 @@ from treadle.rollout_server.engine import PromptImage
 from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+_CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
 _MAX_PIXELS = 1 << 26  # 192 MiB decoded; more is a mistake or an attack.
 _THREADS = 4  # Decoding and resizing run outside of the interpreter's lock.
 _PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
@@ -92,6 +93,10 @@ class ImageReader:
     """
 
     def __init__(self, directory: Path, *, placeholder_id: int, cache_bytes: int) -> None:
+        if not any((directory / name).is_file() for name in _CONFIGURATIONS):
+            raise FileNotFoundError(
+                f"{directory} holds no {_CONFIGURATIONS[0]}: copy the model's image processor there"
+            )
         # The same pixels with and without torchvision, which resizes in another way.
         self.processor: Any = _PROCESSORS.from_pretrained(
             directory, local_files_only=True, backend="pil"

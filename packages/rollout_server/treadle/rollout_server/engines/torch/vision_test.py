@@ -1,6 +1,9 @@
 """The torch engine with a tiny Qwen2.5-VL, against transformers."""
 
 import asyncio
+import json
+import shutil
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 from treadle.rollout_server.engine import (
     Engine,
     EngineRequest,
+    FinishReason,
     InFlightPolicy,
     PromptImage,
     Sampling,
@@ -233,6 +237,106 @@ async def test_what_does_not_fit_is_refused_and_the_engine_goes_on(path: Path) -
             await run(engine, request((5, *[7] * 12, 6), images=(image,)))
         await check(engine, Transformers(path), request(ids, SAMPLED, images=(image,)))
         assert engine.counters.started == engine.counters.finished == 1
+
+
+class HeldDecoder:
+    """Makes an engine's reader wait before it decodes."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        reader = engine._model.images
+        assert reader is not None
+        self._decode = reader._decode
+        self._begun, self._go_on = threading.Event(), threading.Event()
+        reader._decode = self  # type: ignore[method-assign]
+
+    def __call__(self, image: PromptImage) -> torch.Tensor:
+        self._begun.set()
+        assert self._go_on.wait(timeout=10)
+        return self._decode(image)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, 10)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+@pytest.mark.asyncio
+async def test_the_engine_runs_while_an_image_is_read(path: Path) -> None:
+    async with serving(path) as engine:
+        held = HeldDecoder(engine)
+        slow = asyncio.create_task(run(engine, asked(CONVERSATIONS["one"])))
+        await held.begun()
+        assert len((await run(engine, asked(CONVERSATIONS["text"]))).ids) == 12
+        held.go_on()
+        assert len((await slow).ids) == 12
+
+
+@pytest.mark.asyncio
+async def test_a_sequence_may_go_while_its_images_are_read(path: Path) -> None:
+    async with serving(path) as engine:
+        held = HeldDecoder(engine)
+        gone = asyncio.create_task(run(engine, asked(CONVERSATIONS["one"])))
+        await held.begun()
+        gone.cancel()
+        await asyncio.wait({gone})
+        held.go_on()
+        await engine.pause(InFlightPolicy.DRAIN)
+        assert gone.cancelled() and engine.counters.started == 0
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_a_sequence_whose_images_are_read(path: Path) -> None:
+    async with serving(path) as engine:
+        held = HeldDecoder(engine)
+        reading = asyncio.create_task(run(engine, asked(CONVERSATIONS["one"])))
+        await held.begun()
+        await engine.aclose()
+        held.go_on()
+        output = await reading
+    assert (output.ids, output.reason) == ([], FinishReason.INTERRUPTED)
+
+
+def publish(source: Path, target: Path) -> None:
+    """Copies a model with the configuration files that Qwen2.5-VL was published with."""
+    config = json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {
+        **{key: text[key] for key in text if key not in ("model_type", "layer_types")},
+        **config,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        "vision_config": {
+            key: value
+            for key, value in config["vision_config"].items()
+            if key not in ("model_type", "rope_parameters")
+        },
+    }
+    (target / "config.json").write_text(json.dumps(flat))
+    processor = json.loads((source / "preprocessor_config.json").read_text())
+    size = processor.pop("size")
+    processor |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    (target / "preprocessor_config.json").write_text(json.dumps(processor))
+    shutil.copy(source / "model.safetensors", target)
+
+
+@pytest.mark.asyncio
+async def test_the_files_of_published_checkpoints_are_read(path: Path, tmp_path: Path) -> None:
+    publish(path, tmp_path)
+    async with serving(tmp_path) as engine:
+        assert engine.info.model.architecture == "Qwen2_5_VLForConditionalGeneration"
+        assert (engine.info.model.vocab_size, engine.info.model.context_length) == (64, 1024)
+        await check(engine, Transformers(path), asked(CONVERSATIONS["three"]))
+
+
+@pytest.mark.asyncio
+async def test_a_model_without_its_image_processor_is_refused(path: Path, tmp_path: Path) -> None:
+    publish(path, tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no preprocessor_config\.json: copy"):
+        async with serving(tmp_path):
+            pass
 
 
 @pytest.mark.asyncio
