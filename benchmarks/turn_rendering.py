@@ -24,9 +24,16 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from treadle.agent_loop import Completion, FinishReason, Message, TokenChunk, ToolCall, ToolSpec
+from treadle.agent_loop import (
+    Completion,
+    FinishReason,
+    Message,
+    TokenChunk,
+    ToolCall,
+    ToolSpec,
+    Transcript,
+)
 from treadle.agent_loop.hf import HfRenderer
-from treadle.agent_loop.transcript import Transcript
 
 _DEMO = Path(__file__).parents[1] / "packages/trainer/treadle/trainer/demo/calculator/model"
 _TURNS, _SHOWN = 100, (1, 10, 50, 100)
