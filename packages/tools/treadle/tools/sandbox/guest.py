@@ -40,10 +40,13 @@ _WORK = "/tmp/run"
 _WRITABLE = ("/tmp", "/dev/shm")
 _WATCH_S = 0.05
 _PR_SET_DUMPABLE = 4
+_MOST_DESCRIPTORS = 1 << 20
 
 
 def supervise(settings: dict[str, Any]) -> dict[str, Any]:
     """Serve one job and end."""
+    os.closerange(3, settings["status_fd"])
+    os.closerange(settings["status_fd"] + 1, _MOST_DESCRIPTORS)
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/1/mem is closed to the program
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not get from within
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -101,7 +104,7 @@ def _stdin(text: str | None) -> int:
 def _confine(stdin: int, job: dict[str, Any]) -> None:
     """The child's side of the fork: limits that no one can raise again."""
     os.dup2(stdin, 0)
-    os.closerange(3, 65536)
+    os.closerange(3, _MOST_DESCRIPTORS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.nice(job["nice"])

@@ -139,7 +139,7 @@ class Worker:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(filter_fd, info_writer, reports_writer),
+                    pass_fds=(filter_fd, info_writer, reports_writer, *launcher.inherited_fds),
                 )
             except BaseException:
                 transport.close()
