@@ -5,10 +5,10 @@ is what a model wrote: simplifying its formula, or running into a loop on it, ca
 
 Invariant: a call gets exactly one answer: the function's result, its error, or `TimeoutError`. A
 process that was killed or died is replaced at the next call. The limit counts from the moment that
-a process takes the call.
+a process takes the call. A caller that is cancelled frees its process at once.
 
 The caller awaits a thread of this object's own pool, one per process; the thread waits for its
-process, at most the limit. The processes end with this one.
+process, at most the limit. A process ends with this one, whatever ends it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import multiprocessing
+import os
+import pickle
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
 A = TypeVar("A")
@@ -30,7 +34,7 @@ _START_S = 120.0
 
 
 class BoundedError(Exception):
-    """The function raised, or its process died; the text says which."""
+    """The function raised or could not be made, or its process died; the text says which."""
 
 
 class Bounded(Generic[A, R]):
@@ -67,18 +71,25 @@ class Bounded(Generic[A, R]):
 
         Raises:
             TimeoutError: It took too long.
-            BoundedError: It raised, or its process died.
+            BoundedError: It could not be made, it raised, its process died, or the argument or
+                the result cannot be pickled.
         """
+        caller = _Caller()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._call, argument)
+        try:
+            return await loop.run_in_executor(self._threads, self._call, argument, caller)
+        except asyncio.CancelledError:
+            caller.leave()
+            raise
 
-    def _call(self, argument: A) -> R:
+    def _call(self, argument: A, caller: _Caller) -> R:
         """In a thread of the pool, which keeps its process from call to call."""
         process: _Process | None = getattr(self._own, "process", None)
         if process is None:
             process = self._own.process = _Process(self._make)
         try:
-            done, answer = process.ask(argument, self._timeout_s)
+            with caller.waits_for(process):
+                done, answer = process.ask(argument, self._timeout_s)
         except TimeoutError:
             self._own.process = None
             process.kill()
@@ -91,8 +102,45 @@ class Bounded(Generic[A, R]):
         return answer  # type: ignore[return-value]  # what the function of type A -> R returned
 
 
+class _Caller:
+    """One caller, who may leave: then the process that it waits for is of no more use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = False
+        self._process: _Process | None = None
+
+    def leave(self) -> None:
+        """In the event loop: interrupts the call, or lets it not begin."""
+        with self._lock:
+            self._left = True
+            if self._process is not None:
+                self._process.interrupt()
+
+    @contextmanager
+    def waits_for(self, process: _Process) -> Iterator[None]:
+        """In the thread, around the call.
+
+        Raises:
+            BoundedError: The caller left before.
+        """
+        with self._lock:
+            if self._left:
+                raise BoundedError("its caller was cancelled")
+            self._process = process
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
+
+
 class _Process:
-    """One process, which answers one call at a time."""
+    """One process, which answers one call at a time.
+
+    Raises:
+        BoundedError: The function could not be made in it.
+    """
 
     def __init__(self, make: Callable[[], Callable[[A], object]]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -100,16 +148,29 @@ class _Process:
         self._process = spawn.Process(target=_serve, args=(theirs, make), daemon=True)
         self._process.start()
         theirs.close()
-        self._ready = False
+        try:
+            made, reason = self._receive(_START_S)
+        except TimeoutError:
+            self.kill()
+            raise BoundedError(f"its process did not start within {_START_S:g} s") from None
+        except (EOFError, OSError) as error:
+            raise BoundedError(f"its process died with exit code {self.kill()}") from error
+        if not made:
+            self.kill()
+            raise BoundedError(f"it cannot be made: {reason}")
 
     def ask(self, argument: object, timeout_s: float) -> tuple[bool, object]:
         """Returns whether the function returned, and what; or the text of its error."""
-        if not self._ready:
-            self._receive(_START_S)
-            self._ready = True
-        self._connection.send(argument)
-        done, answer = self._receive(timeout_s)
-        return done, answer
+        try:
+            packed = pickle.dumps(argument)
+        except Exception as error:  # a border: pickle raises whatever the argument's classes do
+            raise BoundedError(f"its argument cannot be pickled: {_text(error)}") from error
+        self._connection.send_bytes(packed)
+        return self._receive(timeout_s)
+
+    def interrupt(self) -> None:
+        """Ends the process under whoever waits for it."""
+        self._process.kill()
 
     def kill(self) -> int | None:
         """Ends the process; returns its exit code."""
@@ -123,24 +184,49 @@ class _Process:
     def _receive(self, timeout_s: float) -> tuple[bool, object]:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        done, answer = self._connection.recv()
+        packed = self._connection.recv_bytes()
+        try:
+            done, answer = pickle.loads(packed)
+        except Exception as error:  # a border, as in `ask`
+            raise BoundedError(f"its result cannot be unpickled: {_text(error)}") from error
         return done, answer
 
 
 def _serve(connection: Connection, make: Callable[[], Callable[[object], object]]) -> None:
     """The process: answers what comes until the other end is gone."""
-    function = make()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other end decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        function = make()
+    except Exception as error:  # a border, as below
+        connection.send((False, _text(error)))
+        return
     connection.send((True, None))
     while True:
         try:
-            argument = connection.recv()
+            packed = connection.recv_bytes()
         except EOFError:
             return
-        try:
-            answer = function(argument)
-            if inspect.iscoroutine(answer):
-                answer = asyncio.run(answer)
-        except Exception as error:  # a border: whatever the function raises is an answer
-            connection.send((False, f"{type(error).__name__}: {error}"))
-        else:
-            connection.send((True, answer))
+        connection.send_bytes(_answer(function, packed))
+
+
+def _answer(function: Callable[[object], object], packed: bytes) -> bytes:
+    try:
+        result = function(pickle.loads(packed))
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        return pickle.dumps((True, result))
+    except Exception as error:  # a border: whatever the function raises is an answer
+        return pickle.dumps((False, _text(error)))
+
+
+def _end_with_parent() -> None:
+    """One that computes for ever does not see that the other end is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is a child process"
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,150 @@
+"""Processes that are slow, dead, cancelled, or given what cannot be sent to them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from treadle.tools import bounded
+from treadle.tools.bounded import Bounded, BoundedError
+from treadle.tools.references import load_reference
+
+FUNCTIONS = """
+import os, threading
+
+def broken():
+    raise ImportError("math-verify is missing")
+
+def make():
+    return answer
+
+def answer(path):
+    if path == "lock":
+        return threading.Lock()
+    if path == "huge":
+        return 10 ** 5000
+    if path == "pid":
+        return os.getpid()
+    with open(path, "w") as pipe:  # until someone reads
+        pipe.write(str(os.getpid()))
+    while True:
+        pass
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def named(path: Path, name: str) -> Callable[[object], object]:
+    """What makes a function of the file, in the process."""
+    make = load_reference(f"{path}:{name}", "function")
+    assert callable(make)
+    return make()  # type: ignore[no-any-return]
+
+
+def bounded_by(path: Path, name: str = "make", *, timeout_s: float = 60) -> Bounded[object, object]:
+    return Bounded(partial(named, path, name), name="test", timeout_s=timeout_s, processes=1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def busy_in(
+    pipe: Path, function: Bounded[object, object]
+) -> tuple[asyncio.Task[object], int]:
+    """A call that has begun and never ends, and the process that it is in."""
+    os.mkfifo(pipe)
+    call = asyncio.create_task(function(str(pipe)))
+    return call, int(await asyncio.to_thread(pipe.read_text))
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_is_cancelled_frees_its_process(functions: Path) -> None:
+    function = bounded_by(functions)
+    call, pid = await busy_in(functions.parent / "pipe", function)
+    waiting = asyncio.create_task(function("pid"))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await waiting != pid  # long before the limit of the first
+    assert not is_alive(pid)
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_sent_is_an_error_and_costs_no_process(functions: Path) -> None:
+    function = bounded_by(functions)
+    pid = await function("pid")
+    with pytest.raises(BoundedError, match="its argument cannot be pickled: TypeError"):
+        await function(threading.Lock())
+    with pytest.raises(BoundedError, match="TypeError: cannot pickle"):
+        await function("lock")
+    assert await function("huge") == 10**5000
+    assert await function("pid") == pid
+
+
+@pytest.mark.asyncio
+async def test_why_a_function_cannot_be_made_is_told(functions: Path) -> None:
+    function = bounded_by(functions, "broken")
+    for _ in range(2):
+        with pytest.raises(BoundedError, match="it cannot be made: ImportError: math-verify is"):
+            await function("pid")
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_starts_slowly_is_no_slow_call(
+    functions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_comes(connection: Connection, timeout_s: float) -> bool:
+        assert timeout_s == bounded._START_S
+        return False
+
+    monkeypatch.setattr(Connection, "poll", nothing_comes)
+    with pytest.raises(BoundedError, match="its process did not start within 120 s"):
+        await bounded_by(functions, timeout_s=1)("pid")
+
+
+ORPHANS = """
+import asyncio, sys
+from functools import partial
+from pathlib import Path
+from treadle.tools.bounded import Bounded
+from treadle.tools.references import load_reference
+
+def make():
+    return load_reference({reference!r}, "function")
+
+if __name__ == "__main__":
+    function = Bounded(make, name="test", timeout_s=600, processes=1)
+    asyncio.run(function({pipe!r}))
+"""
+
+
+def test_a_busy_process_does_not_outlive_a_program_that_is_killed(functions: Path) -> None:
+    pipe, script = functions.parent / "pipe", functions.parent / "program.py"
+    os.mkfifo(pipe)
+    reference = f"{functions}:answer"
+    script.write_text(ORPHANS.format(reference=reference, pipe=str(pipe)))
+    # The processes keep the standard output of the program: it ends with the last of them.
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as program:
+        child = int(pipe.read_text())
+        assert is_alive(child)
+        program.send_signal(signal.SIGKILL)
+        assert program.stdout is not None
+        assert program.stdout.read() == b""
