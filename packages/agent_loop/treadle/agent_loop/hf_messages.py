@@ -21,13 +21,11 @@ class MessageForm:
         parts: Contents are lists of parts, as in templates of models that see.
         arguments_as_text: A call's arguments are JSON text, not an object.
         nine_character_ids: Ids of calls have nine letters and digits (Mistral); others are hashed.
-        null_content: The content of a turn that only calls tools is null, not "".
     """
 
     parts: bool = False
     arguments_as_text: bool = False
     nine_character_ids: bool = False
-    null_content: bool = False
 
     def as_dict(self, message: Message) -> dict[str, object]:
         """Returns a message as `apply_chat_template` takes it."""
@@ -35,10 +33,8 @@ class MessageForm:
         if message.images or self.parts:
             content = [
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                for part in message.parts
+                for part in message.parts or ("",)
             ]
-        if message.tool_calls and not message.content and self.null_content:
-            content = None
         entry: dict[str, object] = {"role": message.role, "content": content}
         if message.tool_calls:
             entry["tool_calls"] = [self._call(call) for call in message.tool_calls]

@@ -203,11 +203,9 @@ class ChatTemplate:
     def _probe_tools(self, *, implied: bool) -> TurnEnd | None:
         """The end of a turn with calls; None, and `tool_problem`, when there can be none."""
         plain = self.form
-        for written, text, nine, null in itertools.product((True, False), *[(False, True)] * 3):
+        for written, text, nine in itertools.product((True, False), *[(False, True)] * 2):
             self._calls_are_written = written
-            self.form = replace(
-                plain, arguments_as_text=text, nine_character_ids=nine, null_content=null
-            )
+            self.form = replace(plain, arguments_as_text=text, nine_character_ids=nine)
             turn, answers = self._calling_turn((_RESULT,))
             try:
                 closed, followed = self._probe(turn, answers, (PROBE_TOOL,))
