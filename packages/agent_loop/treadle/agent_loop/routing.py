@@ -92,6 +92,7 @@ class Router(Protocol):
         context_tokens: int = 0,
         at: str | None = None,
         avoid: Collection[str] = (),
+        room_or_not: bool = False,
     ) -> str | Nowhere:
         """Returns the address for a session's next request, or why there is none.
 
@@ -100,6 +101,7 @@ class Router(Protocol):
             context_tokens: Length of the request's prompt.
             at: For a session that is new here: where it has been until now, if anywhere.
             avoid: Replicas that must not be chosen now; a session pinned to one is moved.
+            room_or_not: Never answer FULL.
         """
         ...
 
@@ -163,6 +165,7 @@ class StickySession(SessionTable):
         context_tokens: int = 0,
         at: str | None = None,
         avoid: Collection[str] = (),
+        room_or_not: bool = False,
     ) -> str | Nowhere:
         """Returns the address for a session's next request; see `Router.pick`."""
         session = self._open(session_id, context_tokens, at)
@@ -178,6 +181,8 @@ class StickySession(SessionTable):
         if not takers:
             self._waiting.pop(session_id, None)
             return self._nowhere(session)
+        if room_or_not:
+            return self._place(session, takers)
         self._waiting[session_id] = session
         if any(other.age < session.age for other in self._waiting.values()):
             return Nowhere.FULL
@@ -247,11 +252,11 @@ class StickySession(SessionTable):
 class HashedSession(SessionTable):
     """The deterministic mode: where a session goes depends on nothing that happened before.
 
-    A new session goes to the replica with the largest hash (blake2b) of the replica's address
-    and the session's id, among those that take sessions now (rendezvous hashing). So the replicas
-    may be listed in any order, any number of workers agree without talking, and a replica that
-    comes or goes moves only the sessions of its own share. Loads are not looked at. An open
-    session stays where it is while its replica drains.
+    A new session goes to the replica with the largest hash (blake2b) of the replica's address and
+    the session's id up to its last "/" (what follows tells attempts apart), among those that take
+    sessions now (rendezvous hashing). So the replicas may be listed in any order, any number of
+    workers agree without talking, and a replica that comes or goes moves only the sessions of its
+    own share. Loads are not looked at. An open session stays where it is while its replica drains.
 
     Args:
         addresses: The replicas at start.
@@ -270,6 +275,7 @@ class HashedSession(SessionTable):
         context_tokens: int = 0,
         at: str | None = None,
         avoid: Collection[str] = (),
+        room_or_not: bool = False,
     ) -> str | Nowhere:
         """Returns the address for a session's next request; see `Router.pick`."""
         session = self._open(session_id, context_tokens, at)
@@ -287,4 +293,5 @@ class HashedSession(SessionTable):
 
 
 def _weight(address: str, session_id: str) -> bytes:
-    return hashlib.blake2b(f"{address}\n{session_id}".encode(), digest_size=16).digest()
+    name = session_id.rpartition("/")[0] or session_id
+    return hashlib.blake2b(f"{address}\n{name}".encode(), digest_size=16).digest()

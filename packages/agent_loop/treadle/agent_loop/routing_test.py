@@ -275,6 +275,13 @@ def test_room_is_given_in_the_order_of_age() -> None:
     assert router.pick("small", context_tokens=1) == "a"
 
 
+def test_attempts_of_one_trajectory_go_to_one_replica() -> None:
+    """Their ids end in random digits, which must not decide in the deterministic mode."""
+    router = HashedSession(ADDRESSES)
+    for row in range(20):
+        assert router.pick(f"row-{row}/0/a1b2") == router.pick(f"row-{row}/0/c3d4")
+
+
 def test_a_replica_that_comes_or_goes_moves_its_own_share_only() -> None:
     sessions = [f"s{i}" for i in range(200)]
     three, four = HashedSession(ADDRESSES[:3]), HashedSession(ADDRESSES)

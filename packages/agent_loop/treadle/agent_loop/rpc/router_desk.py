@@ -5,7 +5,9 @@ Invariants:
 1. Whoever is told FULL by the policy waits here, and is asked for again, oldest session first,
    when a session has finished or a replica was added, came back or went away.
 2. A waiter that gives up (deadline, cancellation) holds nobody up behind it.
-3. With a lease, a session that was neither asked for nor finished for `lease_s` is finished.
+3. When nobody was given a place for `stall_s` and somebody waits, the first of them goes on, room
+   or not: sessions that hold places may wait for it, as a conversation for its sub-agent's.
+4. With a lease, a session that was neither asked for nor finished for `lease_s` is finished.
 
 The caller waits in `open`, woken by `finish`, `add` and `remove`, bounded by `wait_s`. One event
 loop owns it. It is before the policy in a worker's own process and in the routing service alike.
@@ -13,6 +15,7 @@ loop owns it. It is before the policy in a worker's own process and in the routi
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -71,12 +74,22 @@ class RouterDesk:
         router: The policy; from now on the desk is its owner.
         clock: Times the leases.
         lease_s: See the invariants; None: sessions are open until they are finished.
+        stall_s: See the invariants.
     """
 
-    def __init__(self, router: Router, *, clock: Clock, lease_s: float | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        clock: Clock,
+        lease_s: float | None = None,
+        stall_s: float = 30.0,
+    ) -> None:
         self.router = router
         self._clock = clock
         self._lease_s = lease_s
+        self._stall_s = stall_s
+        self._last_place_at = -math.inf
         self._renewed: OrderedDict[str, float] = OrderedDict()
         self._waiters: dict[str, list[_Waiter]] = {}
 
@@ -106,6 +119,7 @@ class RouterDesk:
             return None
         self._renew(session_id)
         if isinstance(place, str):
+            self._last_place_at = self._clock.now()
             self._serve_waiters()  # a move, or a session that lost its place, made room
             return place
         return await self._wait(session_id, _Waiter(context_tokens, frozenset(avoid)), wait_s)
@@ -141,7 +155,10 @@ class RouterDesk:
         self._waiters.setdefault(session_id, []).append(waiter)
         try:
             async with asyncio.timeout(wait_s):
-                return await waiter.answer
+                while not waiter.answer.done():
+                    self._break_stall()
+                    await asyncio.wait([waiter.answer], timeout=self._stall_s)
+                return waiter.answer.result()
         finally:
             others = self._waiters[session_id]
             others.remove(waiter)
@@ -153,14 +170,37 @@ class RouterDesk:
     def _serve_waiters(self) -> None:
         """Gives places to those who wait, oldest first, until there is none for the next."""
         for session_id in self.router.waiting:
-            for waiter in self._waiters[session_id]:
-                place = self.router.pick(
-                    session_id, context_tokens=waiter.context_tokens, avoid=waiter.avoid
-                )
-                if place is Nowhere.FULL:
-                    return
-                if not waiter.answer.done():
-                    waiter.answer.set_result(place if isinstance(place, str) else None)
+            if not self._serve(session_id):
+                return
+
+    def _serve(self, session_id: str, *, room_or_not: bool = False) -> bool:
+        """Answers those who wait with one session; False when there is no room."""
+        for waiter in self._waiters[session_id]:
+            place = self.router.pick(
+                session_id,
+                context_tokens=waiter.context_tokens,
+                avoid=waiter.avoid,
+                room_or_not=room_or_not,
+            )
+            if place is Nowhere.FULL:
+                return False
+            if isinstance(place, str):
+                self._last_place_at = self._clock.now()
+            if not waiter.answer.done():
+                waiter.answer.set_result(place if isinstance(place, str) else None)
+        return True
+
+    def _break_stall(self) -> None:
+        if self._clock.now() - self._last_place_at < self._stall_s:
+            return
+        if waiting := self.router.waiting:
+            _log.warning(
+                "no session was given a place for %g s, and %d wait: %s goes on without room",
+                self._stall_s,
+                len(waiting),
+                waiting[0],
+            )
+            self._serve(waiting[0], room_or_not=True)
 
     def _renew(self, session_id: str) -> None:
         if self._lease_s is not None:

@@ -57,6 +57,25 @@ async def test_who_gives_up_holds_nobody_up() -> None:
     assert await second == "a"
 
 
+async def test_who_waits_for_a_place_that_waits_for_it_goes_on_after_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A conversation holds all the room and waits for its sub-agents, which wait for room."""
+    desk, clock = make_desk("a")
+    await desk.open("parent", context_tokens=8, wait_s=1)
+    first = await start(desk, "first child", 8)
+    await clock.advance(29)
+    second = await start(desk, "second child", 8)
+    assert not first.done()
+    await clock.advance(1)
+    third = await start(desk, "third child", 8)
+    assert await first == "a"
+    assert "2 wait: first child goes on" in caplog.text or "3 wait: first child" in caplog.text
+    for waiting in (second, third):
+        assert not waiting.done()
+        waiting.cancel()
+
+
 async def test_no_room_in_time_is_a_timeout_and_the_turn_is_kept() -> None:
     desk, _ = make_desk("a")
     await desk.open("s0", context_tokens=8, wait_s=1)
