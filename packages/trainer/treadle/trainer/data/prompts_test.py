@@ -161,7 +161,10 @@ def test_a_row_can_select_its_tools_and_they_alone_are_counted() -> None:
         ({"tool_selection": ["calc"]}, r"names \['calc'\], which .*tools: \['calculator'\]"),
         ({"tool_selection": "calculator"}, "tool_selection is 'calculator'; it is a list"),
         ({"tool_selection": []}, "every train row selects none of them"),
-        ({"interaction_kwargs": {"name": "gsm9k"}}, r"names 'gsm9k', .*interactions: \['gsm8k'\]"),
+        (
+            {"interaction_kwargs": {"name": "gsm9k"}},
+            r"names 'gsm9k', .*: \['gsm8k'\]; set agent\.inter",
+        ),
     ],
 )
 def test_a_row_that_asks_for_what_is_not_there_is_an_error(

@@ -83,9 +83,12 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
                 rules.loops.resolve(loop)
                 known.add(loop)
             rules.tools_of(row)
-            heard = selected_interaction(_probe(row), rules.interactions) is not None
         except SetupError as error:
             raise DataError(f"{row.place}: {error}") from error
+        try:
+            heard = selected_interaction(_probe(row), rules.interactions) is not None
+        except SetupError as error:
+            raise DataError(f"{row.place}: {error}; set agent.interaction_catalogue") from error
         if heard and loop == SINGLE_TURN_AGENT:
             raise DataError(
                 f"{row.place}: the row names an interaction and runs as {SINGLE_TURN_AGENT!r}, "
