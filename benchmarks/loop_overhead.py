@@ -20,6 +20,7 @@ side uses, per turn; unlike the rest it does not depend on what else the machine
 import argparse
 import asyncio
 import json
+import logging
 import math
 import os
 import statistics
@@ -235,7 +236,7 @@ def main() -> None:
     if arguments.workers:
         import ray
 
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     rows = asyncio.run(run_all(arguments))
     print_table(rows)
     if arguments.out is not None:

@@ -95,11 +95,11 @@ def on_ray(num_workers: int, turns: int, *, forwarding: bool) -> Run:
     import ray
 
     options = {"num_cpus": 0, "max_concurrency": 100_000}
-    server = ray.remote(EngineActor).options(**options).remote(turns)
+    server: Any = ray.remote(EngineActor).options(**options).remote(turns)
     if forwarding:
         server = ray.remote(ForwardingServer).options(**options).remote(server)
     servers = [server]
-    workers = [
+    workers: list[Any] = [
         ray.remote(LoopWorker).options(**options).remote(servers) for _ in range(num_workers)
     ]
 

@@ -203,6 +203,9 @@ async def test_a_start_without_router_or_replica_is_an_error() -> None:
         with pytest.raises(SetupError, match="pass it alone"):
             async with connect(router=router, **arguments):
                 pass
+    with pytest.raises(SetupError, match="replicas of its own"):
+        async with connect(["a:1"], policy=StickySession(["a:1"])):
+            pass
 
 
 async def test_workers_agree_in_deterministic_mode_without_talking() -> None:
