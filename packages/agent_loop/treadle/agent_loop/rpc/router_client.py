@@ -184,9 +184,12 @@ class RemoteRouter:
             answer = await self._ask(request, deadline - self._clock.now())
             if isinstance(answer, str):
                 return answer
+            held_before = failure is not None and isinstance(failure.error, OverloadedError)
             failure = answer
             if isinstance(failure.error, OverloadedError):
                 await self._wait_until(self._clock.now(), deadline, None)  # it keeps its turn
+            elif held_before and isinstance(failure.error, GenerationTimeoutError):
+                raise TimeoutError  # too little was left to be held again; the router is well
             elif failure.action is Action.WAIT:
                 if avoid:
                     return None  # the caller knows when what it avoids has rested
