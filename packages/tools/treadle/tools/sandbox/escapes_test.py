@@ -1,20 +1,18 @@
-"""Attempts to get out of the sandbox, to stay in it, or to take more than one's share.
+"""Attempts to get out of the sandbox.
 
 Each test looks at what would have been harmed, from outside where it lies outside; an error
 message in the program proves nothing.
 """
 
-import asyncio
 import ctypes
 import os
 import socket
-import threading
 from pathlib import Path
 
 import pytest
 
 import treadle.tools.sandbox
-from treadle.tools.sandbox import Execution, LocalSandbox, Program, RunStatus
+from treadle.tools.sandbox import Execution, LocalSandbox, Program
 from treadle.tools.sandbox.seccomp import compile_filter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -32,19 +30,6 @@ CTYPES = (
 
 async def run(sandbox: LocalSandbox, code: str, **fields: object) -> Execution:
     return await sandbox.run(Program(code=code, **{"timeout_s": 30, **fields}))  # type: ignore[arg-type]
-
-
-def processes_in(namespace: str) -> list[str]:
-    """Processes of the host that live in a pid namespace."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.readlink(entry / "ns/pid") == namespace:
-                    found.append(entry.name)
-            except OSError:
-                continue
-    return found
 
 
 async def test_no_file_of_the_host_is_there(
@@ -151,118 +136,6 @@ async def test_no_packet_leaves_and_no_socket_is_reached(
         with listener, pytest.raises(BlockingIOError):
             listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()
     assert execution.stdout == "1\noffline\n", execution.stderr
-
-
-async def test_a_fork_bomb_stays_small_and_leaves_nothing(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os, time\n"
-        "print(os.readlink('/proc/self/ns/pid'))\n"
-        "def most(): return sum(name.isdigit() for name in os.listdir('/proc'))\n"
-        "count = 0\n"
-        "end = time.monotonic() + 0.5\n"
-        "parent = os.getpid()\n"
-        "while time.monotonic() < end:\n"
-        "    try: os.fork()\n"
-        "    except OSError: pass\n"
-        "    if os.getpid() == parent: count = max(count, most())\n"
-        "if os.getpid() != parent: time.sleep(60)\n"
-        "print(count)",
-    )
-    namespace, count = execution.stdout.split()[:2]
-    assert 2 < int(count) <= sandbox.limits.processes + 1
-    assert processes_in(namespace) == []
-
-
-async def test_threads_count_as_processes(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import threading\n"
-        "stop = threading.Event()\n"
-        "started = 0\n"
-        "try:\n"
-        "    while True: threading.Thread(target=stop.wait).start(); started += 1\n"
-        "except RuntimeError: print(started)\n"
-        "stop.set()",
-    )
-    assert int(execution.stdout) < sandbox.limits.processes
-
-
-async def test_memory_of_one_process_is_bounded(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import mmap\n"
-        "kept = []\n"
-        "try:\n"
-        "    while True: kept.append(bytearray(8 << 20))\n"
-        "except MemoryError: pass\n"
-        "print(len(kept) * 8)\n"
-        "try: mmap.mmap(-1, 1 << 30); print('MAPPED')\n"
-        "except (OSError, MemoryError): pass",
-    )
-    assert 0 < int(execution.stdout) <= sandbox.limits.memory_mib
-
-
-async def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os, time\n"
-        "for _ in range(9):\n"
-        "    if os.fork() == 0: break\n"
-        "kept = []\n"
-        "while True:\n"
-        "    try: kept.append(b'x' * (2 << 20)); os.write(1, b'2\\n')\n"
-        "    except MemoryError: time.sleep(60)\n"
-        "    time.sleep(0.002)",
-    )
-    assert execution.return_code == -9
-    assert (
-        "the memory limit of 256 MiB for all processes and files was exceeded" in execution.stderr
-    )
-    # Ten processes may have 256 MiB each; a look every 50 ms lets them have little more than one.
-    assert 2 * execution.stdout.count("2") < 2 * sandbox.limits.memory_mib
-
-
-async def test_there_is_no_memory_that_no_limit_sees(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        CTYPES + "call('memfd_create', b'a', 0)\n"
-        "call('shmget', 0, 1 << 30, 0o1600)\n"
-        "call('msgget', 0, 0o1600)\n"
-        "call('semget', 0, 1, 0o1600)\n"
-        "call('mq_open', b'/a', 0o102, 0o600, None)\n"
-        "call('syscall', 425, 8, 0)\n"
-        "call('syscall', 447, 0)\n",
-    )
-    assert {line.split()[1] for line in execution.stdout.splitlines()} == {"-1"}
-
-
-async def test_the_disk_is_small_wherever_it_is_filled(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os\n"
-        "written = 0\n"
-        "for top, _, _ in os.walk('/'):\n"
-        "    if top.startswith('/proc'): continue\n"
-        "    try:\n"
-        "        for number in range(9999):\n"
-        "            fd = os.open(f'{top}/{number}', os.O_WRONLY | os.O_CREAT)\n"
-        "            while True: written += os.write(fd, bytes(1 << 20))\n"
-        "    except OSError: pass\n"
-        "print(written >> 20)",
-        memory_limit_mib=200,
-    )
-    assert 0 < int(execution.stdout) <= sandbox.limits.disk_mib + sandbox.limits.shared_memory_mib
-
-
-async def test_empty_files_are_counted_too(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os\nnumber = 0\nwhile True:\n  number += 1\n  os.close(os.open(f'{number}', 64))\n"
-        "  if number % 100 == 0: os.write(1, b'.')",
-    )
-    assert execution.return_code == -9
-    assert "the limit of 2000 files and directories was exceeded" in execution.stderr
 
 
 async def test_nothing_can_be_traced_or_read(sandbox: LocalSandbox) -> None:
@@ -396,6 +269,22 @@ async def test_a_path_of_the_host_is_one_in_the_sandbox(
     assert os.listdir(tmp_path) == []
 
 
+async def test_nobody_elses_limits_or_priority_change(sandbox: LocalSandbox) -> None:
+    execution = await run(
+        sandbox,
+        "import os, resource\n"
+        "for limit in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_AS):\n"
+        "    try: resource.prlimit(1, limit, (0, 0)); print('LIMITED')\n"
+        "    except OSError: pass\n"
+        "for change in (lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),\n"
+        "               lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),\n"
+        "               lambda: os.sched_setaffinity(1, {0})):\n"
+        "    try: change(); print('CHANGED')\n"
+        "    except OSError: pass\n",
+    )
+    assert (execution.stdout, execution.return_code) == ("", 0), execution.stderr
+
+
 async def test_signals_reach_nobody_outside(sandbox: LocalSandbox) -> None:
     execution = await run(
         sandbox,
@@ -408,85 +297,6 @@ async def test_signals_reach_nobody_outside(sandbox: LocalSandbox) -> None:
     )
     assert execution.stdout == "alive\n"  # and so are we, and the supervisor that said so
     assert execution.return_code == 0
-
-
-async def test_stopping_itself_does_not_stop_the_clock(sandbox: LocalSandbox) -> None:
-    execution = await run(sandbox, "import os\nos.kill(os.getpid(), 19)", timeout_s=0.5)
-    assert execution.status is RunStatus.TIMED_OUT
-
-
-async def test_ignoring_every_signal_does_not_help(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os, signal\n"
-        "for number in range(1, 65):\n"
-        "    try: signal.signal(number, signal.SIG_IGN)\n"
-        "    except (OSError, ValueError): pass\n"
-        "print(os.readlink('/proc/self/ns/pid'))\n"
-        "os.setpgid(0, 0)\n"
-        "while True: pass",
-        timeout_s=0.5,
-    )
-    assert execution.status is RunStatus.TIMED_OUT
-    assert processes_in(execution.stdout.strip()) == []
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-async def test_endless_output_is_cut_and_its_program_ended(
-    sandbox: LocalSandbox, stream: str
-) -> None:
-    execution = await run(sandbox, f"import sys\nwhile True: sys.{stream}.write('x' * 9999)")
-    assert execution.return_code == -9
-    assert "the limit of 64 KiB of output was exceeded" in execution.stderr
-    assert getattr(execution, stream).count("x") >= 64 << 10
-    assert len(getattr(execution, stream)) < 65 << 10
-    assert execution.execution_s < 10
-
-
-async def test_output_that_is_no_text_does_not_break_the_answer(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os\nos.write(1, bytes(range(256)) + b'\\xed\\xa0\\x80\\0')\n"
-        "os.write(2, b'\\xff\\xfe{\"status\": \"Success\"}')\nprint('\\ud800')",
-    )
-    assert execution.stdout.startswith("".join(map(chr, range(128))) + "\ufffd")
-    execution.stdout.encode()
-    execution.stderr.encode()
-
-
-async def test_a_huge_input_passes_or_fits_no_more(sandbox: LocalSandbox) -> None:
-    count = "import sys\nprint(len(sys.stdin.read()))"
-    execution = await run(sandbox, count, stdin="x" * (8 << 20))
-    assert execution.stdout == f"{8 << 20}\n"
-    execution = await run(sandbox, "print(1)", stdin="x" * (8 << 20))
-    assert execution.stdout == "1\n"
-
-
-async def test_daemons_end_with_their_program(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os, time\n"
-        "print(os.readlink('/proc/self/ns/pid'))\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() == 0:\n"
-        "        for fd in (0, 1, 2): os.close(fd)\n"
-        "        time.sleep(600)\n"
-        "    os._exit(0)\n",
-    )
-    assert execution.return_code == 0
-    assert processes_in(execution.stdout.strip()) == []
-
-
-async def test_closing_the_outputs_hides_nothing(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os\nprint(os.readlink('/proc/self/ns/pid'))\nfor fd in (0, 1, 2): os.close(fd)\n"
-        "while True: pass",
-        timeout_s=0.5,
-    )
-    assert execution.status is RunStatus.TIMED_OUT
-    assert processes_in(execution.stdout.strip()) == []
 
 
 async def test_no_descriptor_is_inherited(sandbox: LocalSandbox) -> None:
@@ -521,74 +331,6 @@ async def test_devices_are_the_harmless_ones(sandbox: LocalSandbox) -> None:
         "except OSError: pass\n",
     )
     assert execution.stdout == ""
-
-
-async def test_a_crash_leaves_no_core(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os, resource\n"
-        "try: resource.setrlimit(resource.RLIMIT_CORE, (1 << 30, 1 << 30))\n"
-        "except (OSError, ValueError): pass\n"
-        "print(resource.getrlimit(resource.RLIMIT_CORE))\n"
-        "if os.fork() == 0: os.abort()\n"
-        "print(os.WCOREDUMP(os.wait()[1]), os.listdir('.'))",
-    )
-    # A limit of 1, not of 0: it keeps dumps from a handler in core_pattern as well.
-    assert execution.stdout == "(1, 1)\nFalse ['main.py']\n"
-
-
-async def test_limits_cannot_be_raised(sandbox: LocalSandbox) -> None:
-    execution = await run(
-        sandbox,
-        "import os, resource\n"
-        "for name in ('AS', 'NPROC', 'NOFILE', 'FSIZE', 'CPU', 'CORE', 'MSGQUEUE'):\n"
-        "    limit = getattr(resource, 'RLIMIT_' + name)\n"
-        "    for new in ((-1, -1), (resource.getrlimit(limit)[0] + 1,) * 2):\n"
-        "        try: resource.setrlimit(limit, new); print('RAISED', name)\n"
-        "        except (OSError, ValueError): pass\n"
-        "try: os.nice(-1); print('NICER')\n"
-        "except OSError: pass",
-    )
-    assert execution.stdout == ""
-
-
-async def test_no_time_at_all_is_a_time_out(sandbox: LocalSandbox) -> None:
-    execution = await run(sandbox, "while True: pass", timeout_s=0.001)
-    assert execution.status is RunStatus.TIMED_OUT
-
-
-async def test_a_cancelled_program_is_gone_within_a_second(sandbox: LocalSandbox) -> None:
-    """Its namespace is learnt from the worker, since it says nothing before its end."""
-    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    before = {entry for entry in os.listdir("/proc") if entry.isdigit()}
-    code = "import os, time\nfor _ in range(3):\n  if os.fork() == 0: os.setsid()\ntime.sleep(60)"
-    running = asyncio.create_task(run(sandbox, code, timeout_s=60))
-
-    def look() -> None:
-        own = os.readlink("/proc/self/ns/pid")
-        while not started.done():
-            for name in set(filter(str.isdigit, os.listdir("/proc"))) - before:
-                try:
-                    namespace = os.readlink(f"/proc/{name}/ns/pid")
-                except OSError:
-                    continue
-                if namespace != own and len(processes_in(namespace)) >= 8:
-                    asyncio.run_coroutine_threadsafe(_set(started, namespace), loop)
-                    return
-
-    async def _set(future: asyncio.Future[str], value: str) -> None:
-        future.set_result(value)
-
-    loop = asyncio.get_running_loop()
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    namespace = await asyncio.wait_for(started, 30)
-    running.cancel()
-    async with asyncio.timeout(1):
-        with pytest.raises(asyncio.CancelledError):
-            await running
-    assert processes_in(namespace) == []
-    assert sandbox.stats().running == 0
 
 
 async def test_the_host_of_these_tests_could_be_harmed() -> None:

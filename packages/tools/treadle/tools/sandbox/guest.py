@@ -249,9 +249,10 @@ def run(job: dict[str, Any]) -> NoReturn:
     module.__dict__.clear()  # which runs the `__del__` of what it held
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # closed, or nobody reads
-            status = status or 120
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (AttributeError, OSError, ValueError):
+            status = status or 120  # as the interpreter does
     os._exit(status)
 
 

@@ -49,7 +49,12 @@ async def run(sandbox: LocalSandbox, code: str, **fields: object) -> Execution:
         ("import subprocess\nprint(subprocess.run(['echo', 'a'], check=True).args)", None, 0),
         ("from multiprocessing import Pool\nprint(Pool(2).map(abs, [-1, 2]))", "[1, 2]\n", 0),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 3)))", "3\n", 0),
-        ("import sys; sys.stdout.close()", "", 120),
+        ("import sys; sys.stdout.close()", "", 0),
+        ("import sys; sys.stdout = None", "", 0),
+        ("import os; print('lost', end=''); os.close(1)", "", 120),
+        ("import sys; sys.exit('why')", "", 1),
+        ("raise KeyboardInterrupt", "", 1),
+        ("print(1, end='')\nimport sys\nsys.excepthook = print\n1/0", None, 1),
     ],
 )
 async def test_a_program_runs_as_if_python_had_been_started_with_it(

@@ -1,9 +1,10 @@
 """The system call filter of a sandboxed program, as the BPF that bubblewrap's `--seccomp` reads.
 
-Invariant: a program under the filter can neither trace nor reach into another process, mount,
-make or enter a namespace, open a socket other than a Unix one, nor get memory that RLIMIT_AS does
-not see (memfd, System V, message queues). Calls newer than the list was written against do not
-exist for it. Everything else passes: namespaces, limits and the read-only system confine it.
+Invariant: a program under the filter can neither trace nor reach into another process, nor change
+its limits or its share of the processor (process 1's, say), nor mount, make or enter a namespace,
+open a socket other than a Unix one, or get memory that RLIMIT_AS does not see (memfd, System V,
+message queues). Calls newer than the list was written against do not exist for it. Everything else
+passes: namespaces, limits and the read-only system confine it.
 
     denied = EPERM | unknown number, clone3 = ENOSYS (libc then uses clone) | other ABI = killed
 
@@ -112,6 +113,18 @@ _BY_ARCHITECTURE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "vhangup": (153, 58),
     }
 )
+# name: (x86_64, aarch64, which argument says whose); 0 is the caller itself.
+_OF_PROCESSES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
+    {
+        "ioprio_set": (251, 30, 1),
+        "prlimit64": (302, 261, 0),
+        "sched_setaffinity": (203, 122, 0),
+        "sched_setattr": (314, 274, 0),
+        "sched_setparam": (142, 118, 0),
+        "sched_setscheduler": (144, 119, 0),
+        "setpriority": (141, 140, 1),
+    }
+)
 _X86_64_ONLY: Final = {
     "_sysctl": 156,
     "create_module": 174,
@@ -147,6 +160,12 @@ def denied_calls(machine: str) -> dict[str, int]:
     return denied | _SAME_EVERYWHERE
 
 
+def calls_on_oneself(machine: str) -> dict[str, tuple[int, int]]:
+    """The calls that are refused unless they mean the caller: their number and that argument."""
+    _, column, *_ = _described(machine)
+    return {name: (row[column], row[2]) for name, row in _OF_PROCESSES.items()}
+
+
 def compile_filter(machine: str | None = None) -> bytes:
     """The filter as an array of `struct sock_filter`.
 
@@ -158,6 +177,7 @@ def compile_filter(machine: str | None = None) -> bytes:
     """
     machine = machine or platform.machine()
     architecture, _, clone, socket, ioctl = _described(machine)
+    arguments = (_FIRST_ARGUMENT, _SECOND_ARGUMENT)
     refuse = _ERRNO | errno.EPERM
     program = [
         _instruction(_LOAD, _ARCHITECTURE),
@@ -185,6 +205,9 @@ def compile_filter(machine: str | None = None) -> bytes:
     for request in _TERMINAL_INPUT:
         checks += _return_if(_JUMP_EQUAL, request, refuse)
     program += _when_called(ioctl, checks)
+    for number, place in calls_on_oneself(machine).values():
+        checks = [_instruction(_LOAD, arguments[place]), *_return_unless_equal(0, refuse)]
+        program += _when_called(number, checks)
     program.append(_instruction(_RETURN, _ALLOW))
     return b"".join(program)
 

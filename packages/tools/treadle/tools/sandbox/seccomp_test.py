@@ -5,6 +5,7 @@ import pytest
 
 from treadle.tools.sandbox.seccomp import (
     UnsupportedMachineError,
+    calls_on_oneself,
     compile_filter,
     denied_calls,
 )
@@ -68,6 +69,13 @@ def test_calls_that_depend_on_their_arguments(machine: str) -> None:
     assert verdict(machine, IOCTL[machine], 0, 0x5412) == REFUSE
     # The kernel looks at 32 bits of the request; so must the filter.
     assert verdict(machine, IOCTL[machine], 0, 1 << 32 | 0x5412) == REFUSE
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_process_changes_itself_only(machine: str) -> None:
+    for number, place in calls_on_oneself(machine).values():
+        assert verdict(machine, number, *[7] * place, 0) == ALLOW
+        assert verdict(machine, number, *[0] * place, 1) == REFUSE
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

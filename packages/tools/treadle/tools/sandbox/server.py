@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit code."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each who waits
     try:
         limits = {field.name: getattr(arguments, field.name) for field in fields(SandboxLimits)}
         sandbox = LocalSandbox(

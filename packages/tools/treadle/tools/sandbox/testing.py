@@ -1,6 +1,6 @@
 """A real sandbox server for tests, and the question whether this machine can have one.
 
-Invariant: the server of `serve_in_process` has ended when its block has. Who waits: the block's
+Invariant: the server of `server_process` has ended when its block has. Who waits: the block's
 entry, for the server's first word.
 """
 
@@ -32,6 +32,18 @@ def why_no_user_namespaces() -> str | None:
     if os.geteuid() != 0 and _DEBIAN.exists() and int(_DEBIAN.read_text()) == 0:
         return f"{_DEBIAN} is 0"
     return None
+
+
+def processes_in(namespace: str) -> list[str]:
+    """The processes of the host that live in a pid namespace, as `readlink` of one names it."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{name}/ns/pid") == namespace:
+                found.append(name)
+        except OSError:  # it ended meanwhile, or is someone else's
+            continue
+    return found
 
 
 @asynccontextmanager
