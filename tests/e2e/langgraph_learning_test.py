@@ -34,13 +34,14 @@ def test_a_few_steps_go_through_the_graph(train: Train) -> None:
         assert trajectory["num_turns"] == 2 + 2 * num_calls
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_example_learns_to_compute_to_the_end(train: Train) -> None:
-    trainer = train(f"--config={_CONFIG}", base=())
-    assert _mean(trainer, "reward/mean", range(1, 6)) <= 0.7
-    assert _mean(trainer, "reward/mean", range(31, 41)) >= 0.9
-    assert _mean(trainer, "val/accuracy", [0]) <= 0.8
-    assert _mean(trainer, "val/accuracy", [40]) >= 0.95
-    assert _mean(trainer, "rollout/turns", range(31, 41)) > _mean(
-        trainer, "rollout/turns", range(1, 6)
-    )
+    trainer = train(f"--config={_CONFIG}", "schedule.total_steps=24", base=())
+    first, last = range(1, 6), range(20, 25)
+    assert _mean(trainer, "reward/mean", first) <= 0.55
+    assert _mean(trainer, "reward/mean", last) >= 0.7
+    assert _mean(trainer, "rollout/turns", first) <= 4.5
+    assert _mean(trainer, "rollout/turns", last) >= 5.2
+    assert _mean(trainer, "val/accuracy", [0]) <= 0.6
+    assert _mean(trainer, "val/accuracy", [24]) >= 0.7
+    assert _mean(trainer, "rollout/num_failed", range(1, 25)) == 0
