@@ -89,7 +89,7 @@ class _Comparison:
             ids += extension
             if part := self._apart(place, stop, turn):
                 return Verdict.SPLIT, f"it writes {part!r} apart from the rest of its turn"
-            if following[-len(extension) :] != extension:
+            if not self._follows(turn, extension, following):
                 return Verdict.WRONG, self._parting(ids, following)
             if ids != following:
                 cause = cause or self._explained(ids, following)
@@ -115,6 +115,14 @@ class _Comparison:
         if size:
             return turn[:size]
         return (*turn, *self._closed_later(closed[-8:], self._whole(stop, open_turn=True)))
+
+    def _follows(self, turn: Ids, extension: Ids, following: Ids) -> bool:
+        """Whether the whole ends with the end of the turn's text, one token, and the extension."""
+        if following[-len(extension) :] != extension:
+            return False
+        decode = self._renderer.decode
+        before = decode(following[: -len(extension) - 1])
+        return before.endswith(decode(turn[:-1])[-4:])
 
     def _closed_later(self, end: str, following: str) -> Ids:
         """What is written between the end of a turn's text and the first stop token."""

@@ -73,6 +73,7 @@ _EOS = {
     "laguna": "</assistant>",
     "muse": "<|eot|>",
 }
+_BOTH = (Verdict.EXACT, Verdict.PAST)
 _HEAD = """\
 # Chat templates
 
@@ -203,12 +204,13 @@ def _summary(found: Mapping[str, list[Finding]]) -> str:
     exact = sum(kind == {Verdict.EXACT} for kind in kinds)
     past = sum(Verdict.PAST in kind and kind <= {Verdict.EXACT, Verdict.PAST} for kind in kinds)
     none = sum(not kind for kind in kinds)
+    rendered = sum(f.verdict in _BOTH for findings in found.values() for f in findings)
     some = len(kinds) - exact - past - none
     return (
         f"Of {len(kinds)} templates, {exact} are exact over every conversation; {past} more are in "
         f"what is appended, but rewrite what is past; {some} do not take some conversations; "
-        f"{none} are refused when they are loaded. In {sum(map(len, found.values()))} "
-        "conversations nothing was appended that the template does not write.\n\n"
+        f"{none} are refused when they are loaded. In none of {rendered} conversations that "
+        "were rendered in both ways was anything appended that the template does not write.\n\n"
     )
 
 
