@@ -12,7 +12,9 @@ Who waits: `run`, for one of the helper processes.
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -61,8 +63,10 @@ class RestrictedSandbox:
         Raises:
             SetupError: Its program is missing.
         """
-        pool = self._monty.AsyncMonty(max_processes=self._processes)
         try:
+            pool = self._monty.AsyncMonty(
+                binary_path=_monty_program(), max_processes=self._processes
+            )
             self._pool = await pool.__aenter__()
         except OSError as error:
             raise SetupError(f"cannot start the restricted interpreter: {error}") from error
@@ -143,3 +147,13 @@ class RestrictedSandbox:
 
 def _inner(error: Any) -> object:
     return error.exception()
+
+
+def _monty_program() -> Path | None:
+    """Where its wheel says that the program is: not every environment has a folder of scripts."""
+    try:
+        files = importlib.metadata.files("pydantic-monty-runtime") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    places = [Path(file.locate()).resolve() for file in files if file.name == "monty"]
+    return next((place for place in places if place.is_file()), None)
