@@ -7,6 +7,7 @@ The first kind of mistake is the model's and becomes `ToolFailure`, the second i
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Mapping
 
 from treadle.agent_loop import SetupError, ToolFailure
@@ -37,6 +38,23 @@ def no_settings(tool: str, config: Mapping[str, object] | None) -> None:
     if config:
         keys = ", ".join(map(repr, sorted(config)))
         raise SetupError(f"{tool} has no settings; remove {keys} from its config")
+
+
+def require_extra(what: str, module: str, extra: str) -> None:
+    """Refuse at start what needs a library that is not installed.
+
+    Args:
+        what: Needs it, for the error.
+        module: The library's top module.
+        extra: Of this package, that installs it.
+
+    Raises:
+        SetupError: The module is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise SetupError(
+            f"{what} needs {module}, which is not installed: pip install 'treadle-tools[{extra}]'"
+        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from treadle.agent_loop import ToolFailure, ToolSpec
 from treadle.tools.answer_check import AnswerCheck, answer_spec
-from treadle.tools.arguments import no_settings
+from treadle.tools.arguments import no_settings, require_extra
 from treadle.tools.bounded import Bounded
 
 SPEC = answer_spec(
@@ -30,12 +30,16 @@ class Geometry3kTool(AnswerCheck):
     Args:
         config: No settings are known; any key is an error.
         spec: What the model is told, if not `SPEC`.
+
+    Raises:
+        SetupError: There is a setting, or math-verify is not installed.
     """
 
     def __init__(
         self, *, config: Mapping[str, object] | None = None, spec: ToolSpec = SPEC
     ) -> None:
         no_settings(type(self).__name__, config)
+        require_extra(type(self).__name__, "math_verify", "math")
         super().__init__(spec=spec, check=self._compare)
         self._same: Bounded[tuple[str, str], bool] = Bounded(
             _comparison, name=spec.name, timeout_s=_TIMEOUT_S, processes=1

@@ -10,14 +10,13 @@ time limit. Needs the extra `math`.
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import math_verify
 
 from treadle.tools.rewards.boxed import last_boxed
 
-_FORM: Final = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+_FORM: Final = ("<think>", "</think>", r"\boxed{", "}")
 _ACCURACY_WEIGHT = 0.9
 
 
@@ -36,7 +35,13 @@ def is_right(text: str, ground_truth: str) -> bool:
 
 def has_form(text: str) -> bool:
     """Whether reasoning and answer are where they were asked to be."""
-    return _FORM.fullmatch(text) is not None
+    place = 0
+    for mark in _FORM:
+        found = text.find(mark, place)
+        if found < 0:
+            return False
+        place = found + len(mark)
+    return text.startswith(_FORM[0])
 
 
 def weigh(*, right: bool, formed: bool) -> float:

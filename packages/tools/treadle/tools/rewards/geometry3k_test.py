@@ -1,6 +1,10 @@
+import importlib.util
+import time
+
 import pytest
 
-from treadle.tools.rewards import geometry3k
+from treadle.agent_loop import SetupError
+from treadle.tools.rewards import check_data_sources, geometry3k, resolve
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,23 @@ def test_the_form_is_reasoning_and_then_a_box(text: str, formed: bool) -> None:
 def test_the_answer_weighs_nine_times_its_form() -> None:
     assert geometry3k.weigh(right=True, formed=False) == pytest.approx(0.9)
     assert geometry3k.weigh(right=False, formed=True) == pytest.approx(0.1)
+
+
+def test_marks_without_an_end_cost_no_time() -> None:
+    # The time of this process: a pattern takes hours.
+    begun = time.process_time()
+    text = "<think>" + "</think>" * 20_000 + "\\boxed{" * 20_000
+    assert not geometry3k.has_form(text)
+    assert geometry3k.has_form(text + "}")
+    assert time.process_time() - begun < 5
+
+
+def test_a_missing_library_is_told_when_the_reward_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    why = r"the reward geometry3k needs math_verify, .*pip install 'treadle-tools\[math\]'"
+    with pytest.raises(SetupError, match=why):
+        resolve("geometry3k")
+    with pytest.raises(SetupError, match=why):
+        check_data_sources(["hiyouga/geometry3k"])

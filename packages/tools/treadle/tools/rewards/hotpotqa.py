@@ -18,7 +18,7 @@ from typing import Final, Literal, get_args
 Mode = Literal["em", "f1"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
-_ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
 _WHOLE: Final = frozenset({"yes", "no", "noanswer"})
@@ -27,8 +27,15 @@ _MANY_TAGS = 10
 
 def extract(text: str) -> str | None:
     """The last answer in <answer> tags; None if there is none."""
-    answers: list[str] = _ANSWER.findall(text)
-    return answers[-1].strip() if answers else None
+    answer, place = None, 0
+    # Not by a pattern, which looks for the end again from each of a thousand tags left open.
+    while (start := text.find(_OPEN, place)) >= 0:
+        start += len(_OPEN)
+        stop = text.find(_CLOSE, start)
+        if stop < 0:
+            break
+        answer, place = text[start:stop].strip(), stop + len(_CLOSE)
+    return answer
 
 
 def normalise(answer: str) -> str:
@@ -54,6 +61,6 @@ def score(text: str, ground_truths: Sequence[str], *, mode: Mode = "em") -> floa
     given = normalise(answer)
     truths = [normalise(truth) for truth in ground_truths]
     best = float(given in truths) if mode == "em" else max(f1(given, truth) for truth in truths)
-    if max(text.count("<answer>"), text.count("</answer>")) > _MANY_TAGS:
+    if max(text.count(_OPEN), text.count(_CLOSE)) > _MANY_TAGS:
         return best / 4
     return best

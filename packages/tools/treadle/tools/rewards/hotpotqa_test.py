@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,3 +37,11 @@ def test_f1_is_symmetric_and_one_only_for_the_same_words(a: list[str], b: list[s
     assert 0.0 <= score <= 1.0
     same = sorted(one.split()) == sorted(other.split())
     assert (score == 1.0) is (same and bool(one))
+
+
+def test_tags_left_open_cost_no_time() -> None:
+    # The time of this process: a pattern takes minutes.
+    begun = time.process_time()
+    assert hotpotqa.extract("<answer>" * 100_000) is None
+    assert hotpotqa.extract("<answer>a<answer>b</answer>" + "<answer>" * 100_000) == "a<answer>b"
+    assert time.process_time() - begun < 5

@@ -13,11 +13,12 @@ Nobody waits here; what is scored in a process of its own is awaited by the runn
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
-from treadle.tools.arguments import did_you_mean
+from treadle.tools.arguments import did_you_mean, require_extra
 from treadle.tools.rewards.bounded import BoundedReward
 from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
 from treadle.tools.rewards.user import installed, load, load_installed
@@ -42,7 +43,7 @@ def resolve(
         timeout_score: What a trajectory gets that could not be scored within `timeout_s`.
 
     Raises:
-        SetupError: There is no such reward, mode or function.
+        SetupError: There is no such reward, mode or function, or its library is not installed.
     """
     if name is None:
         return _by_data_source(
@@ -55,6 +56,8 @@ def resolve(
         limit = NAMED[name].timeout_s
     if limit is None:
         return reward
+    if name in NAMED:
+        make = partial(_prepared, name, mode)
     return BoundedReward(make, name=name, timeout_s=limit, timeout_score=timeout_score)
 
 
@@ -63,7 +66,7 @@ def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> N
 
     Raises:
         SetupError: Names every unknown source and those that are known, or the reward that does
-            not know `mode`.
+            not know `mode` or whose library is not installed.
     """
     given = {str(source) for source in found}
     unknown = sorted(source for source in given if name_for_source(source) is None)
@@ -104,6 +107,14 @@ def _named(name: str, mode: str | None) -> RewardFn:
     return partial(_score, reward, _checked(reward, name, mode))
 
 
+def _prepared(name: str, mode: str | None) -> RewardFn:
+    """In a process of its own: importing the reward's library is no part of its time limit."""
+    needs = NAMED[name].needs
+    if needs is not None:
+        importlib.import_module(needs[0])
+    return _named(name, mode)
+
+
 def _by_data_source(mode: str | None, resolved: Callable[..., RewardFn]) -> RewardFn:
     if mode is not None and not any(mode in reward.modes for reward in NAMED.values()):
         known = sorted({known for reward in NAMED.values() for known in reward.modes})
@@ -129,6 +140,8 @@ def _score(reward: NamedReward, mode: str, trajectory: Trajectory) -> Score:
 
 
 def _checked(reward: NamedReward, name: str, mode: str | None) -> str:
+    if reward.needs is not None:
+        require_extra(f"the reward {name}", *reward.needs)
     if mode is None:
         return reward.modes[0]
     if mode not in reward.modes:

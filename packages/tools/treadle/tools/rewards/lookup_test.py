@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 
@@ -146,3 +148,12 @@ async def test_geometry_is_compared_as_mathematics_in_a_process_of_its_own() -> 
         "reward/format": 1.0,
         "reward/timeouts": 0,
     }
+
+
+def test_a_process_imports_the_library_before_its_first_time_limit() -> None:
+    program = (
+        "import sys; from treadle.tools.rewards import lookup; lookup.resolve('geometry3k'); "
+        "assert 'math_verify' not in sys.modules; lookup._prepared('geometry3k', None); "
+        "assert 'math_verify' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

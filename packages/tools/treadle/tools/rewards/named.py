@@ -33,11 +33,13 @@ class NamedReward:
         score: From the trajectory and a mode.
         timeout_s: Set where scoring may take any time: it then always has this limit, or the
             configuration's.
+        needs: The library that it needs and the extra that installs it.
     """
 
     modes: tuple[str, ...]
     score: Callable[[Trajectory, str], Score]
     timeout_s: float | None = None
+    needs: tuple[str, str] | None = None
 
 
 def _gsm8k(trajectory: Trajectory, mode: str) -> Score:
@@ -87,7 +89,9 @@ def _hotpotqa(trajectory: Trajectory, mode: str) -> Score:
 
 NAMED: Final[Mapping[str, NamedReward]] = MappingProxyType(
     {
-        "geometry3k": NamedReward(modes=("verl",), score=_geometry3k, timeout_s=10.0),
+        "geometry3k": NamedReward(
+            modes=("verl",), score=_geometry3k, timeout_s=10.0, needs=("math_verify", "math")
+        ),
         "gsm8k": NamedReward(modes=gsm8k.MODES, score=_gsm8k),
         "hotpotqa": NamedReward(modes=hotpotqa.MODES, score=_hotpotqa),
         "math_dapo": NamedReward(modes=math_dapo.MODES, score=_math_dapo),
