@@ -101,6 +101,8 @@ class Connection:
     async def close(self) -> None:
         """Ends the connection, and with it a server's process."""
         self._closing.set()
+        if not self._settled.is_set():  # a handshake, which may take long
+            self._life.cancel()
         await asyncio.wait([self._life])
 
     async def _live(self) -> None:

@@ -1,8 +1,8 @@
 """Discovery: what tools the configured MCP servers have, asked once at start.
 
 Invariant: a tool that was selected and is not there, a name that two servers use and a server that
-cannot be reached end the start, and say so. A server that nobody listens for yet is asked again for
-20 seconds, as in verl: it may be starting together with the run.
+cannot be reached or does not answer end the start, and say so. A server that nobody listens for yet
+is asked again for 20 seconds, as in verl: it may be starting together with the run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from treadle.tools.mcp.servers import ServerConfig, innermost
 from treadle.tools.mcp.tool import McpTool
 
 _ATTEMPTS, _WAIT_S = 10, 2.0
+_ANSWER_S = 30.0
 
 
 def discover(
@@ -93,7 +94,8 @@ async def _list(name: str, config: ServerConfig) -> list[ToolSpec]:
     while True:
         try:
             async with config.connect() as client:
-                return await _specs(client)
+                async with asyncio.timeout(_ANSWER_S):
+                    return await _specs(client)
         except Exception as error:  # a border: the SDK raises whatever its transports do
             cause = innermost(error)
             may_be_starting = isinstance(cause, httpx2.ConnectError)

@@ -6,6 +6,7 @@ top of the few that the SDK hands on (PATH, HOME, ...). Unknown keys are errors.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -59,7 +60,23 @@ class ServerConfig(BaseModel):
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
-        """A connection; it must be left by the task that entered it."""
+        """A connection; it must be left by the task that entered it.
+
+        Raises:
+            TimeoutError: The server did not answer the handshake in time.
+        """
+        limit = asyncio.timeout(_CONNECT_S)
+        try:
+            async with limit, self._client() as client:
+                limit.reschedule(None)
+                yield client
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"no handshake within {_CONNECT_S:g} s") from error
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[Client]:
         if self.command is not None:
             parameters = StdioServerParameters(
                 command=self.command, args=list(self.args), env=self.env, cwd=self.cwd

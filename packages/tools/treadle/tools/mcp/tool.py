@@ -26,7 +26,14 @@ from mcp.types import (
     TextResourceContents,
 )
 
-from treadle.agent_loop import AgentTask, Image, ToolFailure, ToolResult, ToolSpec
+from treadle.agent_loop import (
+    IMAGE_MARK,
+    AgentTask,
+    Image,
+    ToolFailure,
+    ToolResult,
+    ToolSpec,
+)
 from treadle.tools.mcp.connection import Connection, Connections
 
 
@@ -103,9 +110,14 @@ def _read(result: CallToolResult) -> tuple[str, tuple[Image, ...]]:
             case EmbeddedResource(resource=TextResourceContents(text=text)):
                 texts.append(text)
             case ImageContent(data=data, mime_type=mime):
-                images.append(Image(data=base64.b64decode(data), mime=mime))
+                try:
+                    images.append(Image(data=base64.b64decode(data), mime=mime))
+                except ValueError as error:
+                    texts.append(f"[image content, which cannot be shown: {error}]")
             case _:
                 texts.append(f"[{block.type} content, which cannot be shown]")
     if not texts and not images and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    return "\n".join(texts), tuple(images)
+    text = "\n".join(texts)
+    # In what a server writes the mark is no place for an image.
+    return (text.replace(IMAGE_MARK, "") if images else text), tuple(images)

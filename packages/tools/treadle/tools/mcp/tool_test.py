@@ -12,10 +12,21 @@ from pathlib import Path
 import pytest
 import uvicorn
 from mcp.server.mcpserver import MCPServer
+from mcp.types import CallToolResult, ImageContent, TextContent
 
-from treadle.agent_loop import AgentTask, Message, SetupError, Tool, ToolFailure
+from treadle.agent_loop import (
+    AgentTask,
+    Message,
+    SetupError,
+    Tool,
+    ToolFailure,
+    ToolResult,
+    ToolSpec,
+)
 from treadle.tools import load_catalogue
-from treadle.tools.mcp import McpTool, ServerConfig, discover, read_servers
+from treadle.tools.mcp import McpTool, ServerConfig, discover, read_servers, servers
+from treadle.tools.mcp import tool as tool_module
+from treadle.tools.mcp.connection import Connections
 
 SERVER = '''
 import os
@@ -144,6 +155,71 @@ def test_a_server_that_cannot_be_started_ends_the_start() -> None:
         discover({"broken": broken})
 
 
+SILENT = """
+import os, sys
+with open(sys.argv[1], "w") as pipe:
+    pipe.write(str(os.getpid()))
+sys.stdin.read()
+"""
+
+
+def a_silent_server(tmp_path: Path) -> tuple[McpTool, Path]:
+    """A tool of a server that never answers the handshake, and a pipe that tells its process."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    config = ServerConfig(command=sys.executable, args=("-c", SILENT, str(pipe)))
+    spec = ToolSpec(name="x", description="")
+    connections = Connections("silent", config)
+    return McpTool(spec=spec, connections=connections, places=asyncio.Semaphore(1)), pipe
+
+
+@pytest.mark.asyncio
+async def test_a_trajectory_that_ends_in_the_handshake_leaves_no_server(tmp_path: Path) -> None:
+    tool, pipe = a_silent_server(tmp_path)
+    task = a_task()
+    opening, another = (asyncio.create_task(tool.open(task)) for _ in range(2))
+    server = int(await asyncio.to_thread(pipe.read_text))
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    os.kill(server, 0)  # the other still waits for it
+    another.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await another
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_never_answers_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_CONNECT_S", 0.1)
+    tool, pipe = a_silent_server(tmp_path)
+    # Its process may or may not have come as far as the pipe.
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(ConnectionError, match=r"'silent' cannot be reached: no handshake within"):
+        await tool.open(a_task())
+    with pytest.raises(SetupError, match=r"TimeoutError: no handshake within 0\.1 s"):
+        await asyncio.to_thread(discover, {"silent": tool.connections.config})
+    os.close(reader)
+
+
+def test_what_a_model_cannot_be_shown_is_named() -> None:
+    picture = ImageContent(type="image", data="aGVsbG8=", mime_type="image/svg+xml")
+    text, images = tool_module._read(CallToolResult(content=[picture]))
+    assert images == ()
+    assert text.startswith("[image content, which cannot be shown: mime is 'image/svg+xml'")
+
+
+def test_a_servers_text_says_nothing_about_where_its_images_belong() -> None:
+    picture = ImageContent(type="image", data="aGVsbG8=", mime_type="image/png")
+    page = TextContent(type="text", text="an <image> tag, and an <image> tag")
+    text, images = tool_module._read(CallToolResult(content=[page, picture]))
+    assert ToolResult(content=text, images=images).content == "an  tag, and an  tag"
+    assert tool_module._read(CallToolResult(content=[page]))[0] == page.text
+
+
 def test_names_must_be_there_and_belong_to_one_server(counter: ServerConfig) -> None:
     with pytest.raises(SetupError, match="no MCP server has a tool 'ad', did you mean 'add'"):
         discover({"counter": counter}, selected=["ad"])
@@ -152,15 +228,15 @@ def test_names_must_be_there_and_belong_to_one_server(counter: ServerConfig) -> 
 
 
 def test_the_catalogue_takes_verls_entry(tmp_path: Path, counter: ServerConfig) -> None:
-    servers = tmp_path / "servers.json"
+    servers_file = tmp_path / "servers.json"
     entry = {"command": counter.command, "args": list(counter.args)}
-    servers.write_text(json.dumps({"mcpServers": {"counter": entry}}))
+    servers_file.write_text(json.dumps({"mcpServers": {"counter": entry}}))
     catalogue = tmp_path / "tools.yaml"
     catalogue.write_text(
         "tools:\n"
         "  - class_name: verl.tools.mcp_base_tool.MCPBaseTool\n"
         "    config: {type: mcp, rate_limit: 120, timeout: 120}\n"
-        f"    mcp: {{mcp_servers_config_path: {servers}, tool_selected_list: [read, add]}}\n"
+        f"    mcp: {{mcp_servers_config_path: {servers_file}, tool_selected_list: [read, add]}}\n"
     )
     tools: dict[str, Tool] = dict(load_catalogue(catalogue))
     assert sorted(tools) == ["add", "read"]
