@@ -3,11 +3,12 @@
 Invariant: the state of a session is the reward of the previous call, at first 0.0, and lasts for
 the whole trajectory (in verl it is lost after every call). A call that does not improve on it
 costs 0.05: so does a wrong first answer, and repeating a right one. The wording and the costs are
-verl's.
+verl's. Calls of one turn that come together are scored one after the other, in their order.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -69,16 +70,18 @@ class AnswerCheckSession:
         self._check = check
         self._ground_truth = ground_truth
         self._previous = 0.0
+        self._turn = asyncio.Lock()
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
         """Score `arguments["answer"]`; a missing answer counts as an empty one, as in verl."""
         answer = arguments.get("answer", "")
         if not isinstance(answer, str):
             answer = str(answer)
-        checked = self._check(answer, self._ground_truth)
-        reward = await checked if inspect.isawaitable(checked) else checked
-        improved = reward > self._previous
-        self._previous = reward
+        async with self._turn:
+            checked = self._check(answer, self._ground_truth)
+            reward = await checked if inspect.isawaitable(checked) else checked
+            improved = reward > self._previous
+            self._previous = reward
         return ToolResult(
             content=f"Current parsed {answer=} {reward=}",
             reward=0.0 if improved else _NO_IMPROVEMENT,

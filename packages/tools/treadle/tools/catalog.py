@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Final, cast
 
 from treadle.agent_loop import FunctionTool, SetupError, Tool, ToolSpec, function_tool
+from treadle.tools.arguments import require_extra
 from treadle.tools.documents import load_class, mapping, read_yaml, section, text
 from treadle.tools.references import load_reference
 
@@ -133,6 +134,7 @@ def _function(fields: Mapping[str, object], where: str) -> Tool:
 def _mcp_tools(
     fields: Mapping[str, object], settings: Mapping[str, object], where: str
 ) -> Sequence[Tool]:
+    require_extra(where, "mcp", "mcp")
     from treadle.tools.mcp import discover, read_servers
 
     name = text(fields["class_name"], f"{where}.class_name")
@@ -154,11 +156,12 @@ def _mcp_tools(
     if not isinstance(selected, list) or not all(isinstance(tool, str) for tool in selected):
         raise SetupError(f"{place}.tool_selected_list must be a list of names, not {selected!r}")
     rate_limit, timeout = known.get("rate_limit", 120), known.get("timeout")
-    if not isinstance(rate_limit, int) or rate_limit < 1:
+    if isinstance(rate_limit, bool) or not isinstance(rate_limit, int) or rate_limit < 1:
         raise SetupError(
             f"{where}.config.rate_limit must be an integer above 0, not {rate_limit!r}"
         )
-    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
         raise SetupError(f"{where}.config.timeout must be seconds above 0, not {timeout!r}")
     try:
         return discover(

@@ -1,3 +1,4 @@
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from treadle.agent_loop import SetupError
 from treadle.tools import CalculatorTool, Gsm8kTool, load_catalogue
 from treadle.tools.catalog import VERL_CLASSES
 from treadle.tools.documents import load_class
+from treadle.tools.references import load_reference
 
 SCHEMA = """
     tool_schema:
@@ -162,3 +164,35 @@ def test_a_typed_function_is_a_tool(catalogue: Path, tmp_path: Path) -> None:
     assert (tool.spec.name, tool.spec.parameters["required"]) == ("add", ["a", "b"])
     catalogue.write_text(f"tools: [{{function: '{tmp_path}/mine.py:double'}}]\n")
     assert list(load_catalogue(catalogue)) == ["add"]
+
+
+def test_a_file_is_run_once_and_files_of_one_name_are_two(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"here = ['{folder}']\nalso = here\n")
+    mine = load_reference(f"{tmp_path}/a/mine.py:here", "tool")
+    assert load_reference(f"{tmp_path}/a/mine.py:also", "reward") is mine
+    assert load_reference(f"{tmp_path}/a/../b/mine.py:here", "tool") == ["b"]
+    assert mine == ["a"]
+
+
+def test_what_a_users_module_raises_is_told_with_its_place(
+    tmp_path: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "treadle_broken_tool.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    catalogue.write_text("tools:\n  - class_name: treadle_broken_tool.Tool\n")
+    with pytest.raises(SetupError, match=r"tools\[0\]: cannot import .*: ZeroDivisionError"):
+        load_catalogue(catalogue)
+
+
+def test_a_missing_library_is_told_at_start(
+    catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    catalogue.write_text(MCP + SERVERS)
+    with pytest.raises(SetupError, match=r"tools\[0\] needs mcp, .*'treadle-tools\[mcp\]'"):
+        load_catalogue(catalogue)
+    catalogue.write_text("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool}]")
+    with pytest.raises(SetupError, match=r"needs math_verify, .*'treadle-tools\[math\]'"):
+        load_catalogue(catalogue)

@@ -58,8 +58,9 @@ def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> 
         raise SetupError(f"{where}: class_name {name!r} is not of the form package.module.Class")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SetupError(f"{where}: cannot import {module_name}: {error}") from error
+    except Exception as error:  # a border: a module of the user's may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise SetupError(f"{where}: cannot import {module_name}: {reason}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         near = did_you_mean(class_name, [k for k, v in vars(module).items() if isinstance(v, type)])

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Mapping
 
 import pytest
@@ -84,3 +85,19 @@ async def test_a_row_without_ground_truth_is_an_error_of_ours(
 ) -> None:
     with pytest.raises(SetupError, match=r"'train/3'.*calc_gsm8k_reward.create_kwargs.ground_t"):
         await Gsm8kTool().open(make_task(extra_info))
+
+
+@pytest.mark.asyncio
+async def test_calls_that_come_together_are_scored_in_their_order() -> None:
+    may_answer = {"7": asyncio.Event(), "42": asyncio.Event()}
+
+    async def check(answer: str, ground_truth: str) -> float:
+        await may_answer[answer].wait()
+        return float(answer == ground_truth)
+
+    session = AnswerCheckSession(check=check, ground_truth="42")
+    calls = [asyncio.create_task(session.call({"answer": said})) for said in ("42", "7", "42")]
+    may_answer["7"].set()
+    await asyncio.sleep(0)  # the second could overtake the first
+    may_answer["42"].set()
+    assert [(await call).reward for call in calls] == [0.0, -0.05, 0.0]

@@ -1,13 +1,16 @@
 """References to a user's own code: "path/to/file.py:name" or "package.module:name".
 
 Invariant: what a reference names is loaded at start; a reference that cannot be resolved is a
-`SetupError` that says what is there instead. Nobody waits.
+`SetupError` that says what is there instead. A file is run once in a process, as a module is,
+however many references name it. Nobody waits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +54,12 @@ def cannot_load(where: str, what: str, error: Exception) -> SetupError:
 def _load_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
         raise SetupError(f"the {what} file {path} does not exist (looked in {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"treadle_user_{what}_{path.stem}", path)
+    # Two files of one name are two modules.
+    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
+    name = f"treadle_user_{path.stem}_{place}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look their module up by its name.
