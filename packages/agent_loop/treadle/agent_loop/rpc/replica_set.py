@@ -13,7 +13,7 @@ Whoever needs a new server waits in `reach` for its handshake, bounded by the ca
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -83,20 +83,25 @@ class ReplicaSet:
         """How long each address is left alone, also those never reached."""
         return self._rests
 
-    async def add_all(self, addresses: Iterable[str]) -> None:
+    async def add_all(self, addresses: Sequence[str]) -> None:
         """Shakes hands with servers, waiting for those that are still starting.
 
         Raises:
             SetupError: One does not answer in time, or they do not fit; none is added then.
         """
-        links = await concurrently([self._connect(a, self._deadlines) for a in addresses])
+        links: dict[str, _Link] = {}
+
+        async def add(address: str) -> None:
+            links[address] = await self._connect(address, self._deadlines)
+
         try:
-            check([*self.servers, *(link.replica.info for link in links)], self._requirements)
-        except SetupError:
-            for link in links:
+            await concurrently([add(address) for address in addresses])
+            check([*self.servers, *(links[a].replica.info for a in addresses)], self._requirements)
+        except BaseException:
+            for link in links.values():
                 await link.channel.close()
             raise
-        self._links.update((link.replica.info.address, link) for link in links)
+        self._links.update((address, links[address]) for address in addresses)
 
     async def add_reachable(self, addresses: Iterable[str]) -> list[SetupError]:
         """The same for servers of which some may be away; returns why those are not added."""
