@@ -105,8 +105,9 @@ class CommandAgent:
             AgentCrashedError: It did not start, or ended with a status that is not 0.
         """
         tail = bytearray()
+        told = json.dumps(written_task(session.task)).encode()
         async with _pipe() as (reader, write_end):
-            process = await self._start(session, write_end)
+            process = await self._start(session, told, write_end)
             try:
                 await run_until(_drain(reader, tail), process.wait)
                 status = await process.wait()
@@ -121,11 +122,13 @@ class CommandAgent:
             raise AgentCrashedError(f"agent {self._command[0]!r} {how}: {printed}")
         return None
 
-    async def _start(self, session: AgentSession, write_end: int) -> asyncio.subprocess.Process:
+    async def _start(
+        self, session: AgentSession, told: bytes, write_end: int
+    ) -> asyncio.subprocess.Process:
         with tempfile.TemporaryFile() as task:
-            task.write(json.dumps(written_task(session.task)).encode())
-            task.seek(0)
             try:
+                task.write(told)
+                task.seek(0)
                 return await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=task,

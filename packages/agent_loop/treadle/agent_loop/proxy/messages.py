@@ -8,11 +8,13 @@ its own turns again.
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, Role, ToolCall
 
+_SURROGATE = re.compile(rb"\\u[dD]")
 _ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -105,13 +107,16 @@ def _written_content(message: Message) -> str | list[dict[str, object]]:
 
 
 def loads(text: str | bytes) -> object:
-    """Reads JSON; NaN and the infinities, which Python would take, are not JSON.
+    """Reads JSON; NaN, the infinities and half surrogates, which Python would take, are refused.
 
     Raises:
         ValueError: It is not JSON.
         RecursionError: It is nested too deeply.
     """
-    return json.loads(text, parse_constant=_refuse)
+    data: object = json.loads(text, parse_constant=_refuse)
+    if _SURROGATE.search(text if isinstance(text, bytes) else text.encode()):
+        json.dumps(data, ensure_ascii=False).encode()
+    return data
 
 
 def _refuse(constant: str) -> object:

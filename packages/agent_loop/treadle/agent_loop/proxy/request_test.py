@@ -135,6 +135,10 @@ def test_3_the_place_of_what_is_refused_is_named(values: dict[str, Any], param: 
         ),
         ({"id": 1, "function": {"name": "f", "arguments": "{}"}}, "[0]"),
         ({"id": "c", "type": "custom", "function": {}}, "[0].type"),
+        (
+            {"id": "c", "function": {"name": "f", "arguments": '"\\ud800"'}},
+            "[0].function.arguments",
+        ),
         ("f()", "[0]"),
     ],
 )
@@ -278,7 +282,16 @@ def test_9_no_message_is_answered_with_anything_but_an_api_error(messages: list[
         assert error.param.startswith("messages")
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"seed": NaN}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"seed": NaN}', b'{"\\udC00": 1}', b"\xff", b"[" * 100_000]
+)
 def test_10_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="body: "):
         read_request(body)
+
+
+def test_11_whole_surrogates_are_text() -> None:
+    (message,) = read_request(
+        b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    ).messages
+    assert message.content == "\N{GRINNING FACE}"

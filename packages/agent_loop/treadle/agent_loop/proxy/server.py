@@ -85,6 +85,7 @@ class SharedServer:
             self._app,
             log_config=None,
             access_log=False,
+            log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=_GRACE_S,
             server_header=False,

@@ -237,5 +237,5 @@ def _check_same(name: str, asked: float | None, run: float | None) -> None:
             name,
             f"it is {asked:g}, but the run samples with {default:g}, which its trainer computes "
             f"with; leave it out, set it to {default:g}, or run the loop with "
-            'sampling="run" (the run\'s is used) or "agent" (the agent\'s is used)',
+            "AgentSampling.RUN (the run's is used) or AGENT (the agent's is used)",
         )
