@@ -14,6 +14,7 @@ Nothing waits; nothing here knows token ids.
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,13 +73,16 @@ class ChatTemplate:
         tool_problem: Why results of tools cannot be shown to the model; None when they can.
 
     Raises:
-        SetupError: There is no template, it cannot render a plain chat, or its turns do not end
-            with an added token.
+        SetupError: There is no template, it does not use one of `kwargs`, it cannot render a
+            plain chat, or its turns do not end with an added token.
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, object]) -> None:
         if not tokenizer.chat_template:
             raise SetupError("the tokenizer has no chat template: add chat_template.jinja")
+        for name in kwargs:
+            if re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is None:
+                raise SetupError(f"the chat template does not use {name!r}, a template_kwarg")
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
         self._added = AddedTokens(
@@ -160,7 +164,9 @@ class ChatTemplate:
     def _before_turn(self, history: Sequence[Message]) -> tuple[Message, ...]:
         """What comes before the synthetic turn: as little as the template allows."""
         if self._counts_results and history:
-            return tuple(m if m.role == "system" else replace(m, content="") for m in history[:-1])
+            return tuple(
+                m if m.role == "system" else replace(m, content="", images=()) for m in history[:-1]
+            )
         system = (m for m in history[:1] if m.role == "system")
         return (*system, _QUESTION)
 

@@ -6,6 +6,8 @@ The templates are written for this test, each in the manner of a family of publi
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -276,6 +278,30 @@ def test_an_extension_is_exact_where_the_past_is_rewritten() -> None:
     assert renderer.decode(whole).count("easy") == 0
 
 
+texts = st.text(st.characters(codec="utf-8")) | st.sampled_from(["treadle-boundary", *TOKENS, "\n"])
+KINDS = [
+    (renderer_of(PLAIN), "<|end|>"),
+    (renderer_of(IMPLIED), "<|user|>"),
+    (renderer_of(NUMBERED), "<|close|><|end|>"),
+    (renderer_of(STRICT), "<eos>"),
+]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(KINDS), texts, st.lists(texts, min_size=1, max_size=3))
+def test_any_texts_extend_exactly(
+    kind: tuple[HfRenderer, str], said: str, answers: list[str]
+) -> None:
+    """Apart from the turn: a template may write it in another way once it is past."""
+    renderer, end = kind
+    messages = tuple(Message(role="user", content=text) for text in answers)
+    history = (ASK, Message(role="assistant", content=said))
+    new = renderer.extend(renderer.encode(said + end), messages, tools=(), history=history).ids
+    whole = renderer.render((*history, *messages), tools=()).ids
+    assert whole[-len(new) :] == new
+    assert renderer.decode(whole[: -len(new)]).endswith(said + end)
+
+
 def test_a_template_without_results_says_so() -> None:
     renderer = renderer_of(PLAIN.replace("({{ m.content }})", ""))
     assert renderer.template.tool_problem == "it leaves out a message of role 'tool'"
@@ -297,6 +323,16 @@ def test_a_result_without_an_id_gets_one() -> None:
         renderer.encode("<|end|>"), [Message(role="tool", content="what?")], tools=[TOOL]
     )
     assert renderer.decode(new.ids) == "<|tool|>0:what?<|end|><|model|>"
+
+
+def test_arguments_of_the_template_are_used_or_refused() -> None:
+    tokenizer = make_tokenizer(
+        PLAIN.replace("%}<|model|>{% endif", "%}<|model|>{{ mood }}{% endif")
+    )
+    renderer = HfRenderer(tokenizer, template_kwargs={"mood": "calm"})
+    assert renderer.decode(renderer.render([ASK], tools=()).ids).endswith("<|model|>calm")
+    with pytest.raises(SetupError, match="does not use 'moods', a template_kwarg"):
+        HfRenderer(tokenizer, template_kwargs={"moods": "calm"})
 
 
 def test_a_system_message_that_holds_our_marker_is_refused() -> None:
