@@ -24,7 +24,7 @@ _MATH_EXPRESSION = Path(__file__).parent / "math_expression" / "model"
 
 @pytest.fixture(params=RECIPES)
 def model(request: pytest.FixtureRequest) -> Path:
-    return Path(__file__).parent / request.param / "model"
+    return Path(__file__).parent / str(request.param) / "model"
 
 
 def test_it_is_small_and_bfloat16(model: Path) -> None:
