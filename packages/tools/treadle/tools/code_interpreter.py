@@ -30,6 +30,7 @@ from contextlib import AsyncExitStack
 
 from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
 from treadle.tools.code_interpreter_settings import Backend, CodeInterpreterSettings
+from treadle.tools.host_limit import HostLimit
 from treadle.tools.sandbox.execution import (
     Execution,
     Program,
@@ -37,7 +38,6 @@ from treadle.tools.sandbox.execution import (
     Sandbox,
     UnsupportedProgramError,
 )
-from treadle.tools.sandbox.host_limit import HostLimit
 from treadle.tracing import Metric, Reduce
 
 SPEC = ToolSpec(

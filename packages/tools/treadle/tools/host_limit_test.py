@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import SetupError
-from treadle.tools.sandbox.host_limit import HostLimit
+from treadle.tools.host_limit import HostLimit
 
 pytestmark = pytest.mark.asyncio
 
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from treadle.tools.sandbox.host_limit import HostLimit
+from treadle.tools.host_limit import HostLimit
 
 async def main():
     async with HostLimit("tool", int(sys.argv[2]), directory=Path(sys.argv[1])) as limit:
