@@ -117,12 +117,15 @@ class _Comparison:
         return (*turn, *self._closed_later(closed[-8:], self._whole(stop, open_turn=True)))
 
     def _follows(self, turn: Ids, extension: Ids, following: Ids) -> bool:
-        """Whether the whole ends with the end of the turn's text, one token, and the extension."""
+        """Whether the whole ends with the end of the turn's text, one token, and the extension.
+
+        But for space before that token: some templates put it there only when something follows.
+        """
         if following[-len(extension) :] != extension:
             return False
         decode = self._renderer.decode
-        before = decode(following[: -len(extension) - 1])
-        return before.endswith(decode(turn[:-1])[-4:])
+        before = decode(following[: -len(extension) - 1]).rstrip()
+        return before.endswith(decode(turn[:-1]).rstrip()[-4:])
 
     def _closed_later(self, end: str, following: str) -> Ids:
         """What is written between the end of a turn's text and the first stop token."""
