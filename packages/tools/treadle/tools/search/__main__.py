@@ -27,8 +27,10 @@ def app(index: Bm25Index) -> Starlette:
         try:
             body = await request.json()
             queries, topk = body["queries"], body.get("topk", 3)
-            if not isinstance(topk, int) or not all(isinstance(q, str) for q in queries):
-                raise TypeError("queries must be texts and topk an integer")
+            if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
+                raise TypeError("queries must be a list of texts")
+            if not isinstance(topk, int) or isinstance(topk, bool) or topk < 1:
+                raise TypeError("topk must be an integer above 0")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, status_code=422)
         found = await index.retrieve(queries, topk=topk)

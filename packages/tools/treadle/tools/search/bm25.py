@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bm25s
+import numpy
 import Stemmer
 
 from treadle.agent_loop import SetupError
@@ -28,13 +29,18 @@ class Bm25Index:
 
     Args:
         contents: The passages, title in the first line; at least one.
+
+    Raises:
+        SetupError: There is no word in them but stop words.
     """
 
     def __init__(self, contents: Sequence[str]) -> None:
         self._contents = tuple(contents)
-        self._stemmer: Any = Stemmer.Stemmer("english")
         self._bm25: Any = bm25s.BM25(method="lucene")
-        self._bm25.index(self._words(self._contents), show_progress=False)
+        words = self._words(self._contents)
+        if not any(words):
+            raise SetupError("the corpus has no word to look for")
+        self._bm25.index(words, show_progress=False)
 
     @classmethod
     def from_file(cls, path: Path) -> Bm25Index:
@@ -44,7 +50,8 @@ class Bm25Index:
             SetupError: The file cannot be read, is empty or has another line; says which.
         """
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            with path.open(encoding="utf-8") as file:
+                lines = list(file)  # not splitlines: JSON may hold U+2028 as it is
         except (OSError, UnicodeDecodeError) as error:
             raise SetupError(f"cannot read the corpus {path}: {error}") from error
         contents = [_contents(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
@@ -59,19 +66,20 @@ class Bm25Index:
         """At most `topk` passages for each query, the best first."""
         return await asyncio.to_thread(self._retrieve, queries, topk)
 
-    async def aclose(self) -> None:
+    async def enter(self) -> None:
+        """Nothing to open."""
+
+    async def leave(self) -> None:
         """Nothing to free."""
 
     def _retrieve(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
         found = []
         for words in self._words(queries):
-            scores = self._bm25.get_scores(words) if words else []
-            best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))[:topk]
+            scores = self._bm25.get_scores(words) if words else numpy.zeros(len(self))
             found.append(
                 [
                     Passage(contents=self._contents[place], score=float(scores[place]))
-                    for place in best
-                    if scores[place] > 0
+                    for place in _best(scores, topk)
                 ]
             )
         return found
@@ -80,11 +88,22 @@ class Bm25Index:
         words: list[list[str]] = bm25s.tokenize(
             list(texts),
             stopwords="en",
-            stemmer=self._stemmer,
+            stemmer=Stemmer.Stemmer("english"),  # each thread its own
             return_ids=False,
             show_progress=False,
         )
         return words
+
+
+def _best(scores: Any, topk: int) -> list[int]:
+    """Places of the largest scores above 0; equal ones in their order."""
+    places = numpy.flatnonzero(scores > 0)
+    if len(places) > topk:
+        least = numpy.partition(scores[places], -topk)[-topk]
+        places = places[scores[places] >= least]
+    order = numpy.argsort(-scores[places], kind="stable")[:topk]
+    best: list[int] = places[order].tolist()
+    return best
 
 
 def _contents(line: str, where: str) -> str:

@@ -36,8 +36,16 @@ class Retriever(Protocol):
         """
         ...
 
-    async def aclose(self) -> None:
-        """Frees what it holds."""
+    async def enter(self) -> None:
+        """Opens what it needs to be asked; each `enter` is ended by one `leave`.
+
+        Raises:
+            SetupError: A limit over processes cannot be kept here.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Frees what it holds, if nobody else uses it."""
         ...
 
 

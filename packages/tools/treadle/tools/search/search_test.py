@@ -1,11 +1,18 @@
+import asyncio
 import json
+import random
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy
 import pytest
 
-from treadle.agent_loop import AgentTask, Message, SetupError, ToolFailure
-from treadle.tools.search import SearchTool
+from treadle.agent_loop import AgentTask, LoopLimits, Message, SetupError, ToolFailure
+from treadle.tools.search import SearchTool, bm25
 from treadle.tools.search.__main__ import app
 from treadle.tools.search.bm25 import Bm25Index
 from treadle.tools.search.passage import Passage, as_text
@@ -80,6 +87,10 @@ async def test_what_the_model_asks_wrongly_it_is_told(corpus: Path, queries: obj
         ({"retrieval_service_url": "http://x", "topk": 0}, "topk must be an integer above 0"),
         ({"retrieval_service_url": "http://x", "topk": 2.5}, "topk must be an integer above 0"),
         ({"retrieval_service_url": "http://x", "default_timeout": "1"}, "a number above 0"),
+        ({"retrieval_service_url": "http://x", "default_timeout": float("nan")}, "a number above"),
+        ({"retrieval_service_url": "http://x", "num_workers": 0}, "num_workers must be an integer"),
+        ({"retrieval_service_url": "http://x", "enable_global_rate_limit": 1}, "true or false"),
+        ({"corpus_path": "x", "rate_limit": 3}, "rate_limit are for retrieval_service_url"),
     ],
 )
 def test_wrong_settings_are_found_at_start(config: dict[str, object], why: str) -> None:
@@ -89,13 +100,26 @@ def test_wrong_settings_are_found_at_start(config: dict[str, object], why: str) 
 
 @pytest.mark.parametrize(
     ("line", "why"),
-    [("", "is empty"), ("[", ":1 is not JSON"), ('{"text": "x"}', ":1 has neither")],
+    [
+        ("", "is empty"),
+        ("[", ":1 is not JSON"),
+        ('{"text": "x"}', ":1 has neither"),
+        ('{"contents": "the"}', "no word"),
+    ],
 )
 def test_a_corpus_that_is_none_is_named_with_its_line(tmp_path: Path, line: str, why: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(line)
     with pytest.raises(SetupError, match=why):
         Bm25Index.from_file(path)
+
+
+@asynccontextmanager
+async def entered(**settings: Any) -> AsyncIterator[RetrievalService]:
+    service = RetrievalService("http://search/retrieve", **settings)
+    await service.enter()
+    yield service
+    await service.leave()
 
 
 class Service:
@@ -114,10 +138,11 @@ class Service:
     async def sleep(self, seconds: float) -> None:
         self.waits.append(seconds)
 
-    def client(self, attempts: int = 3) -> RetrievalService:
-        service = RetrievalService("http://search/retrieve", attempts=attempts, sleep=self.sleep)
-        service._http = httpx.AsyncClient(transport=httpx.MockTransport(self))
-        return service
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[RetrievalService]:
+        transport = httpx.MockTransport(self)
+        async with entered(attempts=3, sleep=self.sleep, transport=transport) as service:
+            yield service
 
 
 GOOD = httpx.Response(200, json={"result": [[{"document": {"contents": "a\nb"}, "score": 2}]]})
@@ -126,7 +151,8 @@ GOOD = httpx.Response(200, json={"result": [[{"document": {"contents": "a\nb"}, 
 @pytest.mark.asyncio
 async def test_a_service_that_is_busy_or_away_is_asked_again() -> None:
     service = Service(httpx.Response(503), httpx.ConnectError("refused"), GOOD)
-    found = await service.client().retrieve(["q"], topk=1)
+    async with service.client() as client:
+        found = await client.retrieve(["q"], topk=1)
     assert found == [[Passage(contents="a\nb", score=2.0)]]
     assert service.waits == [1, 2]
 
@@ -146,20 +172,116 @@ async def test_a_service_that_is_busy_or_away_is_asked_again() -> None:
 async def test_what_the_service_lacks_is_not_the_models_fault(
     responses: list[httpx.Response | Exception], why: str
 ) -> None:
-    with pytest.raises(ConnectionError, match=why):
-        await Service(*responses).client().retrieve(["q"], topk=1)
+    async with Service(*responses).client() as client:
+        with pytest.raises(ConnectionError, match=why):
+            await client.retrieve(["q"], topk=1)
 
 
 @pytest.mark.asyncio
 async def test_the_service_of_ours_and_its_client_understand_each_other(corpus: Path) -> None:
-    service = RetrievalService("http://search/retrieve", attempts=1)
     transport = httpx.ASGITransport(app(Bm25Index.from_file(corpus)))
-    service._http = httpx.AsyncClient(transport=transport)
-    found = await service.retrieve(["France", "wheels"], topk=2)
+    async with entered(attempts=1, transport=transport) as service:
+        found = await service.retrieve(["France", "wheels"], topk=2)
     assert [[p.contents.partition("\n")[0] for p in passages] for passages in found] == [
         ["Paris"],
         ["Bicycles"],
     ]
+    transport = httpx.ASGITransport(app(Bm25Index.from_file(corpus)))
     async with httpx.AsyncClient(transport=transport) as http:
-        answer = await http.post("http://search/retrieve", json={"query": "x"})
-    assert (answer.status_code, answer.json()["detail"]) == (422, "KeyError: 'queries'")
+        for body, why in [
+            ({"query": "x"}, "KeyError: 'queries'"),
+            ({"queries": "x"}, "TypeError: queries must be a list of texts"),
+            ({"queries": ["x"], "topk": -1}, "TypeError: topk must be an integer above 0"),
+        ]:
+            answer = await http.post("http://search/retrieve", json=body)
+            assert (answer.status_code, answer.json()["detail"]) == (422, why)
+
+
+class Gate(httpx.AsyncBaseTransport):
+    """Counts the requests under way, and lets none end before it is opened."""
+
+    def __init__(self, wanted: int) -> None:
+        self.under_way = self.most = 0
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+        self._wanted = wanted
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        if self.under_way == self._wanted:
+            self.reached.set()
+        await self.opened.wait()
+        self.under_way -= 1
+        return httpx.Response(200, json={"result": [[]]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"num_workers": 2}, 4),
+        ({"num_workers": 2, "rate_limit": 3}, 3),
+        ({"num_workers": 2, "rate_limit": 9}, 4),
+    ],
+)
+@pytest.mark.asyncio
+async def test_requests_wait_for_a_place_in_the_process_and_in_the_host(
+    settings: dict[str, int], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the host's limit is kept
+    gate = Gate(most)
+    # Two services stand for two processes.
+    async with (
+        entered(transport=gate, **settings) as one,
+        entered(transport=gate, **settings) as two,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(4):
+            for service in (one, two):
+                group.create_task(service.retrieve(["q"], topk=1))
+        await gate.reached.wait()
+        gate.opened.set()
+    assert gate.most == most
+
+
+@pytest.mark.asyncio
+async def test_a_service_that_is_silent_is_given_up_before_the_loop_gives_up_the_tool() -> None:
+    async with entered(transport=Gate(1), patience_s=0.05) as service:
+        with pytest.raises(ConnectionError, match=r"did not answer within 0\.05 s, in 1 attempts"):
+            await service.retrieve(["q"], topk=1)
+    limits = LoopLimits(max_response_tokens=1)
+    assert RetrievalService("http://x")._patience_s < limits.tool_timeout_s
+
+
+@pytest.mark.asyncio
+async def test_connections_are_closed_with_the_last_trajectory() -> None:
+    tool = SearchTool(config={"retrieval_service_url": "http://127.0.0.1:9/retrieve"})
+    service = tool._retriever
+    assert isinstance(service, RetrievalService)
+    one, two = await tool.open(a_task()), await tool.open(a_task())
+    opened = service._open
+    assert opened is not None
+    await one.aclose()
+    assert not opened.http.is_closed
+    await two.aclose()
+    assert opened.http.is_closed
+    again = await tool.open(a_task())
+    assert service._open is not opened
+    await again.aclose()
+
+
+def test_a_corpus_may_hold_what_python_takes_for_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    entries = [{"title": "Rome\u2028hills", "text": "seven\x85nine"}, {"contents": "Paris"}]
+    path.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries))
+    assert len(Bm25Index.from_file(path)) == 2
+
+
+def test_the_best_are_those_of_a_sort_of_all() -> None:
+    chance = random.Random(3)
+    for _ in range(300):
+        scores = [chance.choice([0.0, 0.5, 1.0, 1.5]) for _ in range(chance.randrange(12))]
+        topk = chance.randrange(1, 8)
+        by_sorting = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+        wanted = [place for place in by_sorting if scores[place] > 0][:topk]
+        assert bm25._best(numpy.array(scores), topk) == wanted

@@ -7,16 +7,21 @@ the trajectory, never a text that is trained on. Schema, settings and wording ar
     config:
       retrieval_service_url: http://127.0.0.1:8000/retrieve   # or corpus_path: corpus.jsonl
       topk: 3
-      rate_limit: 120          # requests at a time, in one process
-      default_timeout: 30      # seconds for one answer
+      # Of a service only:
+      num_workers: 120                # requests of this process at one time
+      rate_limit: 120                 # requests of this host at one time, unless ...
+      enable_global_rate_limit: true  #   ... this is false
+      default_timeout: 30             # seconds for one answer
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
+from treadle.tools.arguments import require_extra
 from treadle.tools.documents import section
 from treadle.tools.search.passage import Retriever, as_text
 from treadle.tracing import Metric, Reduce
@@ -37,11 +42,8 @@ SPEC = ToolSpec(
     },
 )
 
-_KEYS = (
-    *("retrieval_service_url", "corpus_path", "topk", "rate_limit", "default_timeout"),
-    # verl's threads and its cluster-wide limiter: requests here need neither, see `rate_limit`.
-    *("num_workers", "enable_global_rate_limit"),
-)
+_SERVICE_KEYS = ("num_workers", "rate_limit", "enable_global_rate_limit", "default_timeout")
+_KEYS = ("retrieval_service_url", "corpus_path", "topk", *_SERVICE_KEYS)
 _MAX_QUERIES = 32
 
 
@@ -65,7 +67,12 @@ class SearchTool:
         self._retriever = _retriever(settings)
 
     async def open(self, task: AgentTask) -> SearchTool:
-        """Returns itself: a search keeps no state."""
+        """Returns itself: a search keeps no state but the connections.
+
+        Raises:
+            SetupError: A limit over processes cannot be kept here.
+        """
+        await self._retriever.enter()
         return self
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
@@ -92,7 +99,8 @@ class SearchTool:
         )
 
     async def aclose(self) -> None:
-        """Nothing to free: the connections are the run's."""
+        """Closes the connections, if no other trajectory uses them."""
+        await self._retriever.leave()
 
 
 def _retriever(settings: Mapping[str, object]) -> Retriever:
@@ -102,21 +110,35 @@ def _retriever(settings: Mapping[str, object]) -> Retriever:
             f"search needs either retrieval_service_url ({url!r}) or corpus_path ({corpus!r})"
         )
     if corpus:
+        unused = [key for key in _SERVICE_KEYS if key in settings]
+        if unused:
+            raise SetupError(
+                f"search: {', '.join(unused)} are for retrieval_service_url; a corpus_path needs "
+                "none of them"
+            )
+        require_extra("search with corpus_path", "bm25s", "search")
         from treadle.tools.search.bm25 import Bm25Index
 
         return Bm25Index.from_file(Path(str(corpus)))
+    require_extra("search with retrieval_service_url", "httpx", "search")
     from treadle.tools.search.service import RetrievalService
 
+    shared = settings.get("enable_global_rate_limit", True)
+    if not isinstance(shared, bool):
+        raise SetupError(f"search: enable_global_rate_limit must be true or false, not {shared!r}")
+    rate_limit = int(_positive(settings, "rate_limit", 120))
     return RetrievalService(
         str(url),
         timeout_s=_positive(settings, "default_timeout", 30.0),
-        rate_limit=int(_positive(settings, "rate_limit", 120)),
+        num_workers=int(_positive(settings, "num_workers", 120)),
+        rate_limit=rate_limit if shared else None,
     )
 
 
 def _positive(settings: Mapping[str, object], key: str, default: float) -> float:
     value = settings.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, type(default) | int) or value <= 0:
+    is_number = isinstance(value, type(default) | int) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         kind = "an integer" if isinstance(default, int) else "a number"
         raise SetupError(f"search: {key} must be {kind} above 0, not {value!r}")
     return value
