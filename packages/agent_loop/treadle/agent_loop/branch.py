@@ -9,7 +9,7 @@ trained in the branch that sampled it and nowhere else.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treadle.agent_loop.errors import RenderError
 from treadle.agent_loop.history import ReturnedTurn, shared_history
@@ -64,6 +64,15 @@ class Branch:
         self.turns = list(turns)
         self.busy = False
         self.last_request = -1
+
+    @property
+    def uncut_messages(self) -> tuple[Message, ...]:
+        """The messages as their ids say them, with the stop strings that texts were cut at."""
+        messages = list(self.messages)
+        for turn in self.turns:
+            if turn.uncut is not None:
+                messages[turn.index] = replace(messages[turn.index], content=turn.uncut)
+        return tuple(messages)
 
     def write(
         self,

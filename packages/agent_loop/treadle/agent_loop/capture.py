@@ -263,7 +263,7 @@ class CapturedSession:
             raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
         branches = self._by_age()
         recorded = [
-            Recorded(tokens=b.transcript.freeze(), messages=tuple(b.messages), tools=b.tools)
+            Recorded(tokens=b.transcript.freeze(), messages=b.uncut_messages, tools=b.tools)
             for b in branches
         ]
         drift = measure_drift(recorded, self._services.renderer)

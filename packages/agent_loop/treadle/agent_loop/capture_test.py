@@ -276,7 +276,10 @@ async def test_18_a_stop_string_cuts_tokens_and_text_and_may_come_back() -> None
     second = await session.complete([USER, said("go</code>"), asked("v")])
     assert second.how is Continuation.REALIGNED
     assert texts(session)[0][1] == "go</code>two<end>"
-    assert metric(session.finish(), "capture/tokens_past_stop") == 3
+    trajectory = session.finish()
+    assert metric(trajectory, "capture/tokens_past_stop") == 3
+    assert metric(trajectory, "drift/sampled") == metric(trajectory, "drift/observed") == 0
+    assert trajectory.messages[1] == said("go")
 
 
 @pytest.mark.parametrize(
