@@ -87,6 +87,8 @@ def test_any_text_is_accepted_and_malformed_spans_point_into_it(junk: str) -> No
         ('{"name": "f", "arguments": {"a": 1e999}}', "Out of range float"),
         ('{"name": "f", "arguments": {"a": "\\ud800"}}', "surrogates not allowed"),
         ('{"name": "f", "arguments": {"a": ' + "[" * 100_000 + "}}", "nested too deeply"),
+        # Python reads it, but could not pickle it.
+        ('{"name": "f", "arguments": {"a": ' + "[" * 63 + "]" * 63 + "}}", "64 levels are taken"),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "digits"),
     ],
 )
@@ -123,3 +125,9 @@ def test_good_and_bad_calls_keep_their_order() -> None:
     )
     assert parsed.malformed[0].start < parsed.call_starts[0] < parsed.call_starts[1]
     assert parsed.content == f"a {bad} b  c"
+
+
+def test_what_is_nested_and_not_too_deeply_is_read() -> None:
+    deep = "[" * 62 + "]" * 62
+    call = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>' % deep  # noqa: UP031
+    assert str(HermesParser().parse(call).calls[0].arguments["a"]) == deep

@@ -1,7 +1,8 @@
 """JSON in a text: where it ends, and what is wrong with it, said for a model to read.
 
 Invariant: only JSON is read, and only what can be written as JSON again: no NaN, no lone
-surrogates, no number beyond a double. Nothing is evaluated.
+surrogates, no number beyond a double, and nothing nested so deeply that it could not be pickled or
+copied on its way through a run. Nothing is evaluated.
 """
 
 import json
@@ -22,6 +23,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise CallError(f"{name} is not JSON")
 
 
+_MAX_DEPTH = 64
+_TOO_DEEP = f"the JSON is nested too deeply: {_MAX_DEPTH} levels are taken"
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -40,10 +43,27 @@ def decode_json(text: str, start: int = 0) -> tuple[object, int]:
         kind = _CutStringError if cut else CallError
         raise kind(f"{error.msg} at character {error.pos - start} of its JSON") from None
     except RecursionError:
-        raise CallError("the JSON is nested too deeply") from None
+        raise CallError(_TOO_DEEP) from None
     except ValueError as error:
         raise CallError(str(error)) from None
+    if _is_deep(value):
+        raise CallError(_TOO_DEEP)
     return value, stop
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        inside: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                inside.extend(item.values())
+            elif isinstance(item, list):
+                inside.extend(item)
+        if not any(isinstance(item, dict | list) for item in level):
+            return False
+        level = inside
+    return True
 
 
 def read_json(scan: Scan, start: int, *before: str) -> tuple[object, int]:
