@@ -16,6 +16,7 @@ cancelled there, so what may hang should be `async`.
 import asyncio
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
@@ -170,7 +171,9 @@ def _fits(value: object, schema: Mapping[str, object]) -> bool:
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                return False
+            return abs(value) <= sys.float_info.max  # an integer may be beyond what floats are
         case "array":
             items = typing.cast(Mapping[str, object], schema["items"])
             return isinstance(value, list) and all(_fits(item, items) for item in value)

@@ -138,3 +138,15 @@ def test_functions_that_cannot_be_described_are_refused() -> None:
             function_tool(unknown)
     with pytest.raises(TypeError, match="'x' of positional needs a type and a name"):
         function_tool(positional)
+
+
+@pytest.mark.asyncio
+async def test_an_integer_that_no_float_holds_is_the_models_fault() -> None:
+    @function_tool
+    def half(x: float) -> str:
+        """Halves."""
+        return str(x / 2)
+
+    assert (await half.call({"x": 3})).content == "1.5"
+    with pytest.raises(ToolFailure, match=r"argument x is 1000.*; expected number"):
+        await half.call({"x": 10**400})
