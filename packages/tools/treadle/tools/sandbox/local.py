@@ -75,7 +75,8 @@ class LocalSandbox:
 
     Args:
         limits: Of each program.
-        places: Programs at one time; None: as many as this process may use cores.
+        places: Programs at one time; None: two for each core that this process may use, since a
+            program that starts waits as much as it computes.
         queue: Programs that may wait.
         warm: Interpreters kept ready.
         packages: Distributions that programs can import, with what those require.
@@ -96,7 +97,7 @@ class LocalSandbox:
         preload: Sequence[str] = ("numpy", "sympy"),
     ) -> None:
         self.limits = limits or SandboxLimits()
-        self._num_places = places if places is not None else len(os.sched_getaffinity(0))
+        self._num_places = 2 * len(os.sched_getaffinity(0)) if places is None else places
         if self._num_places < 1:
             raise ValueError(f"places is {places}; it must be at least 1")
         for name, value in (("queue", queue), ("warm", warm)):

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     names = _comma_separated
     parser.add_argument("--host", default="127.0.0.1", help="anyone who reaches it can run code")
     parser.add_argument("--port", type=int, default=8080, help="0: any that is free")
-    parser.add_argument("--places", type=int, help="programs at one time; none: one per core")
+    parser.add_argument("--places", type=int, help="programs at one time; none: two per core")
     parser.add_argument("--queue", type=int, default=1024, help="programs that may wait")
     parser.add_argument("--warm", type=int, default=2, help="interpreters kept ready")
     parser.add_argument("--packages", type=names, default=("numpy", "sympy"), metavar="A,B")
