@@ -184,6 +184,8 @@ async def test_a_trajectory_that_ends_in_the_handshake_leaves_no_server(tmp_path
         await opening
     os.kill(server, 0)  # the other still waits for it
     another.cancel()
+    ended, _ = await asyncio.wait([another], timeout=30)
+    assert another in ended
     with pytest.raises(asyncio.CancelledError):
         await another
     with pytest.raises(ProcessLookupError):
