@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tests.chat_templates.conversations import REASONING, TOOLS, Conversation
+from chat_templates.conversations import REASONING, TOOLS, Conversation
 from treadle.agent_loop import RenderError
 from treadle.agent_loop.hf import HfRenderer
 

@@ -9,12 +9,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.chat_templates import table
-from tests.chat_templates.conversations import CONVERSATIONS, thinking
-from tests.chat_templates.fidelity import Verdict, compare
-from treadle.agent_loop import Message
+from chat_templates import table
+from chat_templates.conversations import CONVERSATIONS, thinking
+from chat_templates.fidelity import Verdict, compare
+from treadle.agent_loop import Message, Rendering
 from treadle.agent_loop.hf import HfRenderer
-from treadle.agent_loop.renderer import Rendering
 
 DATA = os.environ.get("TREADLE_TEST_DATA")
 PAGE = Path(__file__).parents[2] / "docs/chat_templates.md"

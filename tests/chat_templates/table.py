@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tests.chat_templates.conversations import (
+from chat_templates.conversations import (
     CONVERSATIONS,
     REASONING,
     TOOLS,
@@ -25,7 +25,7 @@ from tests.chat_templates.conversations import (
     reduced,
     thinking,
 )
-from tests.chat_templates.fidelity import Finding, Verdict, compare
+from chat_templates.fidelity import Finding, Verdict, compare
 from treadle.agent_loop import RenderError, SetupError, ToolCall, ToolSpec
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.hf_template import PROBE_CALL, ChatTemplate
