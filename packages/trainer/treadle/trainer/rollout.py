@@ -25,6 +25,7 @@ from treadle.agent_loop import (
     SamplingParams,
     Services,
     SetupError,
+    StickySession,
     TokenGenerator,
     Trajectory,
 )
@@ -130,8 +131,9 @@ class Rollout:
         connected = asyncio.Event()
 
         async def run() -> None:
+            policy = StickySession(cache_tokens=self.config.rollout.cache_tokens)
             async with connect(
-                self.replicas.addresses, requirements=self.requirements
+                self.replicas.addresses, requirements=self.requirements, policy=policy
             ) as generator:
                 connected.set()
                 await self._runner(generator, sampling, min_weight_version).run(tasks, sink)

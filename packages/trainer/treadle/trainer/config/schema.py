@@ -187,6 +187,10 @@ class RolloutConfig(Section):
     """Longest rest of a trajectory after the prompt, in tokens, tool results included."""
     max_in_flight: Count = 64
     """Completions that one server computes at a time."""
+    cache_tokens: Count | None = None
+    """Tokens of trajectories that one server's prefix cache holds. A trajectory then waits for its
+    place until those at its server fit together, so that long ones do not push each other out.
+    Null: no trajectory waits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the servers' weights, and of the weights pushed to them."""
     threads: Count | None = None
