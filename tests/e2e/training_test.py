@@ -21,7 +21,7 @@ def _check_versions(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("sync.transport=inline", "rollout.num_replicas=2"),
+        ("sync.transport=inline", "rollout.num_replicas=2", "rollout.cache_tokens=2000"),
         ("sync.transport=file", "rollout.temperature=0.7"),
     ],
     ids=["inline", "file"],
