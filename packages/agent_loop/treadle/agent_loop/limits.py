@@ -161,9 +161,13 @@ class LoopLimits:
         head, tail, cut = _keep(text, self.max_tool_response_chars, side)
         if self.max_tool_response_tokens is not None:
             keep = self.max_tool_response_tokens
-            ids = codec.encode(head) + codec.encode(tail)
-            if len(ids) > keep:
-                first, last, cut = _keep(ids, keep, side)
+            first, last = codec.encode(head), codec.encode(tail)
+            if len(first) + len(last) > keep:
+                if cut and side is TruncateSide.MIDDLE:  # the middle is between them
+                    half = keep // 2
+                    first, last = first[:half], last[len(last) - min(half, len(last)) :]
+                else:
+                    first, last, cut = _keep(first + last, keep, side)
                 # A character that the cut went through decodes to the replacement character.
                 head = codec.decode(first).rstrip(_SPLIT)
                 tail = codec.decode(last).lstrip(_SPLIT)

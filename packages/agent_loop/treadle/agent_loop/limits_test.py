@@ -81,6 +81,17 @@ def test_characters_are_cut_first_and_there_is_one_marker() -> None:
     assert limits.truncate_tool_text("abcdef", ByteRenderer()) == "ab...(truncated)...ef"
 
 
+def test_what_the_characters_left_apart_is_not_joined_by_the_tokens() -> None:
+    """The head has three times the tokens of the tail: their middle is not where the cut is."""
+    limits = LoopLimits(
+        max_response_tokens=1, max_tool_response_chars=8, max_tool_response_tokens=14
+    )
+    text = "\N{SNOWMAN}" * 4 + "x" * 10 + "abcd"
+    assert limits.truncate_tool_text(text, ByteRenderer()) == (
+        "\N{SNOWMAN}\N{SNOWMAN}...(truncated)...abcd"
+    )
+
+
 def test_a_character_that_the_cut_goes_through_is_dropped() -> None:
     """Each of these has three bytes, which are this renderer's tokens."""
     limits = LoopLimits(
