@@ -15,6 +15,7 @@ loop is imported when it is first asked for:
 
 import importlib
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Final, cast
 
 from treadle.agent_loop.errors import SetupError, UnknownLoopError
@@ -96,7 +97,8 @@ def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER
     )
     for point in metadata.entry_points(group=LOOP_ENTRY_POINTS):
         try:
-            registry = registry.adding(point.name, point.value)
+            # A value may end with the extras that the loop needs: "module:Class [extra]".
+            registry = registry.adding(point.name, point.value.partition("[")[0].strip())
         except SetupError as error:
             package = point.dist.name if point.dist is not None else "an installed package"
             raise SetupError(f"{package} offers an agent loop: {error}") from error
@@ -105,15 +107,17 @@ def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER
 
 def _import_loop(target: str, shown: str) -> AgentLoop:
     module_name, _, attribute = target.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownLoopError(f"agent loop {shown} cannot be imported: {error}") from error
+    try:  # a module of the user's may raise anything
+        factory = attrgetter(attribute)(importlib.import_module(module_name))
+    except Exception as error:
+        raise UnknownLoopError(
+            f"agent loop {shown} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     try:
         loop = factory() if isinstance(factory, type) else factory
-    except TypeError as error:
+    except Exception as error:
         raise UnknownLoopError(
-            f"agent loop {shown} cannot be made without arguments: {error}"
+            f"agent loop {shown} cannot be made without arguments: {type(error).__name__}: {error}"
         ) from error
     if not callable(getattr(loop, "run", None)):
         raise UnknownLoopError(f"agent loop {shown} has no method run(task, services)")

@@ -42,7 +42,7 @@ def test_a_loop_can_be_named_in_full_and_is_made_once() -> None:
         ("no.such.module:Loop", "No module named 'no'"),
         ("treadle.agent_loop.single_turn:Nope", "no attribute 'Nope'"),
         ("treadle.agent_loop.types:Message", "cannot be made without arguments"),
-        ("treadle.agent_loop.types:StopReason.X", "no attribute"),
+        ("treadle.agent_loop.types:StopReason.X", "cannot be imported: AttributeError: X"),
         ("treadle.agent_loop:derive_seed", "no method run"),
     ],
 )
@@ -75,6 +75,37 @@ def install(site: Path, package: str, **loops: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     points = "".join(f"{name} = {value}\n" for name, value in loops.items())
     (info / "entry_points.txt").write_text(f"[treadle.agent_loops]\n{points}")
+
+
+def test_whatever_a_users_module_raises_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_syntax.py").write_text("class Loop:\n  def run(self:\n")
+    (tmp_path / "broken_import.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "broken_init.py").write_text(
+        "class Loop:\n  def __init__(self):\n    raise KeyError('HOST')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, problem in (
+        ("broken_syntax", r"cannot be imported: SyntaxError: .*broken_syntax\.py"),
+        ("broken_import", "cannot be imported: RuntimeError: no licence"),
+        ("broken_init", "cannot be made without arguments: KeyError: 'HOST'"),
+    ):
+        with pytest.raises(UnknownLoopError, match=f"'{name}:Loop' {problem}"):
+            LoopRegistry({}).resolve(f"{name}:Loop")
+
+
+def test_a_loop_may_stand_inside_of_a_class_and_need_an_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are forms that the metadata of packages allow."""
+    (tmp_path / "nested_loops.py").write_text(
+        "from treadle.agent_loop import SingleTurnLoop\nclass Outer:\n  Loop = SingleTurnLoop\n"
+    )
+    install(tmp_path, "nesting", nested="nested_loops:Outer.Loop [fast,slow]")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    assert isinstance(default_loops().resolve("nested"), SingleTurnLoop)
 
 
 def test_installed_packages_offer_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
