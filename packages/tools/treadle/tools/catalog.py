@@ -160,8 +160,9 @@ def _mcp_tools(
         raise SetupError(
             f"{where}.config.rate_limit must be an integer above 0, not {rate_limit!r}"
         )
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
+    if timeout is not None and (
+        isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
+    ):
         raise SetupError(f"{where}.config.timeout must be seconds above 0, not {timeout!r}")
     try:
         return discover(

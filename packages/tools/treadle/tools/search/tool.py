@@ -137,8 +137,11 @@ def _retriever(settings: Mapping[str, object]) -> Retriever:
 
 def _positive(settings: Mapping[str, object], key: str, default: float) -> float:
     value = settings.get(key, default)
-    is_number = isinstance(value, type(default) | int) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, type(default) | int)
+        or not 0 < value < math.inf
+    ):
         kind = "an integer" if isinstance(default, int) else "a number"
         raise SetupError(f"search: {key} must be {kind} above 0, not {value!r}")
     return value
