@@ -193,7 +193,7 @@ class RolloutRunner:
             ) as trace:
                 async with timeout:
                     with boundary(LoopError, f"agent loop {task.loop!r}, task {task.task_id!r}"):
-                        trajectory = await loop.run(task, services)
+                        trajectory = _checked(await loop.run(task, services), task)
                     services.pulse.beat("being scored")
                     trajectory = await self._score(trajectory)
                 trace.set(stop=trajectory.stop.value, reward=trajectory.reward)
@@ -223,6 +223,19 @@ class RolloutRunner:
             score = Score.of(await result if inspect.isawaitable(result) else result)
         metrics = (*trajectory.metrics, *score.metrics)
         return replace(trajectory, reward=float(score.value), metrics=metrics)
+
+
+def _checked(result: object, task: AgentTask) -> Trajectory:
+    """A loop that forgets to return is broken; its attempt fails, and no other."""
+    if not isinstance(result, Trajectory):
+        raise TypeError(f"run() gave {result!r:.80}, which is no Trajectory")
+    given = result.task
+    if (given.task_id, given.rollout_index) != (task.task_id, task.rollout_index):
+        raise ValueError(
+            f"run() gave a trajectory of task {given.task_id!r}, rollout {given.rollout_index}, "
+            f"not of rollout {task.rollout_index} of the one that it was given"
+        )
+    return result
 
 
 async def _open_source(

@@ -1,6 +1,7 @@
 """Tests of the runner: its numbered invariants, strategies, deadlines, cancellation."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 
 from treadle.agent_loop import (
     AgentTask,
+    Conversation,
     Drop,
     FailFast,
     LoopError,
@@ -234,6 +236,53 @@ async def test_a_bug_in_a_loop_is_isolated_and_named() -> None:
     assert isinstance(failed.error, LoopError)
     assert "agent loop 'gated', task 't0': KeyError: 'oops'" in str(failed.error)
     assert isinstance(failed.error.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, r"run\(\) gave None, which is no Trajectory"),
+        ("text", r"run\(\) gave 'text', which is no Trajectory"),
+        (Trajectory.failed(task(7), LoopError("x")), "of task 't7', rollout 0, not of rollout 0"),
+    ],
+)
+async def test_a_loop_that_gives_something_else_fails_alone(result: object, said: str) -> None:
+    class Odd:
+        async def run(self, task: AgentTask, services: Services) -> Trajectory:
+            return result  # type: ignore[return-value]
+
+    sink = Collected()
+    odd = RolloutRunner(
+        default_loops().adding("odd", Odd()),
+        replace(SERVICES, reward=lambda trajectory: 1.0),
+        max_in_flight=4,
+        deadline_s=60.0,
+        strategy=Drop(),
+    )
+    report = await odd.run([task(0, "odd"), task(1)], sink)
+    assert (report.num_tasks, report.num_failed) == (2, 1)
+    (failed,) = [t for t in sink.trajectories if t.error is not None]
+    assert isinstance(failed.error, LoopError)
+    assert re.search(said, str(failed.error))
+
+
+async def test_a_reward_of_a_loop_that_is_no_number_fails_its_attempt() -> None:
+    class Odd:
+        async def run(self, task: AgentTask, services: Services) -> Trajectory:
+            with Conversation(task, services) as chat:
+                await chat.generate()
+                return chat.finish(StopReason.FINISHED, reward=float("nan"))
+
+    sink = Collected()
+    odd = RolloutRunner(
+        default_loops().adding("odd", Odd()),
+        SERVICES,
+        max_in_flight=4,
+        deadline_s=60.0,
+        strategy=Drop(),
+    )
+    await odd.run([task(0, "odd")], sink)
+    assert "the reward is nan; it must be a finite number" in str(sink.trajectories[0].error)
 
 
 async def test_a_loop_that_ends_as_cancelled_by_itself_is_no_lost_task() -> None:

@@ -13,6 +13,7 @@ The loop waits in `call`, at most `LoopLimits.tool_timeout_s`, then cancels it. 
 may run at the same time on one session; a session that cannot bear it holds its own lock.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,7 +39,7 @@ class ToolResult:
 
     Raises:
         TypeError: The content is no text.
-        ValueError: The marks do not fit the images.
+        ValueError: The marks do not fit the images, or the reward is not finite.
     """
 
     content: str
@@ -50,6 +51,8 @@ class ToolResult:
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
             raise TypeError(f"content must be a text, not {type(self.content).__name__}")
+        if not math.isfinite(self.reward):
+            raise ValueError(f"the reward is {self.reward}; it must be a finite number")
         check_image_marks(self.content, self.images)
 
 

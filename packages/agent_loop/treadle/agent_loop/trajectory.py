@@ -10,6 +10,7 @@ history that was compacted, an agent that edits what it said before) has a sampl
 share the reward, and are one member of their group.
 """
 
+import math
 from dataclasses import dataclass
 
 from treadle.agent_loop.errors import RolloutError
@@ -50,6 +51,9 @@ class Trajectory:
         metrics: Counts and times, named as `tool/calls`, `agent_loop/generate_s`.
         findings: What is worth a look, in the order in which it happened.
         error: Why the attempt failed.
+
+    Raises:
+        ValueError: Stop and error contradict, or the reward is not finite.
     """
 
     task: AgentTask
@@ -68,6 +72,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if (self.error is not None) is not (self.stop is StopReason.ERROR):
             raise ValueError(f"stop is {self.stop} and error is {self.error!r}; they contradict")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"the reward is {self.reward}; it must be a finite number")
 
     @classmethod
     def failed(cls, task: AgentTask, error: RolloutError) -> "Trajectory":
