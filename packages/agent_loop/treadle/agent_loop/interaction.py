@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -41,6 +42,7 @@ class InteractionReply:
         metrics: Carried into `Trajectory.metrics`.
 
     Raises:
+        TypeError: The content is no text.
         ValueError: The score is not finite.
     """
 
@@ -50,6 +52,8 @@ class InteractionReply:
     metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.content, str):
+            raise TypeError(f"content must be a text, not {type(self.content).__name__}")
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"the score is {self.score}; it must be a finite number")
 
@@ -84,23 +88,38 @@ def selected_interaction(
     """Returns the interaction that the task's row names; None when it names none.
 
     Args:
-        task: `fields["extra_info"]["interaction_kwargs"]["name"]` is a name, None or absent.
+        task: `fields["extra_info"]["interaction_kwargs"]["name"]` is a name. None or absent: all
+            of `interaction_kwargs` is.
         interactions: By name.
 
     Raises:
-        SetupError: The name is not there.
+        SetupError: The name is not there, or left out beside other settings.
     """
-    value: object = task.fields
-    for key in ("extra_info", "interaction_kwargs", "name"):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if value is None:
-        return None
-    if not isinstance(value, str) or value not in interactions:
+    extra = task.fields.get("extra_info")
+    kwargs = extra.get("interaction_kwargs") if isinstance(extra, Mapping) else None
+    if not isinstance(kwargs, Mapping):
+        if kwargs is None:
+            return None
         raise SetupError(
-            f"task {task.task_id!r}: interaction_kwargs names {value!r}, which is not configured; "
-            f"configured interactions: {sorted(interactions)}"
+            f"task {task.task_id!r}: interaction_kwargs is {kwargs!r:.80}; it is a mapping"
         )
-    return interactions[value]
+    # A parquet column of structs holds null for every key that any other row has.
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    if not given:
+        return None
+    configured = f"configured interactions: {sorted(interactions)}"
+    if "name" not in given:
+        raise SetupError(
+            f"task {task.task_id!r}: interaction_kwargs has {sorted(given)} and no name; "
+            f"{configured}"
+        )
+    name = given["name"]
+    if not isinstance(name, str) or name not in interactions:
+        raise SetupError(
+            f"task {task.task_id!r}: interaction_kwargs names {name!r}, which is not configured; "
+            f"{configured}"
+        )
+    return interactions[name]
 
 
 class Respondent:
@@ -138,9 +157,10 @@ class Respondent:
         traceback: TracebackType | None,
     ) -> None:
         if self._session is not None:
-            await run_shielded(
-                self._close(self._session), timeout_s=2 * self._limits.close_timeout_s
-            )
+            with suppress(TimeoutError):  # `_close` has said so
+                await run_shielded(
+                    self._close(self._session), timeout_s=2 * self._limits.close_timeout_s
+                )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -178,3 +198,9 @@ class Respondent:
         except InteractionError as error:
             # The trajectory is complete and good; what leaks is named.
             _logger.warning("task %s: %s", self._task.task_id, error)
+        except asyncio.CancelledError:  # by the shield's limit; its own was swallowed
+            _logger.warning(
+                "task %s: an interaction could not be closed: it did not end when it was cancelled",
+                self._task.task_id,
+            )
+            raise

@@ -136,7 +136,7 @@ async def test_5_a_cut_turn_is_not_heard() -> None:
 @pytest.mark.asyncio
 async def test_6_who_names_none_talks_to_nobody() -> None:
     teacher = ScriptedInteraction()
-    for extra in ({}, {"interaction_kwargs": None}, {"interaction_kwargs": {"query": "q"}}):
+    for extra in ({}, {"interaction_kwargs": None}):
         task = replace(TASK, fields={"extra_info": extra})
         trajectory = await ToolAgentLoop().run(task, services(["41"], teacher))
         assert trajectory.stop is StopReason.FINISHED
@@ -189,6 +189,8 @@ async def test_10_what_it_reports_is_carried_and_no_score_is_no_zero() -> None:
     trajectory = await ToolAgentLoop().run(TASK, services(["41"], teacher))
     assert mood in trajectory.metrics
     assert trajectory.turn_scores == ()
+    with pytest.raises(TypeError, match="content must be a text, not NoneType"):
+        InteractionReply(content=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the score is nan"):
         InteractionReply(content="", score=float("nan"))
 
@@ -210,3 +212,43 @@ async def test_11_bad_replies_and_closings_are_named(caplog: pytest.LogCaptureFi
     with pytest.raises(InteractionError, match=r"respond\(\) gave None, which is no Inter"):
         await ToolAgentLoop().run(TASK, services(["41"], _Forgetful()))
     assert "could not be closed: OSError: cannot hang up" in caplog.text
+
+
+class _Clinging(ScriptedInteraction):
+    """Does not even end when its closing is cancelled, until it is cancelled once more."""
+
+    async def open(self, task: AgentTask) -> "_Clinging":  # type: ignore[override]
+        return self
+
+    async def respond(self, messages: Sequence[Message]) -> InteractionReply:
+        return RIGHT
+
+    async def aclose(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_12_who_resists_the_closing_spoils_no_trajectory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kit = services(["42"], _Clinging(), tool_timeout_s=0.05)
+    trajectory = await ToolAgentLoop().run(TASK, kit)
+    assert trajectory.turn_scores == (1.0,)
+    assert "could not be closed: it did not end when it was cancelled" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_13_settings_without_a_name_are_refused() -> None:
+    """A parquet column of structs holds null for every key in the rows without an interaction."""
+    for kwargs in ({"query": None, "name": None}, {}):
+        task = replace(TASK, fields={"extra_info": {"interaction_kwargs": kwargs}})
+        trajectory = await ToolAgentLoop().run(task, services(["41"], ScriptedInteraction()))
+        assert asked(trajectory) == []
+    task = replace(TASK, fields={"extra_info": {"interaction_kwargs": {"query": "q"}}})
+    with pytest.raises(SetupError, match=r"interaction_kwargs has \['query'\] and no name; "):
+        SetupError, match=r"interaction_kwargs has \['query'\] and no name; .*teach"
+    ):
+        await ToolAgentLoop().run(task, services([], ScriptedInteraction()))

@@ -378,6 +378,10 @@ async def test_27_a_row_selects_its_tools() -> None:
     unknown = replace(TASK, fields={"extra_info": {"tool_selection": ["lookup", "look"]}})
     with pytest.raises(SetupError, match=r"names \['look'\], which .* tools: \['lookup'\]"):
         await ToolAgentLoop().run(unknown, kit)
+    for odd in ("lookup", 7, [7], [{"name": "lookup"}], [None], b"lookup"):
+        task = replace(TASK, fields={"extra_info": {"tool_selection": odd}})
+        with pytest.raises(SetupError, match="it is a list of names"):
+            await ToolAgentLoop().run(task, kit)
 
 
 @pytest.mark.asyncio

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -56,8 +57,14 @@ def selected_tools(task: AgentTask, tools: Mapping[str, Tool]) -> Mapping[str, T
     names = extra.get("tool_selection") if isinstance(extra, Mapping) else None
     if names is None:
         return tools
-    if not isinstance(names, Sequence) or isinstance(names, str):
-        raise SetupError(f"task {task.task_id!r}: tool_selection is {names!r}; it is a list")
+    if (
+        not isinstance(names, Sequence)
+        or isinstance(names, str)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise SetupError(
+            f"task {task.task_id!r}: tool_selection is {names!r:.80}; it is a list of names"
+        )
     if unknown := [name for name in names if name not in tools]:
         raise SetupError(
             f"task {task.task_id!r}: tool_selection names {unknown}, which are not configured; "
@@ -100,7 +107,8 @@ class Toolbox:
         traceback: TracebackType | None,
     ) -> None:
         if self._sessions:
-            await run_shielded(self._close(), timeout_s=2 * self._limits.close_timeout_s)
+            with suppress(TimeoutError):  # `_close_one` has said which
+                await run_shielded(self._close(), timeout_s=2 * self._limits.close_timeout_s)
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
@@ -198,9 +206,15 @@ class Toolbox:
                 async with asyncio.timeout(self._limits.close_timeout_s):
                     await session.aclose()
         except ToolError as error:
-            # The trajectory is complete and good; what leaks is named and counted.
-            self._counts["close_errors"] += 1
-            _logger.warning("task %s: %s", self._task.task_id, error)
+            self._leaks(str(error))
+        except asyncio.CancelledError:  # by the shield's limit; its own was swallowed
+            self._leaks(f"tool {name!r} could not be closed: it did not end when it was cancelled")
+            raise
+
+    def _leaks(self, what: str) -> None:
+        """The trajectory is complete and good; what leaks is named and counted."""
+        self._counts["close_errors"] += 1
+        _logger.warning("task %s: %s", self._task.task_id, what)
 
 
 def _checked(result: object) -> ToolResult:

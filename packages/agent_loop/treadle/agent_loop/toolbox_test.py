@@ -90,6 +90,49 @@ def test_a_result_holds_text() -> None:
         ToolResult(content=ToolResult(content="nested"))  # type: ignore[arg-type]
 
 
+def test_the_reward_of_a_result_is_a_number() -> None:
+    with pytest.raises(ValueError, match="the reward is nan; it must be a finite number"):
+        ToolResult(content="", reward=float("nan"))
+
+
+class ClingingTool(BareTool):
+    """Does not even end when its closing is cancelled, until it is cancelled once more."""
+
+    async def aclose(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_resists_its_closing_spoils_no_trajectory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    box = toolbox(ClingingTool("a", ToolResult(content="a")), tool_timeout_s=0.05)
+    async with box:
+        await box.run([call("a")])
+    assert ("tool/close_errors", 1) in [(m.name, m.value) for m in box.metrics]
+    assert "task t: tool 'a' could not be closed: it did not end when it was" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_resists_its_closing_swallows_no_cancellation() -> None:
+    entered = asyncio.Event()
+
+    async def use() -> None:
+        async with toolbox(ClingingTool("a", ToolResult(content="a")), tool_timeout_s=0.05) as box:
+            await box.run([call("a")])
+            entered.set()
+            await asyncio.Event().wait()
+
+    user = asyncio.create_task(use())
+    await entered.wait()
+    user.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await user
+
+
 @pytest.mark.asyncio
 async def test_tools_that_hang_when_closed_are_counted_and_named(
     caplog: pytest.LogCaptureFixture,
