@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from treadle.rollout_server.engine import PromptImage
@@ -146,6 +147,164 @@ async def test_a_picture_that_could_not_be_read_is_tried_again(reader: ImageRead
         with pytest.raises(ImageUnreadable, match="truncated"):
             await reader.read([cut], prompt)
     assert await reader.read(images, prompt)
+
+
+class Decoding:
+    """Holds a reader's threads in `decode` until it is told to go on."""
+
+    def __init__(self, reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._decode = reader._decode
+        self._arrivals = threading.Semaphore(0)
+        self._go_on = threading.Event()
+        self.begun: list[bytes] = []
+        monkeypatch.setattr(reader, "_decode", self)
+
+    def __call__(self, image: PromptImage) -> torch.Tensor:
+        self.begun.append(image.data)
+        self._arrivals.release()
+        assert self._go_on.wait(timeout=10)
+        return self._decode(image)
+
+    async def arrived(self, count: int) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(self._arrivals.acquire, timeout=10)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+@pytest.mark.asyncio
+async def test_samples_that_wait_for_one_picture_leave_the_threads_to_others(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = [picture(16, 16, seed=seed) for seed in range(4)]
+    decoding = Decoding(reader, monkeypatch)
+    reads = [asyncio.create_task(serials(reader, one)) for one in pictures for _ in range(8)]
+    await decoding.arrived(4)
+    assert sorted(decoding.begun) == sorted(pictures)
+    decoding.go_on()
+    assert len({serial for (serial,) in await asyncio.gather(*reads)}) == 4
+
+
+@pytest.mark.asyncio
+async def test_who_leaves_takes_the_picture_from_nobody(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = Decoding(reader, monkeypatch)
+    first, second = (asyncio.create_task(serials(reader, picture(16, 16))) for _ in range(2))
+    await decoding.arrived(1)
+    first.cancel()
+    await asyncio.wait({first})
+    decoding.go_on()
+    assert (first.cancelled(), await second) == (True, [0])
+    assert len(decoding.begun) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_nobody_waits_for_any_more_is_not_decoded(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = Decoding(reader, monkeypatch)
+    parts = [picture(16, 16, seed=seed) for seed in range(6)]
+    many = [asyncio.create_task(serials(reader, one, parts[5])) for one in parts[:5]]
+    await decoding.arrived(4)
+    for task in many:
+        task.cancel()
+    await asyncio.wait(many)
+    last = asyncio.create_task(serials(reader, parts[5]))
+    decoding.go_on()
+    await last
+    assert sorted(decoding.begun[:4]) == sorted(parts[:4])
+    assert decoding.begun[4:] == [parts[5]]
+
+
+@pytest.mark.asyncio
+async def test_a_closed_reader_decodes_nothing_that_waits(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = Decoding(reader, monkeypatch)
+    parts = [picture(16, 16, seed=seed) for seed in range(6)]
+    reads = [asyncio.create_task(serials(reader, one, parts[5])) for one in parts[:5]]
+    await decoding.arrived(4)
+    reader.close()
+    decoding.go_on()
+    assert await asyncio.gather(*reads) == [[]] * 5
+    assert sorted(decoding.begun) == sorted(parts[:4])
+    assert await serials(reader, parts[5]) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("orientation", range(10))
+async def test_a_picture_is_turned_upright_whatever_else_its_exif_says(
+    reader: ImageReader, orientation: int
+) -> None:
+    shown = Image.open(io.BytesIO(picture(24, 16)))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    exif[ExifTags.Base.XResolution] = 72.0
+    turned, odd = io.BytesIO(), exif.tobytes()
+    shown.save(turned, "PNG", exif=odd)
+    upright = io.BytesIO()
+    ImageOps.exif_transpose(Image.open(turned)).save(upright, "PNG")
+    # The entry's type becomes text, which Pillow reads and cannot write as that tag again.
+    entry = odd.index(struct.pack(">HHI", ExifTags.Base.XResolution, 5, 1))
+    odd = odd[: entry + 2] + struct.pack(">HI", 2, 4) + odd[entry + 8 :]
+    strange = io.BytesIO()
+    shown.save(strange, "PNG", exif=odd)
+    read = [
+        reader._decode(
+            PromptImage(data=file.getvalue(), media_type="image/png", start=0, num_tokens=1)
+        )
+        for file in (upright, turned, strange)
+    ]
+    assert torch.equal(read[0], read[1]) and torch.equal(read[0], read[2])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+async def test_jpegs_have_the_colours_of_the_image_processor(
+    reader: ImageReader, mode: str
+) -> None:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(picture(24, 16))).convert(mode).save(file, "JPEG")
+    expected = reader.processor(images=[Image.open(file)], return_tensors="pt")
+    image = PromptImage(data=file.getvalue(), media_type="image/jpeg", start=0, num_tokens=6)
+    (read,) = await reader.read([image], [PLACEHOLDER] * 6)
+    patches = VisionTower(Mirror(), reader.processor, torch.device("cpu")).see(read)
+    torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.asyncio
+async def test_of_an_animation_the_first_picture_counts(reader: ImageReader) -> None:
+    first, second = (Image.open(io.BytesIO(picture(16, 16, seed=seed))) for seed in range(2))
+    film, still = io.BytesIO(), io.BytesIO()
+    first.save(film, "WEBP", lossless=True, save_all=True, append_images=[second])
+    first.save(still, "WEBP", lossless=True)
+    read = [
+        await reader.read(
+            [PromptImage(data=f.getvalue(), media_type="image/webp", start=0, num_tokens=4)],
+            [PLACEHOLDER] * 4,
+        )
+        for f in (film, still)
+    ]
+    assert torch.equal(read[0][0].picture.pixels, read[1][0].picture.pixels)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("data", "media_type", "message"),
+    [
+        (b"\x89PNG\r\n\x1a\n", "image/png", "it has no header of a PNG file"),
+        (b"\xff\xd8\xff", "image/jpeg", "it has no header of a JPEG file"),
+        (b"RIFF\x04\0\0\0WEBP", "image/webp", "it has no header of a WEBP file"),
+    ],
+)
+async def test_a_file_without_a_header_is_named_as_such(
+    reader: ImageReader, data: bytes, media_type: str, message: str
+) -> None:
+    image = PromptImage(data=data, media_type=media_type, start=0, num_tokens=1)
+    with pytest.raises(ImageUnreadable, match=message):
+        await reader.read([image], [PLACEHOLDER])
 
 
 Part = int | tuple[int, int]
