@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -192,6 +193,7 @@ class _Stage:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(info_writer,),
+                start_new_session=True,
             )
             os.close(info_writer)
             assert process.stdout is not None
@@ -201,7 +203,7 @@ class _Stage:
                         pid = json.loads(os.read(info, 4096))["child-pid"]
                         self._namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
             except TimeoutError:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             _, said = await process.communicate(b"")  # closes its stdin, and so ends it
         finally:
             os.close(info)

@@ -196,6 +196,17 @@ async def test_an_interpreter_that_does_not_start_is_ended(
         await run(sandbox, "print(1)")
 
 
+async def test_a_start_can_be_cancelled_at_any_moment(sandbox: LocalSandbox) -> None:
+    for moment in range(30):
+        started = asyncio.create_task(run(sandbox, "print(1)"))
+        await asyncio.wait([started], timeout=moment * 0.001)
+        started.cancel()
+        async with asyncio.timeout(10):
+            await asyncio.wait([started])
+    assert sandbox.stats().running == 0
+    assert (await run(sandbox, "print(1)")).stdout == "1\n"
+
+
 @pytest.mark.parametrize(
     "said", ["", "0 itself", "0 hunger 0.1\n", "x itself 0.1\n", "0 itself 0.1\nYQ==\n", "é"]
 )

@@ -70,8 +70,6 @@ class Worker:
         self._reports_transport = reports_transport
         self._limits = limits
         self._warm = warm
-        # Popen.send_signal may reap the child under the event loop's feet; a pidfd cannot.
-        self._bubblewrap = _open_process(process.pid)
         self._supervisor: int | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -95,7 +93,13 @@ class Worker:
         Raises:
             SandboxError: It did not start; with what it said.
         """
-        worker = await cls._spawn(launcher, filter_program, limits, preload)
+        spawning = asyncio.create_task(cls._spawn(launcher, filter_program, limits, preload))
+        try:
+            worker = await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            # asyncio would kill bubblewrap alone, see `_signal`.
+            await (await spawning).kill()
+            raise
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 said = await worker._reports.readuntil(b"ready\n")
@@ -140,6 +144,7 @@ class Worker:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     pass_fds=(filter_fd, info_writer, reports_writer, *launcher.inherited_fds),
+                    start_new_session=True,
                 )
             except BaseException:
                 transport.close()
@@ -178,9 +183,7 @@ class Worker:
         self._reports_transport.close()
         if self._supervisor is not None:
             await _readable(self._supervisor)
-        for descriptor in (self._bubblewrap, self._supervisor):
-            if descriptor is not None:
-                os.close(descriptor)
+            os.close(self._supervisor)
 
     async def run(self, program: Program) -> Execution:
         """Run the program; afterwards the worker is used up.
@@ -225,14 +228,16 @@ class Worker:
         self._signal()
 
     def _signal(self) -> None:
-        """SIGKILL to process 1, whose end bubblewrap sees; or to bubblewrap, which drags it along.
+        """SIGKILL to process 1, whom bubblewrap collects; before that is known, to the group.
 
-        The first is tried first because bubblewrap then lives to collect it.
+        To the group and not to bubblewrap alone: its child waits for it at first, and would for
+        ever. Later the child has a session of its own, and ends with bubblewrap or with its input.
         """
-        target = self._bubblewrap if self._supervisor is None else self._supervisor
-        if target is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(target, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            if self._supervisor is not None:
+                signal.pidfd_send_signal(self._supervisor, signal.SIGKILL)
+            elif self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def _most_reported(self) -> int:
