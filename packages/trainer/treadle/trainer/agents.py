@@ -60,6 +60,10 @@ def _loops(config: AgentConfig) -> LoopRegistry:
     for name, target in config.loops.items():
         try:
             loops = loops.adding(name, target)
+        except SetupError as error:
+            raise SetupError(f"agent.loops.{name}={target}: {error}") from error
+    for name, target in config.loops.items():  # once all are added: a registry makes its loops once
+        try:
             loops.resolve(name)
         except SetupError as error:
             raise SetupError(f"agent.loops.{name}={target}: {error}") from error

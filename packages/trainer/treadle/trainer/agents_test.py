@@ -21,6 +21,22 @@ def test_loops_of_the_configuration_stand_beside_ours() -> None:
     assert isinstance(loops.resolve("mine"), SingleTurnLoop)
 
 
+class Counted(SingleTurnLoop):
+    """Counts how many there are."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Counted.made += 1
+
+
+def test_each_loop_is_made_once() -> None:
+    target = f"{__name__}:Counted"
+    rules = prompt_rules(config(f"agent.loops.a={target}", f"agent.loops.b={_LOOP}"))
+    assert type(rules.loops.resolve("a")).__name__ == "Counted"
+    assert type(rules.loops.resolve("a")).made == 1  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [

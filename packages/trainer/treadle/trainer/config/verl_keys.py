@@ -57,12 +57,10 @@ _RENAMED = {
     "actor_rollout_ref.rollout.dtype": "rollout.dtype",
     "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_in_flight",
     "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "agent.interaction_catalogue",
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "agent.max_assistant_turns",
     "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": "agent.max_parallel_calls",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": (
         "agent.max_tool_response_chars"
     ),
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "agent.max_user_turns",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "agent.tool_catalogue",
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
         "agent.tool_response_truncate_side"
@@ -306,6 +304,10 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.rollout.multi_turn.format": lambda value, _: {
         "agent.parser": _PARSERS.get(value, value)
     },
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": _off_below_one(
+        "agent.max_assistant_turns"
+    ),
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": _off_below_one("agent.max_user_turns"),
     "actor_rollout_ref.rollout.name": _ENGINE,
     "actor_rollout_ref.rollout.top_k": _off_below_one("rollout.top_k"),
     "actor_rollout_ref.rollout.trace.backend": _TRACE,

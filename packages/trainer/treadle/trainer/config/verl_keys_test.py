@@ -124,6 +124,13 @@ def test_what_is_not_offered_is_refused_with_a_way_out(argument: str, message: s
         _load(argument)
 
 
+@pytest.mark.parametrize("none", ["0", "-1", "null"])
+def test_turns_below_one_are_unlimited_as_in_verl(none: str) -> None:
+    prefix = "actor_rollout_ref.rollout.multi_turn"
+    agent = _load(f"{prefix}.max_assistant_turns={none}", f"{prefix}.max_user_turns={none}")
+    assert agent.config.agent.max_assistant_turns is agent.config.agent.max_user_turns is None
+
+
 def test_the_kl_loss_needs_its_switch() -> None:
     prefix = "actor_rollout_ref.actor"
     assert _load(f"{prefix}.kl_loss_coef=0.01").config.algorithm.kl_coef == 0.0

@@ -160,7 +160,12 @@ def test_a_row_can_select_its_tools_and_they_alone_are_counted() -> None:
     [
         ({"tool_selection": ["calc"]}, r"names \['calc'\], which .*tools: \['calculator'\]"),
         ({"tool_selection": "calculator"}, "tool_selection is 'calculator'; it is a list"),
+        ({"tool_selection": [{"name": "calculator"}]}, "it is a list of names"),
         ({"tool_selection": []}, "every train row selects none of them"),
+        (
+            {"interaction_kwargs": {"ground_truth": "4"}},
+            r"has \['ground_truth'\] and no name; .*: \['gsm8k'\]",
+        ),
         (
             {"interaction_kwargs": {"name": "gsm9k"}},
             r"names 'gsm9k', .*: \['gsm8k'\]; set agent\.inter",
@@ -182,6 +187,15 @@ def test_an_interaction_that_nothing_asks_is_an_error() -> None:
         DataError, match=r"line 1: the row names an interaction and runs as 'single"
     ):
         prepare(make_row(extra_info=extra, agent_name=None), tools={}, interactions=interactions)
+
+
+@pytest.mark.parametrize("selection", [["calculator"], ["no_such_tool"], "calculator"])
+def test_tools_that_a_loop_does_not_have_are_not_selected(selection: object) -> None:
+    row = make_row(extra_info={"tool_selection": selection}, agent_name="single_turn_agent")
+    with pytest.raises(DataError, match="line 1: the row selects tools and runs as 'single_turn"):
+        prepare(row, make_row(1))
+    none = make_row(extra_info={"tool_selection": []}, agent_name="single_turn_agent")
+    assert len(prepare(none, make_row(1)).prompts) == 2
 
 
 def test_rows_with_images_are_refused_by_name() -> None:

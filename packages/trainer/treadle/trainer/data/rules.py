@@ -71,9 +71,10 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
         rules: What there is.
 
     Raises:
-        DataError: A row names an unknown loop, tool or interaction, or an interaction that its loop
-            never asks; has images or videos; or names no loop although tools are configured and
-            the default loop calls none. Or tools are configured and no row reaches them.
+        DataError: A row names an unknown loop, tool or interaction, or tools or an interaction
+            that its loop does not have; has images or videos; or names no loop although tools are
+            configured and the default loop calls none. Or tools are configured and no row reaches
+            them.
     """
     known: set[str] = set()
     for row in rows:
@@ -89,10 +90,11 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
             heard = selected_interaction(_probe(row), rules.interactions) is not None
         except SetupError as error:
             raise DataError(f"{row.place}: {error}; set agent.interaction_catalogue") from error
-        if heard and loop == SINGLE_TURN_AGENT:
+        if loop == SINGLE_TURN_AGENT and (heard or _selects_tools(row)):
+            unused = "names an interaction" if heard else "selects tools"
             raise DataError(
-                f"{row.place}: the row names an interaction and runs as {SINGLE_TURN_AGENT!r}, "
-                'which never asks it: make its agent_name "tool_agent"'
+                f"{row.place}: the row {unused} and runs as {SINGLE_TURN_AGENT!r}, which has "
+                'neither: make its agent_name "tool_agent"'
             )
         _check_is_text(row)
     if rules.tools:
@@ -109,6 +111,11 @@ def _probe(row: Row) -> AgentTask:
         messages=(Message(role="user", content=""),),
         fields=row.columns,
     )
+
+
+def _selects_tools(row: Row) -> bool:
+    extra = row.columns.get("extra_info")
+    return isinstance(extra, Mapping) and bool(extra.get("tool_selection"))
 
 
 def _check_is_text(row: Row) -> None:
