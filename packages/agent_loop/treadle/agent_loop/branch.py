@@ -15,7 +15,7 @@ from treadle.agent_loop.errors import RenderError
 from treadle.agent_loop.history import ReturnedTurn, shared_history
 from treadle.agent_loop.renderer import ChatRenderer, PlacedImage, Rendering
 from treadle.agent_loop.transcript import Transcript
-from treadle.agent_loop.types import Completion, Message, ToolSpec
+from treadle.agent_loop.types import Completion, FinishReason, Message, ToolSpec
 
 
 class Continuation(enum.StrEnum):
@@ -47,7 +47,8 @@ class Branch:
         tools: Shown to the model.
         turns: Those among the messages that we returned.
         busy: A request is extending it.
-        last_request: Number of the latest completion; the greater, the later it was written.
+        last_request: Number of the latest completion's request; below 0: none was written.
+        finish: Why the latest completion ended.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Branch:
         self.turns = list(turns)
         self.busy = False
         self.last_request = -1
+        self.finish = FinishReason.STOP
 
     @property
     def uncut_messages(self) -> tuple[Message, ...]:
@@ -96,6 +98,7 @@ class Branch:
         )
         self.messages.append(returned)
         self.last_request = request
+        self.finish = completion.finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

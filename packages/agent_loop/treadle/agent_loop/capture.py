@@ -86,11 +86,13 @@ class CapturedTurn(Turn):
         completion: Ids, log-probabilities and weight versions, as they were written.
         num_prompt_tokens: That it was sampled from.
         how: Relation of the request to what was recorded.
+        number: Of the request in its session, from 0; no other completion has it.
     """
 
     completion: Completion
     num_prompt_tokens: int
     how: Continuation
+    number: int
 
 
 class CapturedSession:
@@ -114,7 +116,6 @@ class CapturedSession:
         self._assistant_turns = 0
         self._user_turns = 0
         self._refused: StopReason | None = None
-        self._last_finish = FinishReason.STOP
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -216,6 +217,7 @@ class CapturedSession:
             completion=cut.completion,
             num_prompt_tokens=len(prompt),
             how=plan.how,
+            number=number,
         )
 
     @contextmanager
@@ -237,7 +239,7 @@ class CapturedSession:
         self._sampler.close()
 
     def samples(self) -> tuple[Tokens, ...]:
-        """Each branch's tokens; the branch that was written last comes last."""
+        """Each branch's tokens; the branch that was asked for last comes last."""
         return tuple(branch.transcript.freeze() for branch in self._by_age())
 
     def finish(
@@ -329,7 +331,6 @@ class CapturedSession:
         self._assistant_turns += 1
         self._user_turns += plan.is_answer
         self._refused = None
-        self._last_finish = completion.finish
         self._counts[plan.how.value] += 1
         self._counts["parse_errors"] += len(parsed.malformed)
         if plan.why:
@@ -361,7 +362,7 @@ class CapturedSession:
     def _natural_stop(self, last: Branch) -> StopReason:
         if self._refused is not None:
             return self._refused
-        if self._last_finish is FinishReason.STOP:
+        if last.finish is FinishReason.STOP:
             return StopReason.FINISHED
         stop = self._services.limits.length_stop(
             prompt=last.transcript.num_prompt_tokens, response=last.transcript.num_response_tokens

@@ -9,6 +9,7 @@ import pytest
 
 from treadle.agent_loop import (
     AgentTask,
+    Completion,
     FinishReason,
     LoopError,
     LoopLimits,
@@ -43,17 +44,22 @@ def asked(content: str) -> Message:
     return Message(role="user", content=content)
 
 
-def make(
-    replies: Sequence[object], renderer: ByteRenderer | None = None, **limits: Any
-) -> tuple[CapturedSession, ScriptedGenerator]:
-    generator = ScriptedGenerator(replies)  # type: ignore[arg-type]
-    services = Services(
+def services(
+    generator: ScriptedGenerator, renderer: ByteRenderer | None = None, **limits: Any
+) -> Services:
+    return Services(
         generator=generator,
         renderer=renderer or ByteRenderer(),
         limits=replace(LoopLimits(max_response_tokens=1000), **limits),
         sampling=SamplingParams(max_tokens=500, temperature=1.0),
     )
-    return CapturedSession(TASK, services), generator
+
+
+def make(
+    replies: Sequence[object], renderer: ByteRenderer | None = None, **limits: Any
+) -> tuple[CapturedSession, ScriptedGenerator]:
+    generator = ScriptedGenerator(replies)  # type: ignore[arg-type]
+    return CapturedSession(TASK, services(generator, renderer, **limits)), generator
 
 
 def texts(session: CapturedSession) -> list[tuple[str, str]]:
@@ -335,6 +341,38 @@ async def test_22_the_last_written_branch_is_the_trajectory_s_conversation() -> 
     assert trajectory.reward == 0.5
     assert metric(trajectory, "capture/samples") == 2
     assert metric(trajectory, "capture/root") == 2
+
+
+class Overtaken(ScriptedGenerator):
+    """Answers the first request after the second."""
+
+    def __init__(self, replies: Sequence[str]) -> None:
+        super().__init__(replies)
+        self.answered = asyncio.Event()
+
+    async def generate(self, prompt, params, *, request, images=()) -> Completion:  # type: ignore[no-untyped-def]
+        completion = await super().generate(prompt, params, request=request, images=images)
+        if request.request_id.endswith("/0"):
+            await self.answered.wait()
+        return completion
+
+
+async def test_28_why_a_trajectory_ended_is_why_its_last_conversation_did() -> None:
+    order: list[int] = []
+    generator = Overtaken(["one", "it goes on"])
+    session = CapturedSession(TASK, services(generator))
+
+    async def ask(messages: list[Message], max_tokens: int | None = None) -> None:
+        order.append((await session.complete(messages, max_tokens=max_tokens)).number)
+        generator.answered.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ask([SYSTEM, USER]))
+        group.create_task(ask([USER], max_tokens=5))
+    trajectory = session.finish()
+    assert order == [1, 0]
+    assert [message.content for message in trajectory.messages] == ["u", "it go"]
+    assert trajectory.stop is StopReason.TURN_LENGTH
 
 
 class StubbornRenderer(ByteRenderer):

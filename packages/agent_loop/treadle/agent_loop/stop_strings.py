@@ -60,7 +60,8 @@ def cut_at_stop(
     parsed = read(ids[:size])
     text = parsed.message.content
     found = [(text.find(word), word) for word in stop if word in text]
-    kept = completion if size == len(ids) else _first(completion, size)
+    ended = size == len(ids) and completion.finish is FinishReason.STOP
+    kept = completion if ended else _first(completion, size)
     if not found:
         return CutCompletion(completion=kept, parsed=parsed)
     start, word = min(found)

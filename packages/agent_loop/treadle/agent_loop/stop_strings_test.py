@@ -89,3 +89,9 @@ def test_7_marks_of_the_template_may_be_stop_strings(stop: list[str]) -> None:
     cut = cut_at_stop(whole, stop, RENDERER)
     assert cut.completion is whole
     assert cut.parsed.message.content == "ab"
+
+
+def test_8_one_that_the_last_token_completes_is_why_the_completion_ended() -> None:
+    cut = cut_at_stop(completion("do STOP"), ["STOP"], RENDERER)  # its length was used up, too
+    assert cut.completion.finish is FinishReason.STOP
+    assert cut.completion.token_ids == completion("do STOP").token_ids

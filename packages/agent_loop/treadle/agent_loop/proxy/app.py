@@ -78,7 +78,7 @@ class _Endpoint:
         if turn is None:
             return Response(status_code=_CLIENT_GONE)
         answer = ChatAnswer(
-            id=f"chatcmpl-{session.id}-{session.captured.assistant_turns}",
+            id=f"chatcmpl-{session.id}-{turn.number}",
             created=int(time.time()),
             model=self._model,
             request=asked,

@@ -288,12 +288,15 @@ async def test_8_a_session_that_is_over_is_gone() -> None:
 
 async def test_9_too_many_requests_at_a_time_are_told_when_to_come_back() -> None:
     async def script(client: AsyncOpenAI, generator: ScriptedGenerator) -> None:
+        answers = []
         generator.hold()
         async with asyncio.TaskGroup() as group:
             for text in ("u", "v"):
-                group.create_task(
-                    client.chat.completions.create(
-                        model="x", messages=[{"role": "user", "content": text}]
+                answers.append(
+                    group.create_task(
+                        client.chat.completions.create(
+                            model="x", messages=[{"role": "user", "content": text}]
+                        )
                     )
                 )
             await generator.until_running(2)
@@ -305,6 +308,7 @@ async def test_9_too_many_requests_at_a_time_are_told_when_to_come_back() -> Non
             generator.release()
         assert isinstance(error, openai.RateLimitError)
         assert error.response.headers["retry-after"] == "1"
+        assert len({answer.result().id for answer in answers}) == 2
 
     trajectory = await run(script, "one", "two", max_session_requests=2)
     assert sorted(trained(trajectory)) == ["one<end>", "two<end>"]
