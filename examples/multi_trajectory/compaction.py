@@ -56,7 +56,11 @@ class CompactingAgent:
                         )
                     if stop is not None:
                         break
-                    results = [answer.message for answer in await toolbox.run(turn.requests)]
+                    answers = await toolbox.run(turn.requests)
+                    if any(answer.stop for answer in answers):
+                        stop = StopReason.TOOL_STOP
+                        break
+                    results = [answer.message for answer in answers]
                     full = chat.answer(results, reserve=self._reserve)
                     if full is not None and compactions == self._max_compactions:
                         stop = full

@@ -20,6 +20,7 @@ from treadle.agent_loop import (
     SamplingParams,
     Services,
     StopReason,
+    ToolResult,
     Trajectory,
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator, ScriptedTool
@@ -124,6 +125,13 @@ def test_a_full_context_goes_on_with_notes(num_full: int) -> None:
     assert begun.endswith("x" * 200)
     assert (tool.num_opened, tool.num_closed) == (1, 1)
     assert trajectory.assistant_turns == 3 * num_full + 1
+
+
+def test_a_tool_can_end_it() -> None:
+    tool = ScriptedTool(results=[ToolResult(content="over", stop=True, reward=0.5)])
+    kit = services(ScriptedGenerator([call("lookup")]), tool)
+    trajectory = attempt(CompactingAgent(), kit)
+    assert (trajectory.stop, trajectory.tool_rewards) == (StopReason.TOOL_STOP, (0.5,))
 
 
 def test_a_context_is_not_compacted_for_ever() -> None:
