@@ -4,7 +4,7 @@ Invariant: the event loop never computes. Every method here posts to the compute
 which steps an `EngineCore`, and awaits what comes back; see `compute_thread.py` for who
 wakes whom.
 
-Who waits: `generate` for the images of its prompt, which the reader's threads read, then for
+Who waits: `generate` for the images of its prompt, which threads read and lay out, then for
 events, which its own queue holds (at most one completion's worth: the engine does not wait
 for a slow reader); `pause` for the running sequences; the rest for at most one step. Closing
 a generator returns when the sequence's row is free again.
@@ -115,16 +115,18 @@ class TorchEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
-        images: tuple[PlacedImage, ...] = ()
-        if request.images and not self._closed:
-            assert self._model.images is not None, "capabilities said that it takes none"
-            images = await self._model.images.read(request.images, request.prompt)
+        events: asyncio.Queue[EngineEvent | BaseException] = asyncio.Queue()
+        new_sequence = partial(self._core.new_sequence, request, events.put_nowait)
+        if request.images:
+            images = await self._read(request)
+            # A long prompt with many images takes milliseconds to lay out.
+            sequence = await asyncio.to_thread(new_sequence, images)
+        else:
+            sequence = new_sequence()
         if self._closed:
             yield Started(0)
             yield Finished(FinishReason.INTERRUPTED)
             return
-        events: asyncio.Queue[EngineEvent | BaseException] = asyncio.Queue()
-        sequence = self._core.new_sequence(request, events.put_nowait, images)
         ended = False
         try:
             await self._thread.call(partial(self._core.submit, sequence))
@@ -137,6 +139,10 @@ class TorchEngine:
         finally:
             if not ended and not self._closed:
                 await self._thread.call(partial(self._core.abort, sequence))
+
+    async def _read(self, request: EngineRequest) -> tuple[PlacedImage, ...]:
+        assert self._model.images is not None, "capabilities said that it takes none"
+        return await self._model.images.read(request.images, request.prompt)
 
     async def pause(self, policy: InFlightPolicy) -> None:
         """Stops sampling; see `Engine.pause`."""

@@ -40,16 +40,18 @@ class ImagePositions:
     def of(cls, images: Sequence[PlacedImage], num_prompt_ids: int) -> "ImagePositions":
         """Lays out a prompt."""
         positions = torch.arange(num_prompt_ids).repeat(3, 1)
-        offset = 0
+        offset = done = 0
         for placed in images:
+            positions[:, done : placed.start] += offset
             rows, columns = placed.grid
             begin = placed.start + offset
             inside = positions[:, placed.start : placed.stop]
             inside[0] = begin
             inside[1] = begin + torch.arange(rows).repeat_interleave(columns)
             inside[2] = begin + torch.arange(columns).repeat(rows)
-            offset = begin + max(rows, columns) - placed.stop
-            positions[:, placed.stop :] = torch.arange(placed.stop, num_prompt_ids) + offset
+            done = placed.stop
+            offset = begin + max(rows, columns) - done
+        positions[:, done:] += offset
         return cls(prompt=positions, offset=offset)
 
     def within(self, start: int, stop: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +271,23 @@ async def test_the_engine_runs_while_an_image_is_read(path: Path) -> None:
         assert len((await run(engine, asked(CONVERSATIONS["text"]))).ids) == 12
         held.go_on()
         assert len((await slow).ids) == 12
+
+
+@pytest.mark.asyncio
+async def test_only_prompts_with_images_are_laid_out_on_a_thread(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(path) as engine:
+        make, on_the_loop = engine._core.new_sequence, list[bool]()
+
+        def note(*arguments: Any) -> Any:
+            on_the_loop.append(threading.current_thread() is threading.main_thread())
+            return make(*arguments)
+
+        monkeypatch.setattr(engine._core, "new_sequence", note)
+        for name in ("text", "one"):
+            await run(engine, asked(CONVERSATIONS[name]))
+    assert on_the_loop == [True, False]
 
 
 @pytest.mark.asyncio
