@@ -232,6 +232,7 @@ class GrpcTokenGenerator:
             images=work.images,
         )
         if work.images:
+            check_images_taken((replica.info,))  # It may have come after the work began.
             check_size(message, replica.info)
         timeout_s = work.deadline - self._clock.now()
         try:

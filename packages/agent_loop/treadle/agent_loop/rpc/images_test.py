@@ -1,7 +1,7 @@
 """Prompts with images, from the client to servers that follow a script."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
@@ -18,6 +18,7 @@ from treadle.agent_loop import (
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, connect
 from treadle.agent_loop.rpc.testing import (
     STARTED,
+    Context,
     ScriptedServer,
     fails,
     finished,
@@ -71,6 +72,24 @@ async def test_a_server_without_vision_is_sent_no_image() -> None:
             await ask(generator)
         assert not server.requests
         assert (await ask(generator, ())).token_ids == (99,)
+
+
+async def test_a_blind_server_that_joins_while_a_completion_is_resumed_is_sent_no_image() -> None:
+    sees = ScriptedServer(images=True)
+    blind = ScriptedServer(says(STARTED, tokens(99), finished(1)))
+    async with serving(sees, blind) as (first, second), connect([first]) as generator:
+
+        async def fail_and_let_join(
+            request: pb.GenerateRequest, context: Context
+        ) -> AsyncIterator[pb.GenerateResponse]:
+            yield STARTED
+            await generator.add_replica(second)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+        sees.handlers.append(fail_and_let_join)
+        with pytest.raises(ImageRejectedError, match=rf"{second}: .* takes no images"):
+            await ask(generator)
+    assert (len(sees.requests), len(blind.requests)) == (1, 0)
 
 
 async def test_the_handshake_can_ask_for_images() -> None:
