@@ -106,6 +106,9 @@ class Rollout:
             ]
             if waiting:
                 _log.warning("attempting %d trajectories again", len(waiting))
+        for trajectory in ended.values():
+            if _may_go_again(trajectory):  # it did not get to
+                on_end()
         return [ended[_key(task)] for task in tasks]
 
     async def heal(self) -> bool:
