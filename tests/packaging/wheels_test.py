@@ -34,6 +34,7 @@ DISTRIBUTION_OF = {
 # Required though never imported: started as a process, or used by a library that does not say so.
 USED_WITHOUT_IMPORT = {
     "agent_loop": {"jinja2"},
+    "tools": {"sympy"},
     "trainer": {"numpy", "treadle-rollout-server"},
 }
 # Only whoever asks for the extra gets these.
@@ -48,11 +49,13 @@ HEAVY = {
     "langgraph",
     "math-verify",
     "mcp",
+    "numpy",
     "pillow",
     "pydantic",
     "pydantic-monty",
     "pystemmer",
     "starlette",
+    "sympy",
     "transformers",
     "uvicorn",
 }
