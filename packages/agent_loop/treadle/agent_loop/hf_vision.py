@@ -25,7 +25,8 @@ from treadle.agent_loop.renderer import PlacedImage, Rendering
 from treadle.agent_loop.types import Image
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
-_ORIENTATION: Final = 0x0112  # EXIF; 5 to 8 turn an image by a quarter.
+_ORIENTATION: Final = 0x0112  # EXIF
+_ON_ITS_SIDE: Final = (5, 6, 7, 8)  # Others, also those that EXIF does not know, are upright.
 _PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
 
 
@@ -98,7 +99,7 @@ class ImagePlaceholders:
             with PIL.Image.open(io.BytesIO(image.data), formats=formats) as opened:
                 width, height = opened.size
                 # Elsewhere than in the header, Pillow would decode a PNG to look for it.
-                if "exif" in opened.info and opened.getexif().get(_ORIENTATION, 1) >= 5:
+                if "exif" in opened.info and opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                     width, height = height, width
             patches: int = self._processor.get_number_of_image_patches(height, width)
             merged: int = self._processor.merge_size**2

@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,19 @@ def test_an_image_that_lies_on_its_side_is_counted_upright(renderer: HfRenderer,
     turned = image(200, 61, kind=kind, exif=exif)
     message = Message(role="user", content="", images=(turned,))
     upright = Message(role="user", content="", images=(image(61, 200, kind=kind),))
+    assert renderer.render([message], tools=()).ids == renderer.render([upright], tools=()).ids
+
+
+def test_an_orientation_that_exif_does_not_know_is_none(renderer: HfRenderer) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    known = exif.tobytes()
+    entry = known.index(struct.pack(">HHI", 0x0112, 3, 1))
+    text = known[: entry + 2] + struct.pack(">HI4s", 2, 2, b"6") + known[entry + 12 :]
+    strange = image(200, 61, exif=text)
+    assert PIL.Image.open(io.BytesIO(strange.data)).getexif()[0x0112] == "6"
+    message = Message(role="user", content="", images=(strange,))
+    upright = Message(role="user", content="", images=(image(200, 61),))
     assert renderer.render([message], tools=()).ids == renderer.render([upright], tools=()).ids
 
 

@@ -98,10 +98,11 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
     """
     _check_id("request_id", request.request_id, least=1)
     _check_id("session_id", request.session_id, least=0)
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens >= info.model.context_length:  # Before they cost anything.
+        raise PromptTooLong(num_prompt_tokens, info.model.context_length)
     prompt = tuple(request.prompt_token_ids)
     _check_tokens("prompt_token_ids", prompt, info.model.vocab_size, least=1)
-    if len(prompt) >= info.model.context_length:
-        raise PromptTooLong(len(prompt), info.model.context_length)
     logprobs = _decode_logprob_mode(request.logprob_mode)
     if logprobs and not info.capabilities.sampled_logprobs:
         raise CapabilityMissing(info.name, "sampled_logprobs")

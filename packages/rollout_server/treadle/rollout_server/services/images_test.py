@@ -27,6 +27,7 @@ from treadle.rollout_server.errors import (
     ImagePlaceholders,
     ImageUnreadable,
     InvalidField,
+    PromptTooLong,
 )
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.testing import serve_in_process, stubs_for
@@ -95,6 +96,13 @@ def test_bytes_of_another_kind_are_refused(data: bytes, media_type: str, message
     with pytest.raises(ImageUnreadable, match=message) as caught:
         decode(image(), image(data, start=5, count=1, media_type=media_type))
     assert caught.value.image_index == 1
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_before_its_ids_are_looked_at() -> None:
+    request = want()
+    request.prompt_token_ids[:] = [MODEL.vocab_size] * MODEL.context_length
+    with pytest.raises(PromptTooLong, match="256"):
+        decode_generate(request, info(images=True))
 
 
 def test_an_engine_without_vision_takes_no_image() -> None:
