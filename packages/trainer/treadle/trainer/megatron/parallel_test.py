@@ -48,7 +48,10 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[str, Any]:
-    """The policy's view of the batch, then three steps: one on-policy, two against that view."""
+    """The policy's view of the batch, then four steps: one on-policy, three against that view.
+
+    In the last, every second sequence is a sample of one trajectory, which spreads over the ranks.
+    """
     from treadle.trainer.megatron.backend import MegatronPolicy
 
     config = CONFIG.model_copy(update={"parallel": case["parallel"]})
@@ -56,10 +59,14 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
     batch = sequences(case["lengths"])
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
+    samples = [replace(s, trajectory=None if i % 2 else 0) for i, s in enumerate(again)]
     result = {
         "logprobs": logprobs,
         "specs": policy.weight_specs(),
-        "steps": [policy.train_step(b, LOSS) for b in (batch, again, again)],
+        "steps": [
+            *(policy.train_step(b, LOSS) for b in (batch, again, again)),
+            policy.train_step(samples, LOSS, aggregation="seq-mean-token-mean"),
+        ],
         "weights": {t.name: t.tensor.clone().numpy() for t in policy.export_weights()},
     }
     policy.close()
