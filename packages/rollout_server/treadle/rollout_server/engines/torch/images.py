@@ -10,8 +10,9 @@ Who waits: `ImageReader.read`, for the thread that hashes an image and the one t
 Whoever wants an image that is being read waits for that reading, on the event loop and not on
 a thread: eight samples of one prompt, which come at once, decode its images once and leave the
 other threads to other prompts. A reading that nobody waits for any more is given up, unless it
-has begun. What was read is kept, least recently used out first. The compute thread gets
-pixels, and cuts and normalises those that no prefix holds.
+has begun. What was read is kept, least recently used out first; serial numbers are kept for
+longer, so that an image that is read again shares the prefixes that it had. The compute thread
+gets pixels, and cuts and normalises those that no prefix holds.
 
 Sizes: an image of H times W pixels after resizing has as many placeholders as patches of
 patch_size squared / merge_size squared.
@@ -44,6 +45,7 @@ from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, In
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
 _MAX_PIXELS = 1 << 26  # Pillow takes up to 16 bytes for each; more is a mistake or an attack.
+_MAX_SERIALS = 1 << 16  # About 10 MiB.
 _THREADS = 4  # Decoding and resizing run outside of the interpreter's lock.
 _PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
 _UPRIGHT = {  # EXIF orientation -> what undoes it.
@@ -64,7 +66,7 @@ class Picture:
     """An image as the vision tower cuts it.
 
     Attributes:
-        serial: Of its bytes, unique in this process.
+        serial: Of its bytes, no other image's.
         pixels: ``[3, H, W]``, uint8; red, green, blue.
     """
 
@@ -137,7 +139,8 @@ class ImageReader:
         self._kept_bytes = 0
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # Oldest use first.
         self._readings: dict[bytes, _Reading] = {}
-        self._serials = itertools.count()
+        self._numbers = itertools.count()
+        self._serials: OrderedDict[bytes, int] = OrderedDict()  # Oldest use first.
         self._closed = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-engine-images")
 
@@ -194,7 +197,7 @@ class ImageReader:
             self._kept.move_to_end(key)
             return kept
         if (reading := self._readings.get(key)) is None:
-            picture = self._on_thread(partial(self._read, next(self._serials), image))
+            picture = self._on_thread(partial(self._read, self._serial(key), image))
             reading = self._readings[key] = _Reading(picture)
             picture.add_done_callback(partial(self._end, key, reading))
         reading.num_waiting += 1
@@ -204,6 +207,14 @@ class ImageReader:
             reading.num_waiting -= 1
             if not reading.num_waiting and reading.picture.cancel():
                 del self._readings[key]
+
+    def _serial(self, key: bytes) -> int:
+        if (serial := self._serials.pop(key, None)) is None:
+            serial = next(self._numbers)
+        self._serials[key] = serial
+        if len(self._serials) > _MAX_SERIALS:
+            self._serials.popitem(last=False)
+        return serial
 
     def _end(self, key: bytes, reading: _Reading, picture: asyncio.Future[Picture]) -> None:
         """Keeps what was read; those used longest ago make room, but for the newest one."""

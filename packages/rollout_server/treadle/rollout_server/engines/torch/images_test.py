@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, ImageOps
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from treadle.rollout_server.engine import PromptImage
+from treadle.rollout_server.engines.torch import images as module
 from treadle.rollout_server.engines.torch.images import (
     ImageReader,
     Picture,
@@ -30,7 +31,7 @@ from treadle.rollout_server.engines.torch.vision_harness import (
     placed,
     write_vision_model,
 )
-from treadle.rollout_server.errors import ImageUnreadable
+from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable
 
 _MODEL: Any = Qwen2_5_VLModel
 with torch.device("meta"):
@@ -62,11 +63,31 @@ async def serials(reader: ImageReader, *parts: bytes) -> list[int]:
 
 
 @pytest.mark.asyncio
-async def test_equal_bytes_have_one_number_while_they_are_kept(reader: ImageReader) -> None:
+async def test_equal_bytes_have_one_number_and_the_latest_are_kept(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two, three = (picture(16, 16, seed=seed) for seed in range(3))
+    decode, decoded = reader._decode, list[bytes]()
+
+    def note(image: PromptImage) -> torch.Tensor:
+        decoded.append(image.data)
+        return decode(image)
+
+    monkeypatch.setattr(reader, "_decode", note)
     assert await serials(reader, one, two, one) == [0, 1, 0]
     assert await serials(reader, three) == [2]  # Two goes: it was used longest ago.
-    assert await serials(reader, one, two) == [0, 3]
+    assert await serials(reader, one, two) == [0, 1]
+    assert decoded == [one, two, three, two]
+
+
+@pytest.mark.asyncio
+async def test_a_number_that_was_forgotten_is_given_to_nobody(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_SERIALS", 2)
+    parts = [picture(16, 16, seed=seed) for seed in range(4)]
+    assert await serials(reader, *parts) == [0, 1, 2, 3]
+    assert await serials(reader, *parts[:2]) == [4, 5]
 
 
 @pytest.mark.asyncio
@@ -305,6 +326,34 @@ async def test_a_file_without_a_header_is_named_as_such(
     image = PromptImage(data=data, media_type=media_type, start=0, num_tokens=1)
     with pytest.raises(ImageUnreadable, match=message):
         await reader.read([image], [PLACEHOLDER])
+
+
+@pytest.fixture(scope="module")
+def files(path: Path) -> Iterator[tuple[ImageReader, list[tuple[str, bytes]]]]:
+    reader = ImageReader(path, placeholder_id=PLACEHOLDER, cache_bytes=0)
+    kinds = ("PNG", "JPEG", "WEBP")
+    yield reader, [(f"image/{kind.lower()}", picture(16, 16, kind=kind)) for kind in kinds]
+    reader.close()
+
+
+@given(st.integers(0, 2), st.integers(0), st.binary(max_size=4), st.integers(0, 4))
+def test_a_broken_file_is_read_or_refused(
+    files: tuple[ImageReader, list[tuple[str, bytes]]],
+    which: int,
+    place: int,
+    written: bytes,
+    removed: int,
+) -> None:
+    reader, kinds = files
+    media_type, data = kinds[which]
+    place %= len(data)
+    data = data[:place] + written + data[place + removed :]
+    image = PromptImage(data=data, media_type=media_type, start=0, num_tokens=4)
+    try:
+        (read,) = asyncio.run(reader.read([image], [PLACEHOLDER] * 4))
+    except (ImageUnreadable, ImagePlaceholders):
+        return
+    assert read.picture.pixels.shape == (3, 8 * read.grid[0], 8 * read.grid[1])
 
 
 Part = int | tuple[int, int]

@@ -68,8 +68,7 @@ class ModelSource:
         dtype: Of weights and cache.
         device: "cpu", "cuda", or "auto": CUDA when there is one.
         context_length: None: what the model allows.
-        image_cache_bytes: Most memory for images that were read. The newest always stays;
-            one that is read anew shares no prefix with what it was before.
+        image_cache_bytes: Most memory for images that were read. The newest always stays.
     """
 
     path: Path

@@ -304,6 +304,25 @@ async def test_a_sequence_may_go_while_its_images_are_read(path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_new_weights_do_not_wait_for_images_and_sample_what_reads_them(
+    path: Path, other_path: Path
+) -> None:
+    wanted = asked(CONVERSATIONS["one"])
+    async with serving(path) as engine:
+        held = HeldDecoder(engine)
+        reading = asyncio.create_task(run(engine, wanted))
+        await held.begun()
+        await engine.pause(InFlightPolicy.DRAIN)
+        await engine.load_weights(weights_of(other_path), version=1)
+        await engine.resume()
+        held.go_on()
+        output = await reading
+    expected = Transformers(other_path).logprobs(wanted.prompt, wanted.images, output.ids)
+    assert output.logprobs == pytest.approx(expected, abs=1e-4)
+    assert set(output.versions) == {1}
+
+
+@pytest.mark.asyncio
 async def test_closing_ends_a_sequence_whose_images_are_read(path: Path) -> None:
     async with serving(path) as engine:
         held = HeldDecoder(engine)
