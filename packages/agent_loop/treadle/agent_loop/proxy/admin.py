@@ -21,8 +21,9 @@ from starlette.routing import Route
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import GenerationError, LoopError
 from treadle.agent_loop.loop import Services
+from treadle.agent_loop.proxy.body import SMALL, read_body
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
-from treadle.agent_loop.proxy.messages import loads, written_message
+from treadle.agent_loop.proxy.messages import read_object, written_message
 from treadle.agent_loop.proxy.sessions import AgentSampling, Session, Sessions, busy, read_reward
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask, Message
@@ -96,7 +97,7 @@ class SessionAdmin:
 
     async def _create(self, request: Request) -> Response:
         self._check_key(request)
-        task = _read_task(_read_object(await request.body()))
+        task = _read_task(read_object(await read_body(request, max_bytes=SMALL)))
         if len(self._open) >= self._max_sessions:
             raise busy(f"{len(self._open)} sessions are open, which is the limit")
         deadline = asyncio.get_running_loop().time() + self._deadline_s
@@ -126,8 +127,9 @@ class SessionAdmin:
     async def _finish(self, request: Request) -> Response:
         opened = self._find(request)
         reward = opened.session.reward
-        if body := await request.body():
-            reward = read_reward(_read_object(body))
+        if body := await read_body(request, max_bytes=SMALL):
+            reward = read_reward(read_object(body))
+        self._find(request)  # again: of several that finish it, one has the trajectory
         await self._end(opened)
         try:
             if opened.session.failure is not None:
@@ -200,16 +202,6 @@ def written_trajectory(trajectory: Trajectory) -> dict[str, object]:
         "findings": [{"kind": f.kind, "text": f.text} for f in trajectory.findings],
         "metrics": {metric.name: metric.value for metric in trajectory.metrics},
     }
-
-
-def _read_object(body: bytes) -> dict[str, object]:
-    try:
-        data = loads(body)
-    except (ValueError, RecursionError) as error:
-        raise bad_value("body", f"it is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise bad_value("body", "it must be a JSON object")
-    return data
 
 
 def _read_task(data: dict[str, object]) -> AgentTask:

@@ -110,6 +110,31 @@ async def test_3_what_cannot_be_finished_says_why() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
 
 
+async def test_3b_of_several_that_finish_a_session_one_has_its_trajectory() -> None:
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        begun.set()
+        await over.wait()
+        yield b'{"reward": 1}'
+
+    async with serving(ScriptedGenerator(["one"])) as web:
+        opened, key = await open_session(web)
+        await web.post(f"{opened['base_url']}/chat/completions", json=ASK, headers=key)
+        finish = f"/sessions/{opened['id']}/finish"
+        late = asyncio.create_task(web.post(finish, content=slow()))
+        await begun.wait()
+        assert (await web.post(finish)).status_code == 200
+        over.set()
+        assert (await late).status_code == 404
+
+
+async def test_3c_bodies_are_bounded() -> None:
+    async with serving(ScriptedGenerator()) as web:
+        answer = await web.post("/sessions", content=b" " * ((1 << 20) + 1))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
 async def test_4_a_session_that_is_too_old_is_thrown_away() -> None:
     generator = ScriptedGenerator(["one"])
     generator.hold()

@@ -21,8 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.agent_loop.proxy.errors import ApiError, bad_value
-from treadle.agent_loop.proxy.messages import loads
+from treadle.agent_loop.proxy.body import SMALL, read_body
+from treadle.agent_loop.proxy.errors import ApiError
+from treadle.agent_loop.proxy.messages import read_object
 from treadle.agent_loop.proxy.request import read_request
 from treadle.agent_loop.proxy.response import ChatAnswer
 from treadle.agent_loop.proxy.sessions import Session, Sessions, read_reward
@@ -41,7 +42,7 @@ def make_app(
     Args:
         sessions: Whom it serves.
         model: Name that the answers give.
-        max_body_bytes: Longest request.
+        max_body_bytes: Longest request for a completion.
         more: Routes besides.
     """
     endpoint = _Endpoint(sessions, model=model, max_body_bytes=max_body_bytes)
@@ -72,8 +73,9 @@ class _Endpoint:
 
     async def complete(self, request: Request) -> Response:
         session = self._session(request)
-        with self._sessions.place():
-            asked = read_request(await self._body(request))
+        with session.place(), self._sessions.place():
+            body = read_body(request, max_bytes=self._max_body_bytes)
+            asked = read_request(await session.while_open(body))
             turn = await session.complete(asked, gone=lambda: _disconnected(request))
         if turn is None:
             return Response(status_code=_CLIENT_GONE)
@@ -101,30 +103,14 @@ class _Endpoint:
 
     async def take_reward(self, request: Request) -> Response:
         session = self._session(request)
-        try:
-            data = loads(await self._body(request))
-        except (ValueError, RecursionError) as error:
-            raise bad_value("body", f"it is not JSON: {error}") from None
-        session.reward = read_reward(data)
+        body = await session.while_open(read_body(request, max_bytes=SMALL))
+        session.reward = read_reward(read_object(body))
         return JSONResponse({"reward": session.reward})
 
     def _session(self, request: Request) -> Session:
         return self._sessions.find(
             request.path_params["session_id"], request.headers.get("authorization", "")
         )
-
-    async def _body(self, request: Request) -> bytes:
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._max_body_bytes:
-                raise ApiError(
-                    f"the request is longer than {self._max_body_bytes} bytes",
-                    status=413,
-                    code="request_too_large",
-                )
-            parts.append(part)
-        return b"".join(parts)
 
 
 async def _disconnected(request: Request) -> None:

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from treadle.agent_loop import (
     AgentTask,
     EngineFailedError,
+    LoopError,
     LoopLimits,
     Message,
     OverloadedError,
@@ -314,6 +315,52 @@ async def test_9_too_many_requests_at_a_time_are_told_when_to_come_back() -> Non
     assert sorted(trained(trajectory)) == ["one<end>", "two<end>"]
     trajectory = await run(script, "one", "two", max_requests=2)
     assert len(trajectory.samples) == 2
+
+
+async def test_9b_a_request_whose_body_does_not_come_has_a_place_until_its_session_ends() -> None:
+    stalled, full, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def agent(session: AgentSession) -> None:
+        async with web_of(session) as web:
+            url = f"{session.base_url}/chat/completions"
+            if session.task.task_id == "stalls":
+                await stall(session)
+                answer = await web.post(url, json={"messages": [USER]})
+                assert "this session has 1 requests under way" in answer.text
+                stalled.set()
+                await full.wait()
+            else:
+                await stalled.wait()
+                answer = await web.post(url, json={"messages": [USER]})
+                assert "1 requests are under way here" in answer.text
+                full.set()
+                await over.wait()
+                answer = await web.post(url, json={"messages": [USER]})
+                assert answer.status_code == 200
+
+    async def stall(session: AgentSession) -> None:
+        url = httpx.URL(session.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        connections.append(writer)
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n"
+        key = f"Authorization: Bearer {session.api_key}\r\nExpect: 100-continue\r\n\r\n"
+        writer.write((head + key).encode())
+        assert b"100" in await reader.readline()  # its body is waited for
+
+    async def attempt(name: str) -> Trajectory:
+        return await loop.run(replace(TASK, task_id=name), kit)
+
+    connections: list[asyncio.StreamWriter] = []
+    loop = ProxyAgentLoop(agent, max_session_requests=1, max_requests=1)
+    kit = services(ScriptedGenerator(["one"]))
+    async with asyncio.TaskGroup() as group:
+        other = group.create_task(attempt("other"))
+        with pytest.raises(LoopError, match="got no completion"):
+            await attempt("stalls")
+        over.set()
+    assert trained(other.result()) == ["one<end>"]
+    for connection in connections:
+        connection.close()
 
 
 async def test_10_a_client_that_hangs_up_cancels_its_completion() -> None:

@@ -355,7 +355,13 @@ async def test_19_the_reward_is_the_agent_s_if_it_has_one() -> None:
             for reward in (0.25, 0.5):
                 answer = await web.post(session.reward_url, json={"reward": reward})
                 assert answer.json() == {"reward": reward}
-            for wrong in ({"reward": "1"}, {"reward": True}, {"rewards": 1}, [1]):
+            for wrong in (
+                {"reward": "1"},
+                {"reward": True},
+                {"rewards": 1},
+                {"reward": 10**400},
+                [1],
+            ):
                 answer = await web.post(session.reward_url, json=wrong)
                 assert answer.status_code == 400
             answer = await web.post(session.reward_url, content=b'{"reward": NaN}')

@@ -8,6 +8,7 @@ its own turns again.
 import base64
 import binascii
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -107,20 +108,41 @@ def _written_content(message: Message) -> str | list[dict[str, object]]:
 
 
 def loads(text: str | bytes) -> object:
-    """Reads JSON; NaN, the infinities and half surrogates, which Python would take, are refused.
+    """Reads JSON; half surrogates and numbers that are not finite, which Python takes, are refused.
 
     Raises:
         ValueError: It is not JSON.
         RecursionError: It is nested too deeply.
     """
-    data: object = json.loads(text, parse_constant=_refuse)
+    data: object = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     if _SURROGATE.search(text if isinstance(text, bytes) else text.encode()):
         json.dumps(data, ensure_ascii=False).encode()
     return data
 
 
+def read_object(body: bytes) -> dict[str, object]:
+    """Reads a JSON object.
+
+    Raises:
+        ApiError: It is something else.
+    """
+    try:
+        data = loads(body)
+    except (ValueError, RecursionError) as error:
+        raise bad_value("body", f"it is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise bad_value("body", "it must be a JSON object")
+    return data
+
+
 def _refuse(constant: str) -> object:
     raise ValueError(f"{constant} is not a JSON value")
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number[:40]} is too large for a number")
+    return value
 
 
 def _message(value: object, place: str) -> Message:

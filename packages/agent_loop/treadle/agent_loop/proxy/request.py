@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
-from treadle.agent_loop.proxy.messages import loads, read_messages
+from treadle.agent_loop.proxy.messages import read_messages, read_object
 from treadle.agent_loop.types import Message, ToolSpec
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -89,13 +89,7 @@ def read_request(body: bytes) -> ChatRequest:
     Raises:
         ApiError: It is not one that can be answered; says why.
     """
-    try:
-        data = loads(body)
-    except (ValueError, RecursionError) as error:
-        raise bad_value("body", f"it is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise bad_value("body", "it must be a JSON object")
-    given = {key: value for key, value in data.items() if value is not None}
+    given = {key: value for key, value in read_object(body).items() if value is not None}
     _check_names(given)
     tools = _tools(given.get("tools", []))
     _check_tool_choice(given.get("tool_choice", "auto"), tools)

@@ -283,7 +283,8 @@ def test_9_no_message_is_answered_with_anything_but_an_api_error(messages: list[
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"seed": NaN}', b'{"\\udC00": 1}', b"\xff", b"[" * 100_000]
+    "body",
+    [b"", b"[]", b'{"a": NaN}', b'{"a": 1e999}', b'{"\\udC00": 1}', b"\xff", b"[" * 100_000],
 )
 def test_10_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="body: "):

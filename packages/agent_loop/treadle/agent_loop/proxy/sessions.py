@@ -13,9 +13,9 @@ import hmac
 import math
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
@@ -26,6 +26,7 @@ from treadle.agent_loop.proxy.request import ChatRequest
 from treadle.agent_loop.types import SamplingParams
 
 RETRY_AFTER_S = 1.0
+T = TypeVar("T")
 
 
 class AgentSampling(enum.StrEnum):
@@ -96,28 +97,38 @@ class Session:
         Raises:
             ApiError: It could not be sampled.
         """
-        with self._place():
-            turn = self.captured.complete(
-                request.messages,
-                tools=request.tools,
-                max_tokens=request.max_tokens,
-                sampling=self._params(request),
-                seed=request.seed,
-                stop=request.stop,
-            )
-            try:
-                captured = await run_until(turn, gone, self._closed.wait)
-            except LimitReachedError as error:
-                self.refused = error
-                raise answer_to(error) from error
-            except AgentLoopError as error:
-                too_long = isinstance(error, PromptTooLongError)
-                if isinstance(error, GenerationError) and not too_long:
-                    self.failure = error
-                raise answer_to(error) from error
-            if captured is not None:
-                self.failure = self.refused = None
-            return captured
+        turn = self.captured.complete(
+            request.messages,
+            tools=request.tools,
+            max_tokens=request.max_tokens,
+            sampling=self._params(request),
+            seed=request.seed,
+            stop=request.stop,
+        )
+        try:
+            captured = await run_until(turn, gone, self._closed.wait)
+        except LimitReachedError as error:
+            self.refused = error
+            raise answer_to(error) from error
+        except AgentLoopError as error:
+            too_long = isinstance(error, PromptTooLongError)
+            if isinstance(error, GenerationError) and not too_long:
+                self.failure = error
+            raise answer_to(error) from error
+        if captured is not None:
+            self.failure = self.refused = None
+        return captured
+
+    async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work that ends when the session does.
+
+        Raises:
+            ApiError: It ended so.
+        """
+        result = await run_until(work, self._closed.wait)
+        if result is None:
+            raise _not_found(self.id)
+        return result
 
     async def close(self) -> None:
         """Ends the requests under way; waits until they have ended."""
@@ -125,7 +136,12 @@ class Session:
         await self._idle.wait()
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def place(self) -> Iterator[None]:
+        """Counts a request, from before its body is read; `close` waits for it.
+
+        Raises:
+            ApiError: There is no place for it.
+        """
         if self._in_flight >= self._max_in_flight:
             raise busy(f"this session has {self._in_flight} requests under way, which is its limit")
         self._in_flight += 1
@@ -181,11 +197,7 @@ class Sessions:
         """
         session = self._sessions.get(session_id)
         if session is None:
-            raise ApiError(
-                f"there is no session {session_id[:32]!r}: it was never opened, or is over",
-                status=404,
-                code="session_not_found",
-            )
+            raise _not_found(session_id)
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             key.strip().encode(), session.key.encode()
@@ -213,6 +225,14 @@ class Sessions:
             self._in_flight -= 1
 
 
+def _not_found(session_id: str) -> ApiError:
+    return ApiError(
+        f"there is no session {session_id[:32]!r}: it was never opened, or is over",
+        status=404,
+        code="session_not_found",
+    )
+
+
 def busy(message: str) -> ApiError:
     """What a request without a place is answered with."""
     return ApiError(message, status=429, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
@@ -225,9 +245,11 @@ def read_reward(data: object) -> float:
         ApiError: It is something else.
     """
     reward = data.get("reward") if isinstance(data, dict) and data.keys() == {"reward"} else None
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise bad_value("reward", 'the body must be {"reward": a finite number}')
-    return float(reward)
+    if isinstance(reward, int | float) and not isinstance(reward, bool):
+        with suppress(OverflowError):  # whole numbers have no bound
+            if math.isfinite(reward):
+                return float(reward)
+    raise bad_value("reward", 'the body must be {"reward": a finite number}')
 
 
 def _check_same(name: str, asked: float | None, run: float | None) -> None:
