@@ -13,12 +13,14 @@ turn, so that one difference counts once. A turn drifts as
   drops the reasoning of earlier turns, say), or a boundary is not the one it writes.
 
 Pure: one rendering of each sample when its trajectory ends, which costs as much as tokenising the
-sample once.
+sample once. The event loop waits for it meanwhile, so a trajectory has `MAX_TOKENS` measured and not
+many more: an agent that edits its history with each request has a sample for each.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from treadle.agent_loop.errors import RenderError
 from treadle.agent_loop.renderer import ChatRenderer
@@ -28,6 +30,9 @@ from treadle.agent_loop.types import Message, ToolSpec
 from treadle.tracing import Metric, Reduce
 
 _CONTEXT = 8
+
+MAX_TOKENS: Final = 65_536
+"""Samples are measured in order until they have so many ids; the first one always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,7 @@ class Drift:
         num_sampled: Turns that drift in what the model wrote.
         num_observed: Turns that drift in what we wrote.
         num_unknown: Samples whose messages the template refuses as a whole.
+        num_unmeasured: Samples beyond `MAX_TOKENS`.
         first: The first of all.
     """
 
@@ -74,6 +80,7 @@ class Drift:
     num_sampled: int = 0
     num_observed: int = 0
     num_unknown: int = 0
+    num_unmeasured: int = 0
     first: DriftPoint | None = None
 
     @property
@@ -94,6 +101,7 @@ class Drift:
             Metric("drift/sampled", self.num_sampled, Reduce.SUM),
             Metric("drift/observed", self.num_observed, Reduce.SUM),
             Metric("drift/unknown_samples", self.num_unknown, Reduce.SUM),
+            Metric("drift/unmeasured_samples", self.num_unmeasured, Reduce.SUM),
         )
 
 
@@ -114,12 +122,16 @@ class Recorded:
 
 def measure_drift(samples: Iterable[Recorded], renderer: ChatRenderer) -> Drift:
     """Compares each sample with the renderer's own rendering of its messages. Never raises."""
-    turns = unknown = 0
+    turns = unknown = unmeasured = seen = 0
     origins: Counter[bool] = Counter()
     first: DriftPoint | None = None
     end = renderer.stop_token_ids[0]
     for index, sample in enumerate(samples):
         actual = sample.tokens.ids
+        seen += len(actual)
+        if index and seen > MAX_TOKENS:
+            unmeasured += 1
+            continue
         try:
             expected = renderer.render(sample.messages, tools=sample.tools).ids
         except RenderError:
@@ -145,6 +157,7 @@ def measure_drift(samples: Iterable[Recorded], renderer: ChatRenderer) -> Drift:
         num_sampled=origins[True],
         num_observed=origins[False],
         num_unknown=unknown,
+        num_unmeasured=unmeasured,
         first=first,
     )
 

@@ -25,6 +25,7 @@ from treadle.agent_loop import (
     Transcript,
     default_loops,
 )
+from treadle.agent_loop import drift as drift_module
 from treadle.agent_loop.drift import Drift, Recorded, measure_drift
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 
@@ -108,6 +109,18 @@ def test_6_messages_that_the_template_refuses_are_counted_as_unknown() -> None:
     assert measure_drift([record(("x", "x"))], Refusing()) == Drift(num_unknown=1)
 
 
+def test_6b_what_is_measured_is_bounded_and_the_rest_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = record(("x ", "x"))
+    monkeypatch.setattr(drift_module, "MAX_TOKENS", 2 * len(one.tokens.ids))
+    drift = measure_drift([one] * 5, RENDERER)
+    assert (drift.num_sampled, drift.num_unmeasured) == (2, 3)
+    monkeypatch.setattr(drift_module, "MAX_TOKENS", 0)
+    drift = measure_drift([one] * 2, RENDERER)
+    assert (drift.num_sampled, drift.num_unmeasured) == (1, 1)
+
+
 @given(
     st.lists(st.tuples(st.text("ab \n", max_size=4), st.text("ab \n", max_size=4)), min_size=1),
     st.sampled_from(["", "\n"]),
@@ -152,6 +165,7 @@ async def test_8_every_run_reports_it() -> None:
         "drift/sampled",
         "drift/observed",
         "drift/unknown_samples",
+        "drift/unmeasured_samples",
     ]
 
 
