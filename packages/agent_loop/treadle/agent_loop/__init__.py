@@ -73,7 +73,7 @@ from treadle.agent_loop.seeds import derive_seed
 from treadle.agent_loop.session_table import Nowhere
 from treadle.agent_loop.single_turn import SingleTurnLoop
 from treadle.agent_loop.strategy import Drop, FailFast, Retry, Strategy, Verdict
-from treadle.agent_loop.tool import Tool, ToolFailure, ToolResult, ToolSession
+from treadle.agent_loop.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tool_loop import OnMalformedCall, ToolAgentLoop
 from treadle.agent_loop.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Finding, Trajectory
@@ -105,6 +105,7 @@ __all__ = [
     "CapturedSession",
     "CapturedTurn",
     "ChatRenderer",
+    "ChecksTask",
     "Completion",
     "Continuation",
     "ContractError",

@@ -72,6 +72,7 @@ PUBLIC = [
     "CapturedSession",
     "CapturedTurn",
     "ChatRenderer",
+    "ChecksTask",
     "Completion",
     "Continuation",
     "ContractError",

@@ -58,6 +58,10 @@ def services(
     )
 
 
+def said(text: str) -> ScriptedGenerator:
+    return ScriptedGenerator([text])
+
+
 def asked(trajectory: Trajectory) -> list[float]:
     return [m.value for m in trajectory.metrics if m.name == "interaction/replies"]
 
@@ -241,12 +245,14 @@ async def test_12_who_resists_the_closing_spoils_no_trajectory(
 
 
 @pytest.mark.asyncio
-async def test_13_settings_without_a_name_are_refused() -> None:
+async def test_13_settings_without_a_name_are_refused_where_there_are_interactions() -> None:
     """A parquet column of structs holds null for every key in the rows without an interaction."""
+    kit = services(["41"], ScriptedInteraction())
     for kwargs in ({"query": None, "name": None}, {}):
         task = replace(TASK, fields={"extra_info": {"interaction_kwargs": kwargs}})
-        trajectory = await ToolAgentLoop().run(task, services(["41"], ScriptedInteraction()))
-        assert asked(trajectory) == []
+        assert asked(await ToolAgentLoop().run(task, replace(kit, generator=said("41")))) == []
     task = replace(TASK, fields={"extra_info": {"interaction_kwargs": {"query": "q"}}})
+    alone = replace(kit, interactions={}, generator=said("41"))
+    assert asked(await ToolAgentLoop().run(task, alone)) == []
     with pytest.raises(SetupError, match=r"interaction_kwargs has \['query'\] and no name; "):
-        await ToolAgentLoop().run(task, services([], ScriptedInteraction()))
+        await ToolAgentLoop().run(task, kit)

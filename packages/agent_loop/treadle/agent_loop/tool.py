@@ -16,7 +16,7 @@ may run at the same time on one session; a session that cannot bear it holds its
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.types import AgentTask, Image, ToolSpec, check_image_marks
 from treadle.tracing import Metric
@@ -85,4 +85,20 @@ class Tool(Protocol):
 
     async def open(self, task: AgentTask) -> ToolSession:
         """Begins the tool's state for one trajectory."""
+        ...
+
+
+@runtime_checkable
+class ChecksTask(Protocol):
+    """A tool or an interaction that needs something of a task's row, and can tell beforehand.
+
+    Its `open` would raise too, but at the first call, when the run has gone on for hours.
+    """
+
+    def check_task(self, task: AgentTask) -> None:
+        """Looks at the task as `open` will; waits for nothing.
+
+        Raises:
+            SetupError: What `open` needs is not in the row; the text says what.
+        """
         ...

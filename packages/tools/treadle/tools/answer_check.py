@@ -51,6 +51,13 @@ class AnswerCheck:
         Raises:
             SetupError: `extra_info.tools_kwargs.<tool>.create_kwargs.ground_truth` is missing.
         """
+        return AnswerCheckSession(check=self._check, ground_truth=self._ground_truth(task))
+
+    def check_task(self, task: AgentTask) -> None:
+        """See `treadle.agent_loop.ChecksTask`."""
+        self._ground_truth(task)
+
+    def _ground_truth(self, task: AgentTask) -> str:
         value: object = task.fields
         path = ("extra_info", "tools_kwargs", self.spec.name, "create_kwargs", "ground_truth")
         for key in path:
@@ -60,7 +67,7 @@ class AnswerCheck:
                 f"task {task.task_id!r}: the tool {self.spec.name} needs a string in "
                 f"{'.'.join(path)} of its row, found {value!r}"
             )
-        return AnswerCheckSession(check=self._check, ground_truth=value)
+        return value
 
 
 class AnswerCheckSession:

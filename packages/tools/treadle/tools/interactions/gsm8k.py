@@ -46,16 +46,24 @@ class Gsm8kInteraction:
         Raises:
             SetupError: `extra_info.interaction_kwargs.ground_truth` is missing.
         """
-        value: object = task.fields
-        path = ("extra_info", "interaction_kwargs", "ground_truth")
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if not isinstance(value, str):
-            raise SetupError(
-                f"task {task.task_id!r}: Gsm8kInteraction needs a string in {'.'.join(path)} of "
-                f"its row, found {value!r}"
-            )
-        return Gsm8kTeacher(ground_truth=value, mode=self._mode)
+        return Gsm8kTeacher(ground_truth=_ground_truth(task), mode=self._mode)
+
+    def check_task(self, task: AgentTask) -> None:
+        """See `treadle.agent_loop.ChecksTask`."""
+        _ground_truth(task)
+
+
+def _ground_truth(task: AgentTask) -> str:
+    value: object = task.fields
+    path = ("extra_info", "interaction_kwargs", "ground_truth")
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if not isinstance(value, str):
+        raise SetupError(
+            f"task {task.task_id!r}: Gsm8kInteraction needs a string in {'.'.join(path)} of "
+            f"its row, found {value!r}"
+        )
+    return value
 
 
 class Gsm8kTeacher:

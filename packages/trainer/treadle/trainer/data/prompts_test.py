@@ -18,6 +18,7 @@ from treadle.tools.interactions import Gsm8kInteraction
 from treadle.trainer.data import DataError, PromptRules, PromptSet, Row, make_prompts
 
 RENDERER = ByteRenderer()
+SECOND = ToolSpec(name="second", description="Another calculator.")
 CALCULATOR: Mapping[str, Tool] = {"calculator": CalculatorTool()}
 
 
@@ -146,7 +147,7 @@ def test_an_unknown_loop_is_named_with_its_row() -> None:
 
 
 def test_a_row_can_select_its_tools_and_they_alone_are_counted() -> None:
-    both: Mapping[str, Tool] = {**CALCULATOR, "calc_gsm8k_reward": Gsm8kTool()}
+    both: Mapping[str, Tool] = {**CALCULATOR, "second": CalculatorTool(spec=SECOND)}
     (chosen,) = prepare(make_row(extra_info={"tool_selection": ["calculator"]}), tools=both).prompts
     assert chosen.num_tokens == prepare(make_row()).prompts[0].num_tokens
     (null,) = prepare(make_row(extra_info={"tool_selection": None}), tools=both).prompts
@@ -179,9 +180,35 @@ def test_a_row_that_asks_for_what_is_not_there_is_an_error(
         prepare(make_row(extra_info=extra), interactions={"gsm8k": Gsm8kInteraction()})
 
 
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({}, r"line 2: .* the tool calc_gsm8k_reward needs a string in extra_info\.tools_kwargs\."),
+        (
+            {"tool_selection": [], "interaction_kwargs": {"name": "gsm8k"}},
+            r"line 2: .*needs a string in extra_info\.interaction_kwargs\.ground_truth",
+        ),
+    ],
+)
+def test_a_row_that_lacks_what_its_tools_need_is_an_error(
+    extra: Mapping[str, object], text: str
+) -> None:
+    """Otherwise the run would end at the first call, whenever the model makes it."""
+    whole = {
+        "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
+        "interaction_kwargs": {"name": "gsm8k", "ground_truth": "4"},
+    }
+    tools: Mapping[str, Tool] = {"calc_gsm8k_reward": Gsm8kTool()}
+    rows = [make_row(extra_info=whole), make_row(1, extra_info=extra)]
+    interactions = {"gsm8k": Gsm8kInteraction()}
+    assert prepare(rows[0], tools=tools, interactions=interactions).prompts
+    with pytest.raises(DataError, match=text):
+        prepare(*rows, tools=tools, interactions=interactions)
+
+
 def test_an_interaction_that_nothing_asks_is_an_error() -> None:
     interactions = {"gsm8k": Gsm8kInteraction()}
-    extra = {"interaction_kwargs": {"name": "gsm8k"}}
+    extra = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "4"}}
     assert prepare(make_row(extra_info=extra), interactions=interactions).prompts
     with pytest.raises(
         DataError, match=r"line 1: the row names an interaction and runs as 'single"
@@ -211,7 +238,7 @@ def test_settings_for_a_tool_that_is_not_there_are_noted() -> None:
     assert prepare(row).notes == (
         "1 train rows have tools_kwargs for 'calc_gsm8k_reward', but no such tool is configured",
     )
-    assert prepare(row, tools={"calc_gsm8k_reward": Gsm8kTool()}).notes == ()
+    assert prepare(row, tools={"calc_gsm8k_reward": CalculatorTool(spec=SECOND)}).notes == ()
     null = make_row(extra_info={"tools_kwargs": {"calc_gsm8k_reward": None}})
     assert prepare(null).notes == ()
 

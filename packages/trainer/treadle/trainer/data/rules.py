@@ -7,13 +7,14 @@ comes before anything is started. Pure; nobody waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from treadle.agent_loop import (
     SINGLE_TURN_AGENT,
     AgentTask,
+    ChecksTask,
     Interaction,
     LoopRegistry,
     Message,
@@ -72,9 +73,9 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
 
     Raises:
         DataError: A row names an unknown loop, tool or interaction, or tools or an interaction
-            that its loop does not have; has images or videos; or names no loop although tools are
-            configured and the default loop calls none. Or tools are configured and no row reaches
-            them.
+            that its loop does not have; lacks what one of them needs; has images or videos; or
+            names no loop although tools are configured and the default loop calls none. Or tools
+            are configured and no row reaches them.
     """
     known: set[str] = set()
     for row in rows:
@@ -83,19 +84,20 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
             if loop not in known:
                 rules.loops.resolve(loop)
                 known.add(loop)
-            rules.tools_of(row)
+            tools = rules.tools_of(row)
         except SetupError as error:
             raise DataError(f"{row.place}: {error}") from error
         try:
-            heard = selected_interaction(_probe(row), rules.interactions) is not None
+            interaction = selected_interaction(_probe(row), rules.interactions)
         except SetupError as error:
             raise DataError(f"{row.place}: {error}; set agent.interaction_catalogue") from error
-        if loop == SINGLE_TURN_AGENT and (heard or _selects_tools(row)):
-            unused = "names an interaction" if heard else "selects tools"
+        if loop == SINGLE_TURN_AGENT and (interaction is not None or _selects_tools(row)):
+            unused = "selects tools" if interaction is None else "names an interaction"
             raise DataError(
                 f"{row.place}: the row {unused} and runs as {SINGLE_TURN_AGENT!r}, which has "
                 'neither: make its agent_name "tool_agent"'
             )
+        _check_has_what_is_needed(row, (*tools.values(), interaction))
         _check_is_text(row)
     if rules.tools:
         _check_tools_are_reached(rows, split, known, rules)
@@ -116,6 +118,15 @@ def _probe(row: Row) -> AgentTask:
 def _selects_tools(row: Row) -> bool:
     extra = row.columns.get("extra_info")
     return isinstance(extra, Mapping) and bool(extra.get("tool_selection"))
+
+
+def _check_has_what_is_needed(row: Row, opened: Iterable[object]) -> None:
+    for each in opened:
+        if isinstance(each, ChecksTask):
+            try:
+                each.check_task(_probe(row))
+            except SetupError as error:
+                raise DataError(f"{row.place}: {error}") from error
 
 
 def _check_is_text(row: Row) -> None:
