@@ -13,8 +13,8 @@ turn, so that one difference counts once. A turn drifts as
   drops the reasoning of earlier turns, say), or a boundary is not the one it writes.
 
 Pure: one rendering of each sample when its trajectory ends, which costs as much as tokenising the
-sample once. The event loop waits for it meanwhile, so a trajectory has `MAX_TOKENS` measured and not
-many more: an agent that edits its history with each request has a sample for each.
+sample once. The event loop waits meanwhile, so no more than `MAX_TOKENS` of a trajectory are
+measured: an agent that edits its history with each request has a sample for each.
 """
 
 from collections import Counter

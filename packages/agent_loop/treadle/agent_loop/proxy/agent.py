@@ -72,11 +72,12 @@ class CommandAgent:
 
     It finds the task on its standard input, as a JSON object with `task_id`, `messages` (OpenAI's)
     and `fields`, and its model in its environment (`AgentSession.environment`), which is otherwise
-    ours. What it prints is shown when it fails.
+    ours, or what is inherited of it. What it prints is shown when it fails.
 
     Args:
         command: Program and arguments; no shell.
         environment: Further variables.
+        inherited: Names of those of our variables that it gets. None: all, secrets included.
         grace_s: Seconds from SIGTERM to SIGKILL.
 
     Raises:
@@ -88,6 +89,7 @@ class CommandAgent:
         command: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
+        inherited: Sequence[str] | None = None,
         grace_s: float = 0.5,
     ) -> None:
         if not command or isinstance(command, str):
@@ -96,6 +98,7 @@ class CommandAgent:
             raise ValueError(f"grace_s is {grace_s}; it must be at least 0")
         self._command = tuple(command)
         self._environment = dict(environment or {})
+        self._inherited = inherited
         self._grace_s = grace_s
 
     async def __call__(self, session: AgentSession) -> float | None:
@@ -134,7 +137,7 @@ class CommandAgent:
                     stdin=task,
                     stdout=write_end,
                     stderr=write_end,
-                    env={**os.environ, **self._environment, **session.environment},
+                    env={**self._ours(), **self._environment, **session.environment},
                     start_new_session=True,
                 )
             except OSError as error:
@@ -143,6 +146,10 @@ class CommandAgent:
                 ) from error
             finally:
                 os.close(write_end)
+
+    def _ours(self) -> dict[str, str]:
+        names = os.environ if self._inherited is None else self._inherited
+        return {name: os.environ[name] for name in names if name in os.environ}
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Ends the program, and whatever of its group is left."""

@@ -66,12 +66,14 @@ class ProxyAgentLoop:
         sampling: What becomes of the temperature and top_p that the agent asks for.
         model: Name that the agent is told.
         host: Address to listen on; agents elsewhere need another one than this machine's own.
+        told_host: Name or address that agents are told instead of `host`, which may be all of
+            this machine's (0.0.0.0), or none that they can reach.
         port: 0 takes a free one.
         max_session_requests: Requests of one agent at a time; more are answered with 429.
         max_requests: Of all agents.
 
     Raises:
-        ValueError: A bound is below 1.
+        ValueError: A bound is below 1, or `host` is no address that an agent could be told.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ProxyAgentLoop:
         sampling: AgentSampling = AgentSampling.REFUSE,
         model: str = "policy",
         host: str = "127.0.0.1",
+        told_host: str | None = None,
         port: int = 0,
         max_session_requests: int = 16,
         max_requests: int = 1024,
@@ -91,11 +94,17 @@ class ProxyAgentLoop:
                 f"max_session_requests is {max_session_requests} and max_requests is "
                 f"{max_requests}; both must be at least 1"
             )
+        if told_host is None and host in ("", "0.0.0.0", "::"):
+            raise ValueError(
+                f"host is {host!r}, all addresses of this machine: told_host must say which of its "
+                "names or addresses the agents are told"
+            )
         self._agent = agent if callable(agent) else CommandAgent(agent)
         self._on_crash = OnCrash(on_crash)
         self._sampling = AgentSampling(sampling)
         self._model = model
         self._host = host
+        self._told_host = host if told_host is None else told_host
         self._port = port
         self._max_session_requests = max_session_requests
         self._max_requests = max_requests
@@ -135,7 +144,7 @@ class ProxyAgentLoop:
         if loop not in self._endpoints:
             sessions = Sessions(max_in_flight=self._max_requests)
             app = make_app(sessions, model=self._model, max_body_bytes=_MAX_BODY_BYTES)
-            server = SharedServer(app, host=self._host, port=self._port)
+            server = SharedServer(app, host=self._host, told_host=self._told_host, port=self._port)
             self._endpoints[loop] = _Endpoint(sessions=sessions, server=server)
         return self._endpoints[loop]
 

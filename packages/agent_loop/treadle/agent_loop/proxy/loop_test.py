@@ -303,6 +303,21 @@ sys.exit(4)
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("inherited", "got"), [(None, True), (["PATH"], False), (["OURS"], True)])
+async def test_14b_a_program_gets_of_our_environment_what_it_may(
+    monkeypatch: pytest.MonkeyPatch, inherited: list[str] | None, got: bool
+) -> None:
+    monkeypatch.setenv("OURS", "1")
+    code = "import os; assert {'OPENAI_API_KEY', 'MORE'} <= os.environ.keys(); "
+    code += "exit(5 + ('OURS' in os.environ))"
+    agent = CommandAgent(
+        [sys.executable, "-c", code], environment={"MORE": "1"}, inherited=inherited
+    )
+    with pytest.raises(AgentCrashedError, match=f"status {5 + got}"):
+        await ProxyAgentLoop(agent).run(TASK, services(ScriptedGenerator()))
+
+
+@pytest.mark.asyncio
 async def test_15_an_address_that_is_taken_stops_the_run() -> None:
     async def agent(session: AgentSession) -> None:
         port = int(session.base_url.split(":")[2].split("/")[0])
@@ -315,9 +330,24 @@ async def test_15_an_address_that_is_taken_stops_the_run() -> None:
 
 
 @pytest.mark.asyncio
+async def test_15b_agents_are_told_an_address_that_they_can_reach() -> None:
+    addresses: list[str] = []
+
+    async def agent(session: AgentSession) -> None:
+        addresses.append(session.base_url)
+        await ask(session, "u")
+
+    loop = ProxyAgentLoop(agent, host="0.0.0.0", told_host="localhost")
+    await loop.run(TASK, services(ScriptedGenerator(["one"])))
+    assert addresses[0].startswith("http://localhost:")
+
+
+@pytest.mark.asyncio
 async def test_16_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="max_requests is 0"):
         ProxyAgentLoop(["true"], max_requests=0)
+    with pytest.raises(ValueError, match="told_host must say"):
+        ProxyAgentLoop(["true"], host="0.0.0.0")
     with pytest.raises(ValueError, match="must be a list"):
         ProxyAgentLoop("python agent.py")
     with pytest.raises(ValueError, match="grace_s"):

@@ -43,15 +43,19 @@ class SharedServer:
     Args:
         app: To be served.
         host: Address to listen on.
+        told_host: That users are told. None: `host`.
         port: 0 takes a free one.
 
         async with shared as address:
             ...
     """
 
-    def __init__(self, app: Starlette, *, host: str, port: int) -> None:
+    def __init__(
+        self, app: Starlette, *, host: str, port: int, told_host: str | None = None
+    ) -> None:
         self._app = app
         self._host = host
+        self._told_host = host if told_host is None else told_host
         self._port = port
         self._lock = asyncio.Lock()
         self._users = 0
@@ -93,7 +97,7 @@ class SharedServer:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = f"[{self._told_host}]" if ":" in self._told_host else self._told_host
         self._address = f"http://{host}:{listener.getsockname()[1]}"
 
     async def _leave(self) -> None:
