@@ -4,10 +4,10 @@ Needs the standard library only. The gRPC client is `treadle.agent_loop.rpc`, th
 Hugging Face tokenizers `treadle.agent_loop.hf`, the fakes `treadle.agent_loop.testing`.
 """
 
-from treadle.agent_loop.branch import Continuation
 from treadle.agent_loop.capture import (
     CapturedSession,
     CapturedTurn,
+    Continuation,
     LimitReachedError,
     SessionEndedError,
 )

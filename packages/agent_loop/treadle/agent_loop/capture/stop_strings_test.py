@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.agent_loop import Completion, FinishReason, TokenChunk
-from treadle.agent_loop.stop_strings import cut_at_stop
+from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.testing import ByteRenderer
 
 RENDERER = ByteRenderer()

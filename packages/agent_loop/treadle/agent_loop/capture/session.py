@@ -37,15 +37,15 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from treadle.agent_loop.branch import Branch, Continuation, Plan, make_plan
-from treadle.agent_loop.call_ids import CallIds
+from treadle.agent_loop.capture.branch import Branch, Continuation, Plan, make_plan
+from treadle.agent_loop.capture.call_ids import CallIds
+from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.conversation import Turn
 from treadle.agent_loop.drift import Recorded, measure_drift
 from treadle.agent_loop.errors import LoopError, RolloutError
 from treadle.agent_loop.loop import Services
 from treadle.agent_loop.renderer import ParsedCompletion
 from treadle.agent_loop.sampler import TurnSampler
-from treadle.agent_loop.stop_strings import cut_at_stop
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.transcript import Tokens
 from treadle.agent_loop.types import (

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from treadle.agent_loop import Message, ToolCall
-from treadle.agent_loop.history import ReturnedTurn, Sameness, Shared, compare, shared_history
+from treadle.agent_loop.capture.history import (
+    ReturnedTurn,
+    Sameness,
+    Shared,
+    compare,
+    shared_history,
+)
 
 CALL = ToolCall(id="c1", name="add", arguments={"a": 1.0, "b": [2.0, {"c": "x"}]})
 RETURNED = Message(role="assistant", content=" Let me add. ", tool_calls=(CALL,), reasoning="Hm.\n")

@@ -1,4 +1,4 @@
-"""Captured sessions: pinned semantics, numbered; the state machine is in capture_property_test."""
+"""Captured sessions: pinned semantics, numbered; the state machine is in session_property_test."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from treadle.agent_loop import (
     ToolSpec,
     Trajectory,
 )
-from treadle.agent_loop.branch import Continuation
 from treadle.agent_loop.capture import CapturedSession, LimitReachedError, SessionEndedError
+from treadle.agent_loop.capture.branch import Continuation
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 
 pytestmark = pytest.mark.asyncio

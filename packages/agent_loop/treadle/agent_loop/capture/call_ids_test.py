@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.agent_loop.call_ids import CallIds
+from treadle.agent_loop.capture.call_ids import CallIds
 
 
 @pytest.mark.parametrize(
