@@ -37,6 +37,7 @@ from treadle.agent_loop.types import Message, ToolSpec
 if TYPE_CHECKING:
     from treadle.agent_loop.hf_vision import ImagePlaceholders
 
+_TEXT_MODEL = "this renderer is of a text model"
 _PROMPT_END = 16  # ids that are enough to see whether a reasoning was opened
 
 
@@ -49,7 +50,8 @@ class HfRenderer:
         parser: Reads tool calls and reasoning; or its name. None: the one that the template asks
             for, hermes if it asks for none.
         template_kwargs: Handed to the template, as `enable_thinking`.
-        placeholders: Places images among the ids. None: messages cannot have images.
+        placeholders: Places images among the ids; or why there are none: messages cannot have
+            images then.
 
     Attributes:
         template: The chat template, as text.
@@ -73,7 +75,7 @@ class HfRenderer:
         tokenizer_sha256: bytes | None = None,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
-        placeholders: "ImagePlaceholders | None" = None,
+        placeholders: "ImagePlaceholders | str" = _TEXT_MODEL,
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._placeholders = placeholders
@@ -104,8 +106,11 @@ class HfRenderer:
     ) -> "HfRenderer":
         """Loads a tokenizer, and an image processor if there is one, without a network.
 
+        Chats of text need no image processor: one that cannot be used is an error for messages
+        with images, and says why.
+
         Raises:
-            SetupError: The directory holds no tokenizer.json, or something does not load.
+            SetupError: The directory holds no tokenizer.json, or it does not load.
         """
         folder = Path(directory)
         file = folder / "tokenizer.json"
@@ -117,13 +122,16 @@ class HfRenderer:
             raise SetupError(
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
             ) from error
-        placeholders = None
+        placeholders: ImagePlaceholders | str = _TEXT_MODEL
         names = ("preprocessor_config.json", "processor_config.json")
         if any((folder / name).is_file() for name in names):
             # Only models that see need the libraries of images.
-            from treadle.agent_loop.hf_vision import ImagePlaceholders
+            from treadle.agent_loop import hf_vision
 
-            placeholders = ImagePlaceholders.from_directory(folder, tokenizer)
+            try:
+                placeholders = hf_vision.ImagePlaceholders.from_directory(folder, tokenizer)
+            except SetupError as error:
+                placeholders = str(error)
         return cls(
             tokenizer,
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
@@ -211,8 +219,8 @@ class HfRenderer:
         images = [image for message in messages for image in message.images]
         if not images:
             return Rendering(ids=ids)
-        if self._placeholders is None:
-            raise RenderError("a message has images, and this renderer is of a text model")
+        if isinstance(self._placeholders, str):
+            raise RenderError(f"a message has images, and {self._placeholders}")
         return self._placeholders.place(ids, images)
 
     def _id_of_stop(self, token: str) -> int:

@@ -58,16 +58,13 @@ class ImagePlaceholders:
     @classmethod
     def from_directory(
         cls, directory: str | Path, tokenizer: PreTrainedTokenizerBase
-    ) -> "ImagePlaceholders | None":
-        """Loads the image processor of a model directory; None where there is none.
+    ) -> "ImagePlaceholders":
+        """Loads the image processor of a model directory.
 
         Raises:
-            SetupError: It does not load, or nothing names the placeholder.
+            SetupError: It does not load or is of another family, or nothing names the placeholder.
         """
         folder = Path(directory)
-        files = (folder / "preprocessor_config.json", folder / "processor_config.json")
-        if not any(file.is_file() for file in files):
-            return None
         try:
             processor = _PROCESSORS.from_pretrained(
                 str(folder), local_files_only=True, backend="pil"

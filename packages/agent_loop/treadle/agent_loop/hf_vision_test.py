@@ -331,6 +331,19 @@ def test_a_text_model_takes_no_images() -> None:
         HfRenderer(TOKENIZER).render([USER], tools=())
 
 
+def test_chats_of_text_need_no_image_processor_that_fits(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": PAD_ID}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "SiglipImageProcessor"})
+    )
+    renderer = HfRenderer.from_directory(tmp_path)
+    text = Message(role="user", content="What?")
+    assert renderer.render([text], tools=[ZOOM]).ids == expected([text])
+    with pytest.raises(RenderError, match=r"a message has images, and .*SiglipImage.* does not t"):
+        renderer.render([USER], tools=[ZOOM])
+
+
 def test_a_directory_that_does_not_name_the_placeholder_is_refused(tmp_path: Path) -> None:
     make_image_processor().save_pretrained(tmp_path)
     with pytest.raises(SetupError, match=r"neither its config\.json nor its tokenizer"):
