@@ -208,7 +208,7 @@ class CapturedSession:
                 )
         self._check_open()
         cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)
-        parsed = self._read(cut.completion, cut.parsed, has_tools=bool(tools))
+        parsed = self._numbered(cut.parsed)
         self._write(plan, cut.completion, parsed, uncut=cut.uncut, number=number)
         self._counts["tokens_past_stop"] += completion.num_tokens - cut.completion.num_tokens
         return CapturedTurn(
@@ -340,24 +340,12 @@ class CapturedSession:
             for bad in parsed.malformed
         )
 
-    def _read(
-        self, completion: Completion, parsed: ParsedCompletion, *, has_tools: bool
-    ) -> ParsedCompletion:
-        """What the agent is told: no calls where it offered no tools, else calls with new ids."""
+    def _numbered(self, parsed: ParsedCompletion) -> ParsedCompletion:
+        """What the agent is told: its calls have ids of their own."""
         message = parsed.message
-        if parsed.requests and not has_tools:
-            return ParsedCompletion(
-                message=Message(role="assistant", content=self._text(completion))
-            )
         calls = tuple(replace(call, id=self._call_ids.take(call.id)) for call in message.tool_calls)
         malformed = tuple(replace(bad, id=self._call_ids.take(bad.id)) for bad in parsed.malformed)
         return replace(parsed, message=replace(message, tool_calls=calls), malformed=malformed)
-
-    def _text(self, completion: Completion) -> str:
-        ids = list(completion.token_ids)
-        while ids and ids[-1] in self._services.renderer.stop_token_ids:
-            ids.pop()
-        return self._services.renderer.decode(ids)
 
     def _natural_stop(self, last: Branch) -> StopReason:
         if self._refused is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from treadle.agent_loop.renderer import ChatRenderer, ParsedCompletion
-from treadle.agent_loop.types import Completion, FinishReason, TokenChunk, ToolSpec
+from treadle.agent_loop.types import Completion, FinishReason, Message, TokenChunk, ToolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ def cut_at_stop(
         completion: What was sampled.
         stop: Texts that end it.
         renderer: Reads it.
-        tools: As in `ChatRenderer.parse`.
+        tools: As in `ChatRenderer.parse`; without any, calls are left in the text.
         prompt: As in `ChatRenderer.parse`.
     """
     ids = completion.token_ids
-    read = functools.partial(renderer.parse, tools=tools, prompt=prompt)
+    read = functools.partial(_read, renderer, tools=tools, prompt=prompt)
 
     def is_complete(size: int) -> bool:
         text = renderer.decode(ids[:size])
@@ -70,6 +70,22 @@ def cut_at_stop(
         parsed=replace(parsed, message=replace(parsed.message, content=text[:start])),
         uncut=text[: start + len(word)],
     )
+
+
+def _read(
+    renderer: ChatRenderer,
+    ids: Sequence[int],
+    *,
+    tools: Sequence[ToolSpec],
+    prompt: Sequence[int],
+) -> ParsedCompletion:
+    parsed = renderer.parse(ids, tools=tools, prompt=prompt)
+    if tools or not parsed.requests:
+        return parsed
+    size = len(ids)
+    while size and ids[size - 1] in renderer.stop_token_ids:
+        size -= 1
+    return ParsedCompletion(message=Message(role="assistant", content=renderer.decode(ids[:size])))
 
 
 def _first(completion: Completion, size: int) -> Completion:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.agent_loop import Completion, FinishReason, TokenChunk
+from treadle.agent_loop import Completion, FinishReason, TokenChunk, ToolSpec
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.testing import ByteRenderer
 
@@ -49,7 +49,8 @@ def test_3_the_first_to_be_complete_counts() -> None:
 
 def test_4_one_within_a_call_ends_the_completion_and_leaves_the_text() -> None:
     text = 'Hm. <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> tail'
-    cut = cut_at_stop(completion(text), ["</tool_call>"], RENDERER)
+    tools = [ToolSpec(name="f", description="F.")]
+    cut = cut_at_stop(completion(text), ["</tool_call>"], RENDERER, tools=tools)
     assert cut.parsed.message.content == "Hm."
     assert [call.name for call in cut.parsed.message.tool_calls] == ["f"]
     assert cut.uncut is None
@@ -95,3 +96,11 @@ def test_8_one_that_the_last_token_completes_is_why_the_completion_ended() -> No
     cut = cut_at_stop(completion("do STOP"), ["STOP"], RENDERER)  # its length was used up, too
     assert cut.completion.finish is FinishReason.STOP
     assert cut.completion.token_ids == completion("do STOP").token_ids
+
+
+def test_9_what_would_be_a_call_is_text_where_no_tool_was_offered() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    cut = cut_at_stop(completion(f"Hm. {call} STOP and more"), ["STOP"], RENDERER)
+    assert cut.parsed.message.content == f"Hm. {call} "
+    assert cut.parsed.requests == ()
+    assert cut.uncut == f"Hm. {call} STOP"
