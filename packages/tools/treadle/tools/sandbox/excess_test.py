@@ -112,6 +112,77 @@ async def test_there_is_no_memory_that_no_limit_sees(sandbox: LocalSandbox) -> N
     assert {line.split()[1] for line in execution.stdout.splitlines()} == {"-1"}
 
 
+async def test_shared_anonymous_memory_is_none(sandbox: LocalSandbox) -> None:
+    """It stays after its pages are no longer mapped, so that no process seems to have it."""
+    execution = await run(
+        sandbox,
+        "import mmap, os\n"
+        "for make in (lambda: mmap.mmap(-1, 1 << 20),\n"
+        "             lambda: mmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 20)):\n"
+        "    try: make(); print('MAPPED')\n"
+        "    except OSError: pass\n"
+        "with open('/dev/shm/a', 'w+b') as file:\n"
+        "    file.truncate(1 << 20)\n"
+        "    mmap.mmap(file.fileno(), 1 << 20)[5] = 1\n"
+        "    print(file.read(6)[5])",
+    )
+    assert execution.stdout == "1\n", execution.stderr
+
+
+async def test_no_buffer_of_the_kernel_keeps_more_than_is_known(sandbox: LocalSandbox) -> None:
+    execution = await run(
+        sandbox,
+        "import os, shutil, socket\n"
+        "open('a', 'wb').write(bytes(1 << 16))\n"
+        "a = os.open('a', os.O_RDONLY)\n"
+        "left, right = socket.socketpair()\n"
+        "r, w = os.pipe()\n"
+        "for keep in (lambda: os.splice(a, w, 1, offset_src=4096),\n"
+        "             lambda: os.sendfile(left.fileno(), a, 0, 1),\n"
+        "             lambda: left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24),\n"
+        "             lambda: right.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)):\n"
+        "    try: keep(); print('KEPT')\n"
+        "    except OSError: pass\n"
+        "left.setblocking(False)\n"
+        "sent = 0\n"
+        "try:\n"
+        "    while True: sent += left.send(bytes(1 << 16))\n"
+        "except BlockingIOError: print(sent)\n"
+        "shutil.copyfile('a', 'b')\n"
+        "print(os.path.getsize('b'))",
+    )
+    sent, copied = map(int, execution.stdout.split())
+    limits = sandbox.limits
+    buffers = (limits.worst_case_mib - limits.memory_mib) << 20
+    assert sent <= buffers / limits.processes / limits.open_files
+    assert copied == 1 << 16
+
+
+async def test_nothing_is_taken_that_all_users_of_the_host_share(sandbox: LocalSandbox) -> None:
+    numbers = (206, 253, 294, 444) if os.uname().machine == "x86_64" else (0, 26, 444)
+    execution = await run(
+        sandbox,
+        CTYPES + "room = ctypes.create_string_buffer(64)\n"
+        f"for number in {numbers}: call('syscall', number, room, room, 0)",
+    )
+    assert execution.stdout == "syscall -1 1\n" * len(numbers)
+
+
+async def test_memory_shared_since_a_fork_counts_once(sandbox: LocalSandbox) -> None:
+    execution = await run(
+        sandbox,
+        "import os, time\n"
+        "kept = b'x' * (100 << 20)\n"
+        "children = []\n"
+        "for _ in range(6):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: time.sleep(0.4); os._exit(0)\n"
+        "    children.append(pid)\n"
+        "print([os.waitpid(pid, 0)[1] for pid in children])",
+    )
+    assert execution.stdout == "[0, 0, 0, 0, 0, 0]\n", execution.stderr
+
+
 async def test_the_disk_is_small_wherever_it_is_filled(sandbox: LocalSandbox) -> None:
     execution = await run(
         sandbox,

@@ -103,6 +103,8 @@ def _stdin(text: str | None) -> int:
 
 def _confine(stdin: int, job: dict[str, Any]) -> None:
     """The child's side of the fork: limits that no one can raise again."""
+    # As any other process, so that `_proportional_bytes` can be read.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.dup2(stdin, 0)
     os.closerange(3, _MOST_DESCRIPTORS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])

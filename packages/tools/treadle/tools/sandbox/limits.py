@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 _SHARED_MEMORY_MIB = 8
-_SOCKET_BUFFER_KIB = 208
-"""What the kernel keeps at most for one end of a Unix socket (net.core.wmem_default)."""
+_SOCKET_BUFFER = Path("/proc/sys/net/core/wmem_default")
+"""Bytes that one end of a Unix socket may send unread; what goes over it is at most as much."""
 _CORE_NEVER = 1
 """RLIMIT_CORE: less than a page writes no file, and 1 is what also keeps a dump from a host's
 pipe handler (`core_pattern` with a `|`), which 0 does not."""
@@ -71,8 +72,8 @@ class SandboxLimits:
     @property
     def worst_case_mib(self) -> int:
         """Memory of one program: what is watched, and socket buffers, which only counts bound."""
-        buffers_kib = self.processes * self.open_files * _SOCKET_BUFFER_KIB
-        return self.memory_mib + (buffers_kib >> 10)
+        buffers = self.processes * self.open_files * 2 * int(_SOCKET_BUFFER.read_text())
+        return self.memory_mib + (buffers >> 20)
 
     def rlimits(self, *, memory_mib: int, timeout_s: float) -> dict[str, int]:
         """Of each process, by the names of `resource`; soft and hard."""

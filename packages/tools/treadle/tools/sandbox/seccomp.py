@@ -2,9 +2,12 @@
 
 Invariant: a program under the filter can neither trace nor reach into another process, nor change
 its limits or its share of the processor (process 1's, say), nor mount, make or enter a namespace,
-open a socket other than a Unix one, or get memory that RLIMIT_AS does not see (memfd, System V,
-message queues). Calls newer than the list was written against do not exist for it. Everything else
-passes: namespaces, limits and the read-only system confine it.
+open a socket other than a Unix one, or take what all users of the host share a count of (inotify,
+aio). Nor does it get memory that nothing here counts: memfd, System V, message queues, anonymous
+memory that is shared (which outlives its mapping's pages), files' pages held by pipes and sockets
+after the file is gone, larger socket buffers, Landlock rules. Calls newer than the list was
+written against do not exist for it. Everything else passes: namespaces, limits and the read-only
+system confine it.
 
     denied = EPERM | unknown number, clone3 = ENOSYS (libc then uses clone) | other ABI = killed
 
@@ -18,7 +21,8 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -29,15 +33,20 @@ _JUMP_GREATER_EQUAL: Final = 0x35
 _RETURN: Final = 0x06
 _ALLOW: Final = 0x7FFF0000
 _ERRNO: Final = 0x00050000
+_REFUSE: Final = _ERRNO | errno.EPERM
 _KILL: Final = 0x80000000  # the whole process
 
 # Offsets in struct seccomp_data; the low halves of 64-bit arguments on little-endian machines.
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE = 0, 4
+_ARGUMENTS: Final = (16, 24, 32, 40)
 
 _FIRST_UNKNOWN: Final = 463  # Linux 6.11
 _CLONE_NAMESPACES: Final = 0x7E020080  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET and TIME
 _AF_UNIX: Final = 1
+_SHARED_ANONYMOUS: Final = 0x21  # MAP_SHARED | MAP_ANONYMOUS; MAP_SHARED_VALIDATE has the bit
+_HUGE_PAGES: Final = 0x40000  # MAP_HUGETLB: pages that someone on the host has set aside
 _TERMINAL_INPUT: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+_SOCKET_MEMORY: Final = (7, 8, 26, 50)  # SO_SNDBUF, SO_RCVBUF, SO_ATTACH_FILTER, SO_ATTACH_BPF
 
 _SAME_EVERYWHERE: Final = {
     "io_uring_setup": 425,
@@ -53,6 +62,9 @@ _SAME_EVERYWHERE: Final = {
     "process_madvise": 440,
     "mount_setattr": 442,
     "quotactl_fd": 443,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
     "memfd_secret": 447,
     "process_mrelease": 448,
     "statmount": 457,
@@ -75,6 +87,8 @@ _BY_ARCHITECTURE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "fanotify_init": (300, 262),
         "finit_module": (313, 273),
         "init_module": (175, 105),
+        "inotify_init1": (294, 26),
+        "io_setup": (206, 0),
         "kcmp": (312, 272),
         "kexec_file_load": (320, 294),
         "kexec_load": (246, 104),
@@ -99,18 +113,22 @@ _BY_ARCHITECTURE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "reboot": (169, 142),
         "request_key": (249, 218),
         "semget": (64, 190),
+        "sendfile": (40, 71),
         "setdomainname": (171, 162),
         "sethostname": (170, 161),
         "setns": (308, 268),
         "settimeofday": (164, 170),
         "shmget": (29, 194),
+        "splice": (275, 76),
         "swapoff": (168, 225),
         "swapon": (167, 224),
         "syslog": (103, 116),
+        "tee": (276, 77),
         "umount2": (166, 39),
         "unshare": (272, 97),
         "userfaultfd": (323, 282),
         "vhangup": (153, 58),
+        "vmsplice": (278, 75),
     }
 )
 # name: (x86_64, aarch64, which argument says whose); 0 is the caller itself.
@@ -129,6 +147,7 @@ _X86_64_ONLY: Final = {
     "_sysctl": 156,
     "create_module": 174,
     "get_kernel_syms": 177,
+    "inotify_init": 253,
     "ioperm": 173,
     "iopl": 172,
     "modify_ldt": 154,
@@ -140,11 +159,42 @@ _X86_64_ONLY: Final = {
 }
 _X32_BIT: Final = 0x40000000
 
-# machine: (AUDIT_ARCH_*, column above, clone, socket, ioctl)
-_MACHINES: Final = {
-    "x86_64": (0xC000003E, 0, 56, 41, 16),
-    "aarch64": (0xC00000B7, 1, 220, 198, 29),
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Machine:
+    """A processor: its AUDIT_ARCH_*, its column above, and calls whose arguments matter."""
+
+    architecture: int
+    column: int
+    clone: int
+    socket: int
+    setsockopt: int
+    ioctl: int
+    mmap: int
+
+
+_MACHINES: Final[Mapping[str, _Machine]] = MappingProxyType(
+    {
+        "x86_64": _Machine(
+            architecture=0xC000003E,
+            column=0,
+            clone=56,
+            socket=41,
+            setsockopt=54,
+            ioctl=16,
+            mmap=9,
+        ),
+        "aarch64": _Machine(
+            architecture=0xC00000B7,
+            column=1,
+            clone=220,
+            socket=198,
+            setsockopt=208,
+            ioctl=29,
+            mmap=222,
+        ),
+    }
+)
 
 
 class UnsupportedMachineError(Exception):
@@ -153,7 +203,7 @@ class UnsupportedMachineError(Exception):
 
 def denied_calls(machine: str) -> dict[str, int]:
     """The system calls that are refused whatever their arguments, by name."""
-    _, column, *_ = _described(machine)
+    column = _described(machine).column
     denied = {name: numbers[column] for name, numbers in _BY_ARCHITECTURE.items()}
     if machine == "x86_64":
         denied |= _X86_64_ONLY
@@ -162,7 +212,7 @@ def denied_calls(machine: str) -> dict[str, int]:
 
 def calls_on_oneself(machine: str) -> dict[str, tuple[int, int]]:
     """The calls that are refused unless they mean the caller: their number and that argument."""
-    _, column, *_ = _described(machine)
+    column = _described(machine).column
     return {name: (row[column], row[2]) for name, row in _OF_PROCESSES.items()}
 
 
@@ -176,12 +226,10 @@ def compile_filter(machine: str | None = None) -> bytes:
         UnsupportedMachineError: There is no list of its system calls here.
     """
     machine = machine or platform.machine()
-    architecture, _, clone, socket, ioctl = _described(machine)
-    arguments = (_FIRST_ARGUMENT, _SECOND_ARGUMENT)
-    refuse = _ERRNO | errno.EPERM
+    about = _described(machine)
     program = [
         _instruction(_LOAD, _ARCHITECTURE),
-        *_return_unless_equal(architecture, _KILL),
+        *_return_unless_equal(about.architecture, _KILL),
         _instruction(_LOAD, _NUMBER),
     ]
     if machine == "x86_64":
@@ -189,30 +237,20 @@ def compile_filter(machine: str | None = None) -> bytes:
     program += _return_if(_JUMP_GREATER_EQUAL, _FIRST_UNKNOWN, _ERRNO | errno.ENOSYS)
     program += _return_if(_JUMP_EQUAL, _CLONE3, _ERRNO | errno.ENOSYS)
     for number in sorted(denied_calls(machine).values()):
-        program += _return_if(_JUMP_EQUAL, number, refuse)
-    program += _when_called(
-        clone,
-        [
-            _instruction(_LOAD, _FIRST_ARGUMENT),
-            _instruction(_AND, _CLONE_NAMESPACES),
-            *_return_unless_equal(0, refuse),
-        ],
-    )
-    program += _when_called(
-        socket, [_instruction(_LOAD, _FIRST_ARGUMENT), *_return_unless_equal(_AF_UNIX, refuse)]
-    )
-    checks = [_instruction(_LOAD, _SECOND_ARGUMENT)]
-    for request in _TERMINAL_INPUT:
-        checks += _return_if(_JUMP_EQUAL, request, refuse)
-    program += _when_called(ioctl, checks)
+        program += _return_if(_JUMP_EQUAL, number, _REFUSE)
+    program += _when_called(about.clone, 0, _none_of_the_bits(_CLONE_NAMESPACES))
+    program += _when_called(about.socket, 0, _return_unless_equal(_AF_UNIX, _REFUSE))
+    program += _when_called(about.setsockopt, 2, _none_of(_SOCKET_MEMORY))
+    program += _when_called(about.ioctl, 1, _none_of(_TERMINAL_INPUT))
+    flags = (_not_all_of_the_bits(_SHARED_ANONYMOUS), _none_of_the_bits(_HUGE_PAGES))
+    program += _when_called(about.mmap, 3, *flags)
     for number, place in calls_on_oneself(machine).values():
-        checks = [_instruction(_LOAD, arguments[place]), *_return_unless_equal(0, refuse)]
-        program += _when_called(number, checks)
+        program += _when_called(number, place, _return_unless_equal(0, _REFUSE))
     program.append(_instruction(_RETURN, _ALLOW))
     return b"".join(program)
 
 
-def _described(machine: str) -> tuple[int, int, int, int, int]:
+def _described(machine: str) -> _Machine:
     try:
         return _MACHINES[machine]
     except KeyError:
@@ -233,7 +271,21 @@ def _return_unless_equal(constant: int, verdict: int) -> list[bytes]:
     return [_instruction(_JUMP_EQUAL, constant, 1, 0), _instruction(_RETURN, verdict)]
 
 
-def _when_called(number: int, checks: list[bytes]) -> list[bytes]:
-    """`checks` for one call, which then passes; skipped for the others."""
-    body = [*checks, _instruction(_RETURN, _ALLOW)]
+def _none_of(values: Sequence[int]) -> list[bytes]:
+    return [part for value in values for part in _return_if(_JUMP_EQUAL, value, _REFUSE)]
+
+
+def _none_of_the_bits(mask: int) -> list[bytes]:
+    return [_instruction(_AND, mask), *_return_unless_equal(0, _REFUSE)]
+
+
+def _not_all_of_the_bits(mask: int) -> list[bytes]:
+    return [_instruction(_AND, mask), *_return_if(_JUMP_EQUAL, mask, _REFUSE)]
+
+
+def _when_called(number: int, argument: int, *checks: list[bytes]) -> list[bytes]:
+    """`checks` of an argument of one call, which then passes; skipped for the others."""
+    load = _instruction(_LOAD, _ARGUMENTS[argument])
+    body = [part for check in checks for part in (load, *check)]
+    body.append(_instruction(_RETURN, _ALLOW))
     return [_instruction(_JUMP_EQUAL, number, 0, len(body)), *body]

@@ -18,6 +18,8 @@ ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 SOCKET = {"x86_64": 41, "aarch64": 198}
 IOCTL = {"x86_64": 16, "aarch64": 29}
+SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
+MMAP = {"x86_64": 9, "aarch64": 222}
 READ = {"x86_64": 0, "aarch64": 63}
 
 
@@ -69,6 +71,21 @@ def test_calls_that_depend_on_their_arguments(machine: str) -> None:
     assert verdict(machine, IOCTL[machine], 0, 0x5412) == REFUSE
     # The kernel looks at 32 bits of the request; so must the filter.
     assert verdict(machine, IOCTL[machine], 0, 1 << 32 | 0x5412) == REFUSE
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_memory_that_nothing_counts_is_refused(machine: str) -> None:
+    private, shared, validated, anonymous, huge = 2, 1, 3, 0x20, 0x40000
+
+    def mmap(flags: int) -> int:
+        return verdict(machine, MMAP[machine], 0, 4096, 3, flags)
+
+    assert mmap(private | anonymous) == mmap(private) == mmap(shared) == ALLOW
+    assert mmap(shared | anonymous) == mmap(validated | anonymous) == REFUSE
+    assert mmap(shared | anonymous | 1 << 40) == REFUSE
+    assert mmap(private | anonymous | huge) == REFUSE
+    for option, wanted in ((2, ALLOW), (16, ALLOW), (7, REFUSE), (8, REFUSE), (26, REFUSE)):
+        assert verdict(machine, SETSOCKOPT[machine], 3, 1, option) == wanted
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

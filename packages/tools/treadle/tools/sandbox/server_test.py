@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from treadle.tools.sandbox import LocalSandbox, app
+from treadle.tools.sandbox import LocalSandbox, SandboxLimits, app
 from treadle.tools.sandbox.server import main
 from treadle.tools.sandbox.testing import server_process
 
@@ -81,7 +81,7 @@ async def test_the_answer_is_sandbox_fusions(server: httpx.AsyncClient) -> None:
 async def test_the_other_routes(server: httpx.AsyncClient) -> None:
     ping = await server.get("/v1/ping")
     assert (ping.status_code, ping.text) == (200, "pong")
-    assert (await stats(server))["worst_case_mib"] == 1024 + 416
+    assert (await stats(server))["worst_case_mib"] == SandboxLimits().worst_case_mib
     answer = await server.post("/run_jupyter", json={})
     assert (answer.status_code, "use /run_code" in answer.text) == (501, True)
 
