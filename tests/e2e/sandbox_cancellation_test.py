@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(why_no_user_namespaces() is not None, reason=str(why_no_user_namespaces())),
 ]
 
+# Far from the 60 s that the program would take; a quiet machine needs a small part of a second.
+LIMIT_S = 10
 FOREVER = "import os, time\nfor _ in range(2):\n    os.fork()\ntime.sleep(60)"
 
 
@@ -78,22 +80,22 @@ async def test_a_trajectory_that_is_cancelled_in_a_tool_ends_it_and_frees_its_sl
             ToolAgentLoop().run(attempt(0), services(tool, call(FOREVER), "unused"))
         )
         await running(client, 1)
-        # Started with the program and not before: bubblewrap, the supervisor, what it forked.
-        processes = [os.pidfd_open(pid) for pid in set(descendants(server.pid)) - before]
-        assert len(processes) >= 2
+        # bubblewrap and the supervisor, the program and what it forked: all are there to be ended.
+        while len(began := set(descendants(server.pid)) - before) < 6:
+            await client.get("/v1/stats")
+        processes = [os.pidfd_open(pid) for pid in began]
         next_one = asyncio.create_task(
             ToolAgentLoop().run(attempt(1), services(tool, call("print(6*7)"), "#### 42"))
         )
-        cancelled_at = time.monotonic()
+        give_up_at = time.monotonic() + LIMIT_S
         stuck.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stuck
         await running(client, 0)
         for process in processes:
-            left_s = 1 - (time.monotonic() - cancelled_at)
-            assert select.select([process], [], [], max(0, left_s))[0] == [process]
+            left_s = max(0, give_up_at - time.monotonic())
+            assert select.select([process], [], [], left_s)[0] == [process]
             os.close(process)
-        assert time.monotonic() - cancelled_at < 1
         async with asyncio.timeout(30):
             trajectory = await next_one
     assert [m.content for m in trajectory.messages if m.role == "tool"] == ["42\n"]
