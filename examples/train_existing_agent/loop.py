@@ -11,8 +11,9 @@ async def attempt(session: AgentSession) -> None:
     async with AsyncOpenAI(
         base_url=session.base_url,
         api_key=session.api_key,
-        # The endpoint is on this machine: no certificates to read, for each of many trajectories.
-        http_client=DefaultAsyncHttpxClient(verify=False),
+        # The endpoint is on this machine: no proxy in between, and no certificates to read, for
+        # each of many trajectories.
+        http_client=DefaultAsyncHttpxClient(verify=False, trust_env=False),
     ) as client:
         await solve(client, session.messages)
 

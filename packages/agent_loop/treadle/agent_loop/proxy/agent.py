@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from treadle.agent_loop.aio import run_shielded, run_until
 from treadle.agent_loop.errors import LoopError
@@ -72,7 +73,8 @@ class CommandAgent:
 
     It finds the task on its standard input, as a JSON object with `task_id`, `messages` (OpenAI's)
     and `fields`, and its model in its environment (`AgentSession.environment`), which is otherwise
-    ours, or what is inherited of it. What it prints is shown when it fails.
+    ours, or what is inherited of it, with the endpoint's host in NO_PROXY. What it prints is shown
+    when it fails.
 
     Args:
         command: Program and arguments; no shell.
@@ -137,7 +139,7 @@ class CommandAgent:
                     stdin=task,
                     stdout=write_end,
                     stderr=write_end,
-                    env={**self._ours(), **self._environment, **session.environment},
+                    env=self._environment_of(session),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -147,9 +149,15 @@ class CommandAgent:
             finally:
                 os.close(write_end)
 
-    def _ours(self) -> dict[str, str]:
+    def _environment_of(self, session: AgentSession) -> dict[str, str]:
         names = os.environ if self._inherited is None else self._inherited
-        return {name: os.environ[name] for name in names if name in os.environ}
+        ours = {name: os.environ[name] for name in names if name in os.environ}
+        environment = {**ours, **self._environment, **session.environment}
+        host = urlsplit(session.base_url).hostname
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy would look for this machine elsewhere
+            if (given := environment.get(name)) != "*":
+                environment[name] = f"{given},{host}" if given else f"{host}"
+        return environment
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Ends the program, and whatever of its group is left."""

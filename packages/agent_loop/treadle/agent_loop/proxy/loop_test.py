@@ -275,6 +275,17 @@ async def test_11_a_program_finds_task_and_model_and_posts_its_reward() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("bypassed", ["", "other.example", "*"])
+async def test_11b_a_program_reaches_its_model_where_others_are_behind_a_proxy(
+    bypassed: str,
+) -> None:
+    environment = {"http_proxy": "http://127.0.0.1:1", "no_proxy": bypassed, "NO_PROXY": bypassed}
+    agent = CommandAgent([sys.executable, "-c", ASKING], environment=environment)
+    trajectory = await ProxyAgentLoop(agent).run(TASK, services(ScriptedGenerator(["5"])))
+    assert trajectory.reward == 1.0
+
+
+@pytest.mark.asyncio
 async def test_12_a_program_s_status_is_its_failure_with_what_it_printed_last() -> None:
     agent = CommandAgent([sys.executable, "-c", ASKING], environment={"STATUS": "3"})
     with pytest.raises(AgentCrashedError, match=r"ended with status 3: x{1000,}"):
