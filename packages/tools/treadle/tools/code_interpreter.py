@@ -177,6 +177,10 @@ def _text(arguments: Mapping[str, object], name: str) -> str:
     value = arguments[name]
     if not isinstance(value, str):
         raise ToolFailure(f"The argument {name!r} must be a string, not {value!r:.80}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ToolFailure(f"The argument {name!r} is no valid Unicode: {error}.") from None
     return value
 
 

@@ -2,7 +2,8 @@
 
 Invariant: every answer that a program came to is 200 with SandboxFusion's body; 422 is a request
 that cannot be run, 429 one that was not begun because the queue is full (with `Retry-After`). A
-client that hangs up ends its program within a second. Bodies are bounded.
+client that hangs up ends its program within a second. Bodies are bounded. A web page that a browser
+of this host shows may not run programs (403): browsers, and they alone, send `Origin` with a POST.
 
 Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first. A
 client sees a blank, which JSON allows before a value, every `_BEAT_S`: so that one whose time-out
@@ -50,6 +51,8 @@ def make_app(sandbox: LocalSandbox) -> Starlette:
     max_body = 2 * (sandbox.limits.disk_mib << 20) + _ROOM
 
     async def run_code(request: Request) -> Response:
+        if page := request.headers.get("origin"):
+            return JSONResponse({"detail": f"a web page ({page}) may not run programs here"}, 403)
         try:
             return _Run(sandbox, decode_request(await _json(request, max_body)))
         except InvalidRequestError as error:
@@ -84,7 +87,7 @@ async def _json(request: Request, max_bytes: int) -> Any:
             raise HTTPException(413, why, headers={"connection": "close"})
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError("body", f"not JSON: {error}") from None
 
 
@@ -149,6 +152,6 @@ def _answer(working: asyncio.Task[Execution]) -> Response:
 def _unprocessable(field: str, reason: str) -> Response:
     """FastAPI's shape, which SandboxFusion's clients know."""
     where = ["body"] if field == "body" else ["body", field]
-    return JSONResponse(
-        {"detail": [{"type": "value_error", "loc": where, "msg": reason}]}, status_code=422
-    )
+    detail = [{"type": "value_error", "loc": where, "msg": reason}]
+    # ASCII, unlike `JSONResponse`: what was wrong may be that it cannot be encoded.
+    return Response(json.dumps({"detail": detail}), 422, media_type="application/json")

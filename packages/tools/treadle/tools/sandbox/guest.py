@@ -59,12 +59,13 @@ def supervise(settings: dict[str, Any]) -> dict[str, Any]:
     if not message:
         os._exit(0)
     job: dict[str, Any] = marshal.loads(message)  # from our own side, of the same version
-    os.mkdir(_WORK)
-    os.chdir(_WORK)
-    for name, content in job["files"].items():
-        _write(name, content)
-    _write(job["script"], job["code"].encode("utf-8", "surrogatepass"))
-    stdin = _stdin(job["stdin"])
+    try:
+        stdin = _place(job)
+    except (OSError, RecursionError) as error:  # the second by a name of a thousand directories
+        sys.stderr.write(str(error)[:500])
+        sys.stderr.flush()
+        _say(settings["status_fd"], b"0 unplaced 0\n")
+        os._exit(0)
     began = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -82,6 +83,16 @@ def supervise(settings: dict[str, Any]) -> dict[str, Any]:
 def _say(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def _place(job: dict[str, Any]) -> int:
+    """Writes what the program finds when it begins; the descriptor of its input."""
+    os.mkdir(_WORK)
+    os.chdir(_WORK)
+    for name, content in job["files"].items():
+        _write(name, content)
+    _write(job["script"], job["code"].encode("utf-8", "surrogatepass"))
+    return _stdin(job["stdin"])
 
 
 def _write(name: str, content: bytes) -> None:

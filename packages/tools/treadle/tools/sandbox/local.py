@@ -197,6 +197,8 @@ class LocalSandbox:
         self._running += 1
         try:
             return replace(await self._run(program), queue_s=queue_s)
+        except UnsupportedProgramError:
+            raise
         except SandboxError:
             self._failed += 1
             raise
@@ -293,6 +295,12 @@ class LocalSandbox:
                 f"{program.memory_limit_mib} MiB are more than the {limits.memory_mib} MiB that "
                 "this sandbox allows; ask for less, or start it with more"
             )
+        for names in (program.files, program.fetch_files):
+            if len(names) > limits.entries:
+                raise UnsupportedProgramError(
+                    f"{len(names)} files are more than the {limits.entries} that this sandbox "
+                    "allows; give fewer, or start it with more"
+                )
         for name in (*program.files, *program.fetch_files):
             if not _leads_inside(name):
                 raise UnsupportedProgramError(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,15 @@ async def test_too_long_is_a_result_with_what_was_written_before(sandbox: LocalS
         ({"fetch_files": ("/etc/passwd",)}, "'/etc/passwd' must be relative"),
         ({"fetch_files": ("a\0",)}, "must be relative"),
         ({"fetch_files": ("\udc80",)}, "must be relative"),
+        ({"fetch_files": ("a",) * 2001}, "2001 files are more than the 2000"),
+        ({"files": {f"{n}": b"" for n in range(2001)}}, "2001 files are more than the 2000"),
+        ({"files": {"a": b"", "a/b": b""}}, "cannot be placed: .*a"),
+        ({"files": {".": b""}}, "cannot be placed: .*Is a directory"),
+        ({"files": {"main.py/a": b""}}, "cannot be placed: .*main.py"),
+        ({"files": {"a" * 300: b""}}, "cannot be placed: .*name too long"),
+        ({"files": {"a/" * 3000 + "b": b""}}, "cannot be placed: "),
+        ({"files": {"a": bytes(17 << 20)}}, "cannot be placed: .*No space left"),
+        ({"stdin": "a" * (17 << 20)}, "cannot be placed: .*No space left"),
     ],
 )
 async def test_what_cannot_be_run_is_refused_before(
@@ -194,6 +204,28 @@ async def test_an_interpreter_that_does_not_start_is_ended(
     monkeypatch.setattr(launcher, "command", lambda arguments, **fds: ["ls", "/no/such"])
     with pytest.raises(SandboxError, match=r"did not start: .*No such file"):
         await run(sandbox, "print(1)")
+
+
+async def test_a_machine_without_room_is_the_sandboxs_failure(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = sandbox._launcher
+    assert launcher is not None
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "command", lambda arguments, **fds: ["/no/such/bwrap"])
+        with pytest.raises(SandboxError, match=r"did not start: .*/no/such/bwrap"):
+            await run(sandbox, "print(1)")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 5, hard))
+    try:
+        with pytest.raises(SandboxError, match=r"did not start: .*Too many open files"):
+            await run(sandbox, "print(1)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await asyncio.sleep(0)  # transports close their descriptor a turn later
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (await run(sandbox, "print(1)")).stdout == "1\n"
 
 
 async def test_a_start_can_be_cancelled_at_any_moment(sandbox: LocalSandbox) -> None:

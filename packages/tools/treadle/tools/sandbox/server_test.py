@@ -90,6 +90,11 @@ async def test_the_other_routes(server: httpx.AsyncClient) -> None:
     ("request_body", "why"),
     [
         ("{", "not JSON"),
+        pytest.param("[" * 200_000, "not JSON", id="deep"),
+        ('{"code": "", "language": "python", "\\ud800": 1}', "unknown; known are code"),
+        ('{"code": "", "language": "\\ud800"}', "is not run here"),
+        ('{"code": "", "language": "python", "run_timeout": 1%s}' % ("0" * 400), "too large"),
+        ('{"code": "", "language": "python", "files": {"a": "", "a/b": ""}}', "cannot be placed"),
         ('{"code": "", "language": "cpp"}', "'cpp' is not run here; there are: python, bash"),
         ('{"code": "", "language": "python", "codes": 1}', "unknown; known are code"),
         ('{"code": "", "language": "python", "files": {"../a": ""}}', "must be relative"),
@@ -107,6 +112,19 @@ async def test_what_cannot_be_run_is_422_and_says_why(
     (detail,) = answer.json()["detail"]
     assert detail["loc"][0] == "body"
     assert why in detail["msg"]
+
+
+@in_loop
+async def test_a_web_page_in_a_browser_here_runs_nothing(server: httpx.AsyncClient) -> None:
+    before = (await stats(server))["started"]
+    answer = await server.post(
+        "/run_code",
+        headers={"origin": "http://somewhere.example", "content-type": "text/plain"},
+        json={"code": "print(1)", "language": "python"},
+    )
+    assert answer.status_code == 403
+    assert "http://somewhere.example" in answer.json()["detail"]
+    assert (await stats(server))["started"] == before
 
 
 @in_loop

@@ -181,7 +181,10 @@ def _number(body: Mapping[str, object], key: str, default: float) -> float:
     value = body.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(key, "must be a number of seconds")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequestError(key, "is too large for a number of seconds") from None
 
 
 def _files(value: object) -> dict[str, bytes]:

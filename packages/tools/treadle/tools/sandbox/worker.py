@@ -26,7 +26,13 @@ from pathlib import Path
 from typing import Final, Self
 
 from treadle.tools.sandbox.bubblewrap import Launcher
-from treadle.tools.sandbox.execution import Execution, Program, RunStatus, SandboxError
+from treadle.tools.sandbox.execution import (
+    Execution,
+    Program,
+    RunStatus,
+    SandboxError,
+    UnsupportedProgramError,
+)
 from treadle.tools.sandbox.host_files import PACKAGES
 from treadle.tools.sandbox.limits import SandboxLimits
 
@@ -36,6 +42,7 @@ _GUEST: Final = Path(__file__).with_name("guest.py")
 _START_TIMEOUT_S: Final = 60.0
 _GRACE_S: Final = 2.0
 _CHUNK: Final = 1 << 16
+_UNPLACED: Final = "unplaced"
 _REASONS: Final = {
     "memory": "the memory limit of {memory_mib} MiB for all processes and files was exceeded",
     "entries": "the limit of {entries} files and directories was exceeded",
@@ -98,7 +105,8 @@ class Worker:
             worker = await asyncio.shield(spawning)
         except asyncio.CancelledError:
             # asyncio would kill bubblewrap alone, see `_signal`.
-            await (await spawning).kill()
+            with contextlib.suppress(SandboxError):
+                await (await spawning).kill()
             raise
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -125,33 +133,35 @@ class Worker:
         limits: SandboxLimits,
         preload: tuple[str, ...],
     ) -> Self:
-        filter_fd, filter_writer = os.pipe()
-        reports_fd, reports_writer = os.pipe()
         reports = asyncio.StreamReader(limit=_CHUNK)
-        try:
-            os.write(filter_writer, filter_program)
-            os.close(filter_writer)
-            info_writer = os.dup(reports_writer)
-            settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
-            arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(reports_fd, "rb", 0)
-            )
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as opened:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *launcher.command(arguments, filter_fd=filter_fd, info_fd=info_writer),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(filter_fd, info_writer, reports_writer, *launcher.inherited_fds),
-                    start_new_session=True,
+                filter_fd, filter_writer = _pipe(opened)
+                reports_fd, reports_writer = _pipe(opened)
+                info_writer = os.dup(reports_writer)
+                opened.callback(os.close, info_writer)
+                os.write(filter_writer, filter_program)
+                settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
+                arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
+                transport, _ = await loop.connect_read_pipe(
+                    lambda: asyncio.StreamReaderProtocol(reports),
+                    os.fdopen(os.dup(reports_fd), "rb", 0),
                 )
-            except BaseException:
-                transport.close()
-                raise
-        finally:
-            for descriptor in (filter_fd, info_writer, reports_writer):
-                os.close(descriptor)
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *launcher.command(arguments, filter_fd=filter_fd, info_fd=info_writer),
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.PIPE,
+                        pass_fds=(filter_fd, info_writer, reports_writer, *launcher.inherited_fds),
+                        start_new_session=True,
+                    )
+                except BaseException:
+                    transport.close()
+                    raise
+            except OSError as error:  # no descriptor, process or memory is left
+                raise SandboxError(f"the sandbox did not start: {error}") from error
         return cls(process, reports, transport, limits, warm=bool(preload))
 
     @property
@@ -189,6 +199,7 @@ class Worker:
         """Run the program; afterwards the worker is used up.
 
         Raises:
+            UnsupportedProgramError: Its files do not fit, or their names contradict each other.
             SandboxError: The worker died, or said what it cannot say.
         """
         limit = self._limits.output_kib << 10
@@ -221,6 +232,10 @@ class Worker:
             report = _Report(ended_for="output")
         else:
             report = self._believable(bytes(reports.kept), stderr.text())
+            if report.ended_for == _UNPLACED:
+                raise UnsupportedProgramError(
+                    f"its code, input and files cannot be placed: {stderr.text()}"
+                )
         return self._execution(program, report, stdout.text(), stderr.text(), seconds)
 
     async def _kill_when(self, full: asyncio.Event) -> None:
@@ -250,7 +265,7 @@ class Worker:
         try:
             first, *rest = said.decode("ascii").splitlines()
             return_code, ended_for, took_s = first.split()
-            if ended_for not in ("itself", "time", *_REASONS) or len(rest) % 2:
+            if ended_for not in ("itself", "time", _UNPLACED, *_REASONS) or len(rest) % 2:
                 raise ValueError(f"{ended_for!r}, {len(rest)} lines of files")
             parts = [base64.b64decode(line, validate=True) for line in rest]
             names = (name.decode() for name in parts[::2])
@@ -341,6 +356,14 @@ def _guest() -> str:
     code = compile(_GUEST.read_text(encoding="utf-8"), "<sandbox>", "exec", dont_inherit=True)
     packed = _text(marshal.dumps(code))
     return f"import binascii,marshal;exec(marshal.loads(binascii.a2b_base64({packed!r})))"
+
+
+def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
+    """Both ends of a pipe, closed with `opened`."""
+    ends = os.pipe()
+    for end in ends:
+        opened.callback(os.close, end)
+    return ends
 
 
 def _open_process(pid: int) -> int | None:
