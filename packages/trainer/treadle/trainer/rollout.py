@@ -7,8 +7,8 @@ asked for, or newer.
 A replica that dies while tasks run: the client moves its sessions to the others. If none is left,
 or one dies before the client has reached it, the tasks under way are cancelled. Either way dead
 replicas are then started again and given the present weights, and tasks that failed through no
-fault of the model are attempted once more; when no replica is left and none may be started,
-`ReplicasLostError` names them all.
+fault of the model are attempted once more, with a new deadline; when no replica is left and none
+may be started, `ReplicasLostError` names them all.
 """
 
 import asyncio
