@@ -166,9 +166,8 @@ class Toolbox:
         text = self._limits.truncate_tool_text(result.content, self._codec)
         if not result.images or text == result.content:
             return text
-        plain = result.content
-        while IMAGE_MARK in plain:  # what was around a mark may be one
-            plain = plain.replace(IMAGE_MARK, "")
+        # By a space: what is around a mark may be one without it.
+        plain = result.content.replace(IMAGE_MARK, " ")
         return self._limits.truncate_tool_text(plain, self._codec)
 
     async def _call(self, call: ToolCall) -> ToolResult:

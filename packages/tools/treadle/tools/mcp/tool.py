@@ -120,4 +120,4 @@ def _read(result: CallToolResult) -> tuple[str, tuple[Image, ...]]:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = "\n".join(texts)
     # In what a server writes the mark is no place for an image.
-    return (text.replace(IMAGE_MARK, "") if images else text), tuple(images)
+    return (text.replace(IMAGE_MARK, " ") if images else text), tuple(images)

@@ -216,9 +216,9 @@ def test_what_a_model_cannot_be_shown_is_named() -> None:
 
 def test_a_servers_text_says_nothing_about_where_its_images_belong() -> None:
     picture = ImageContent(type="image", data="aGVsbG8=", mime_type="image/png")
-    page = TextContent(type="text", text="an <image> tag, and an <image> tag")
+    page = TextContent(type="text", text="an <image> tag, <ima<image>ge>")
     text, images = tool_module._read(CallToolResult(content=[page, picture]))
-    assert ToolResult(content=text, images=images).content == "an  tag, and an  tag"
+    assert ToolResult(content=text, images=images).content == "an   tag, <ima ge>"
     assert tool_module._read(CallToolResult(content=[page]))[0] == page.text
 
 
