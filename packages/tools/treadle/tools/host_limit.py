@@ -63,7 +63,11 @@ class HostLimit:
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
             raise SetupError(f"{self._directory} is not a directory of this user; remove it")
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._events = _watch(self._path)
+        try:
+            self._events = _watch(self._path)
+        except SetupError:
+            os.close(self._file)
+            raise
         asyncio.get_running_loop().add_reader(self._events, self._on_event)
         return self
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import SetupError
+from treadle.tools import host_limit
 from treadle.tools.host_limit import HostLimit
 
 pytestmark = pytest.mark.asyncio
@@ -136,3 +137,14 @@ async def test_a_directory_of_someone_else_is_refused(tmp_path: Path) -> None:
         await HostLimit("a", 1, directory=tmp_path / "link").__aenter__()
     with pytest.raises(ValueError, match="slots is 0"):
         HostLimit("a", 0)
+
+
+async def test_without_inotify_it_says_so_and_keeps_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_limit, "_IN_MODIFY", 0)
+    monkeypatch.setattr(host_limit, "_IN_CLOSE_WRITE", 0)  # no event: the kernel says EINVAL
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(SetupError, match="cannot watch .*: Invalid argument"):
+        await HostLimit("a", 1, directory=tmp_path).__aenter__()
+    assert os.listdir("/proc/self/fd") == before

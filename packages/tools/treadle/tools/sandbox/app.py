@@ -2,8 +2,9 @@
 
 Invariant: every answer that a program came to is 200 with SandboxFusion's body; 422 is a request
 that cannot be run, 429 one that was not begun because the queue is full (with `Retry-After`). A
-client that hangs up ends its program within a second. Bodies are bounded. A web page that a browser
-of this host shows may not run programs (403): browsers, and they alone, send `Origin` with a POST.
+client that hangs up ends its program within a second. Bodies are bounded, each (413) and together
+(503 with `Retry-After`). No web page runs programs by way of a browser on this host (403): with a
+POST, browsers send `Origin`, and they alone do.
 
 Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first. A
 client sees a blank, which JSON allows before a value, every `_BEAT_S`: so that one whose time-out
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -44,19 +45,24 @@ from treadle.tools.sandbox.wire import (
 
 _BEAT_S: Final = 5.0
 _ROOM: Final = 4 << 20  # for code and stdin, beside the files
+_TOGETHER: Final = 8  # of the largest bodies; far more of those that are usual
 
 
 def make_app(sandbox: LocalSandbox) -> Starlette:
     """The application; the sandbox must have been entered."""
-    max_body = 2 * (sandbox.limits.disk_mib << 20) + _ROOM
+    bodies = _Bodies(2 * (sandbox.limits.disk_mib << 20) + _ROOM)
 
     async def run_code(request: Request) -> Response:
         if page := request.headers.get("origin"):
             return JSONResponse({"detail": f"a web page ({page}) may not run programs here"}, 403)
+        body = await bodies.read(request)
+        size = len(body)
         try:
-            return _Run(sandbox, decode_request(await _json(request, max_body)))
+            program = decode_request(_json(body))
         except InvalidRequestError as error:
+            bodies.release(size)
             return _unprocessable(error.field, error.reason)
+        return _Run(sandbox, program, lambda: bodies.release(size))
 
     async def ping(request: Request) -> Response:
         return PlainTextResponse("pong")
@@ -77,14 +83,37 @@ def make_app(sandbox: LocalSandbox) -> Starlette:
     )
 
 
-async def _json(request: Request, max_bytes: int) -> Any:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            # Closed, for whoever sends without end does not read meanwhile.
-            why = f"the body has more than {max_bytes} bytes"
-            raise HTTPException(413, why, headers={"connection": "close"})
+class _Bodies:
+    """Bounds the bodies of requests: each, and those that are read, queued or run together."""
+
+    def __init__(self, most_each: int) -> None:
+        self._most_each = most_each
+        self._together = 0
+
+    async def read(self, request: Request) -> bytearray:
+        """The body, whose size is to be released. Whoever is refused is cut off: he may send without end."""
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                self._together += len(part)
+                if len(body) > self._most_each:
+                    why = f"the body has more than {self._most_each} bytes"
+                    raise HTTPException(413, why, {"connection": "close"})
+                if self._together > _TOGETHER * self._most_each:
+                    why = f"requests of {self._together} bytes are under way, which is the limit"
+                    raise HTTPException(503, why, {"connection": "close", "retry-after": "1"})
+        except BaseException:
+            self.release(len(body))
+            raise
+        return body
+
+    def release(self, size: int) -> None:
+        """The program of a body of this size has ended."""
+        self._together -= size
+
+
+def _json(body: bytearray) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -94,11 +123,20 @@ async def _json(request: Request, max_bytes: int) -> Any:
 class _Run(Response):
     """Runs a program and answers with what came of it, unless the client hangs up before."""
 
-    def __init__(self, sandbox: LocalSandbox, program: Program) -> None:
+    def __init__(
+        self, sandbox: LocalSandbox, program: Program, release: Callable[[], None]
+    ) -> None:
         self._sandbox = sandbox
         self._program = program
+        self._release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._run(scope, receive, send)
+        finally:
+            self._release()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         working = asyncio.create_task(self._sandbox.run(self._program))
         listening = asyncio.create_task(_hung_up(receive))
         begun = False

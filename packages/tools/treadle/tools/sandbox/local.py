@@ -249,9 +249,13 @@ class LocalSandbox:
 
     async def _end(self, keeper: asyncio.Task[None]) -> None:
         keeper.cancel()
-        await asyncio.wait([keeper])
-        while self._warm:
-            await self._warm.popleft().kill()
+        try:
+            await asyncio.wait([keeper])
+        finally:  # the signals first: cancelled or not, nobody stays
+            ending = [asyncio.create_task(worker.kill()) for worker in self._warm]
+            self._warm.clear()
+            if ending:
+                await asyncio.wait(ending)
 
     async def _first_that_works(self, stack: AsyncExitStack, files: HostFiles) -> Launcher:
         reasons = []

@@ -192,6 +192,19 @@ async def test_a_warm_interpreter_that_died_is_replaced(user_namespaces: None) -
         assert (execution.stdout, execution.warm) == ("1\n", False)
 
 
+async def test_leaving_leaves_nobody_also_when_it_is_cancelled(user_namespaces: None) -> None:
+    sandbox = LocalSandbox(places=1, warm=2, packages=(), preload=("json",))
+    await sandbox.__aenter__()
+    await sandbox.until_warm()
+    workers = list(sandbox._warm)
+    leaving = asyncio.create_task(sandbox.__aexit__(None, None, None))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert [worker.alive for worker in workers] == [False, False]
+
+
 async def test_an_interpreter_that_does_not_start_is_ended(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,14 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from treadle.tools.sandbox import LocalSandbox, SandboxLimits, app
+from treadle.tools.sandbox import (
+    Execution,
+    LocalSandbox,
+    Program,
+    RunStatus,
+    SandboxLimits,
+    app,
+)
 from treadle.tools.sandbox.server import main
 from treadle.tools.sandbox.testing import server_process
 
@@ -137,6 +144,34 @@ async def test_a_body_beyond_all_bounds_is_not_read(server: httpx.AsyncClient) -
         answer = await server.post("/run_code", content=endless())
         assert answer.status_code == 413
     assert (await server.get("/v1/ping")).text == "pong"
+
+
+@in_loop
+async def test_many_large_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_TOGETHER", 1)
+    begun, end = asyncio.Event(), asyncio.Event()
+
+    async def run(program: Program) -> Execution:
+        begun.set()
+        await end.wait()
+        return Execution(
+            status=RunStatus.FINISHED, stdout="", stderr="", return_code=0, execution_s=0
+        )
+
+    sandbox = LocalSandbox(limits=SandboxLimits(disk_mib=1), warm=0, packages=(), preload=())
+    monkeypatch.setattr(sandbox, "run", run)
+    transport = httpx.ASGITransport(app.make_app(sandbox))
+    async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client:
+        large = {"stdin": "x" * (4 << 20)}
+        first = asyncio.create_task(post(client, "", **large))
+        await begun.wait()
+        refused = await post(client, "", **large)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "under way" in refused.text
+        end.set()
+        assert (await first).status_code == 200
+        assert (await post(client, "", **large, codes=1)).status_code == 422
+        assert (await post(client, "", **large)).status_code == 200
 
 
 @in_loop
