@@ -145,6 +145,6 @@ async def test_without_inotify_it_says_so_and_keeps_nothing_open(
     monkeypatch.setattr(host_limit, "_IN_MODIFY", 0)
     monkeypatch.setattr(host_limit, "_IN_CLOSE_WRITE", 0)  # no event: the kernel says EINVAL
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(SetupError, match="cannot watch .*: Invalid argument"):
+    with pytest.raises(SetupError, match=r"cannot watch .*: Invalid argument"):
         await HostLimit("a", 1, directory=tmp_path).__aenter__()
     assert os.listdir("/proc/self/fd") == before

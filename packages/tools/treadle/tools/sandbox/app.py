@@ -91,7 +91,7 @@ class _Bodies:
         self._together = 0
 
     async def read(self, request: Request) -> bytearray:
-        """The body, whose size is to be released. Whoever is refused is cut off: he may send without end."""
+        """The body, whose size is to be released; who is refused is cut off, for he may go on."""
         body = bytearray()
         try:
             async for part in request.stream():

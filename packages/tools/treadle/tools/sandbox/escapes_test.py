@@ -278,11 +278,15 @@ async def test_nobody_elses_limits_or_priority_change(sandbox: LocalSandbox) -> 
         "    except OSError: pass\n"
         "for change in (lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),\n"
         "               lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),\n"
-        "               lambda: os.sched_setaffinity(1, {0})):\n"
+        "               lambda: os.sched_setaffinity(1, {0}),\n"
+        "               lambda: os.setpriority(os.PRIO_USER, 0, 19),\n"
+        "               lambda: os.setpriority(os.PRIO_PGRP, 0, 19)):\n"
         "    try: change(); print('CHANGED')\n"
-        "    except OSError: pass\n",
+        "    except OSError: pass\n"
+        "os.setpriority(os.PRIO_PROCESS, 0, 9)\n"
+        "print(os.getpriority(os.PRIO_PROCESS, 1), os.getpriority(os.PRIO_PROCESS, 0))",
     )
-    assert (execution.stdout, execution.return_code) == ("", 0), execution.stderr
+    assert execution.stdout == f"{os.nice(0)} 9\n", execution.stderr
 
 
 async def test_signals_reach_nobody_outside(sandbox: LocalSandbox) -> None:

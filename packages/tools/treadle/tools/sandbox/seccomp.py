@@ -131,16 +131,17 @@ _BY_ARCHITECTURE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "vmsplice": (278, 75),
     }
 )
-# name: (x86_64, aarch64, which argument says whose); 0 is the caller itself.
-_OF_PROCESSES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
+_CALLER: Final = ((0, 0),)
+# name: (x86_64, aarch64, (argument, the value with which the call means the caller alone)).
+_OF_PROCESSES: Final[Mapping[str, tuple[int, int, tuple[tuple[int, int], ...]]]] = MappingProxyType(
     {
-        "ioprio_set": (251, 30, 1),
-        "prlimit64": (302, 261, 0),
-        "sched_setaffinity": (203, 122, 0),
-        "sched_setattr": (314, 274, 0),
-        "sched_setparam": (142, 118, 0),
-        "sched_setscheduler": (144, 119, 0),
-        "setpriority": (141, 140, 1),
+        "ioprio_set": (251, 30, ((0, 1), (1, 0))),  # not its group or user: process 1 is of both
+        "prlimit64": (302, 261, _CALLER),
+        "sched_setaffinity": (203, 122, _CALLER),
+        "sched_setattr": (314, 274, _CALLER),
+        "sched_setparam": (142, 118, _CALLER),
+        "sched_setscheduler": (144, 119, _CALLER),
+        "setpriority": (141, 140, ((0, 0), (1, 0))),
     }
 )
 _X86_64_ONLY: Final = {
@@ -210,8 +211,8 @@ def denied_calls(machine: str) -> dict[str, int]:
     return denied | _SAME_EVERYWHERE
 
 
-def calls_on_oneself(machine: str) -> dict[str, tuple[int, int]]:
-    """The calls that are refused unless they mean the caller: their number and that argument."""
+def calls_on_oneself(machine: str) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
+    """The calls refused unless they mean the caller: their number, and arguments that say so."""
     column = _described(machine).column
     return {name: (row[column], row[2]) for name, row in _OF_PROCESSES.items()}
 
@@ -238,14 +239,15 @@ def compile_filter(machine: str | None = None) -> bytes:
     program += _return_if(_JUMP_EQUAL, _CLONE3, _ERRNO | errno.ENOSYS)
     for number in sorted(denied_calls(machine).values()):
         program += _return_if(_JUMP_EQUAL, number, _REFUSE)
-    program += _when_called(about.clone, 0, _none_of_the_bits(_CLONE_NAMESPACES))
-    program += _when_called(about.socket, 0, _return_unless_equal(_AF_UNIX, _REFUSE))
-    program += _when_called(about.setsockopt, 2, _none_of(_SOCKET_MEMORY))
-    program += _when_called(about.ioctl, 1, _none_of(_TERMINAL_INPUT))
+    program += _when_called(about.clone, (0, _none_of_the_bits(_CLONE_NAMESPACES)))
+    program += _when_called(about.socket, (0, _return_unless_equal(_AF_UNIX, _REFUSE)))
+    program += _when_called(about.setsockopt, (2, _none_of(_SOCKET_MEMORY)))
+    program += _when_called(about.ioctl, (1, _none_of(_TERMINAL_INPUT)))
     flags = (_not_all_of_the_bits(_SHARED_ANONYMOUS), _none_of_the_bits(_HUGE_PAGES))
-    program += _when_called(about.mmap, 3, *flags)
-    for number, place in calls_on_oneself(machine).values():
-        program += _when_called(number, place, _return_unless_equal(0, _REFUSE))
+    program += _when_called(about.mmap, *((3, check) for check in flags))
+    for number, caller in calls_on_oneself(machine).values():
+        checks = ((place, _return_unless_equal(value, _REFUSE)) for place, value in caller)
+        program += _when_called(number, *checks)
     program.append(_instruction(_RETURN, _ALLOW))
     return b"".join(program)
 
@@ -283,9 +285,10 @@ def _not_all_of_the_bits(mask: int) -> list[bytes]:
     return [_instruction(_AND, mask), *_return_if(_JUMP_EQUAL, mask, _REFUSE)]
 
 
-def _when_called(number: int, argument: int, *checks: list[bytes]) -> list[bytes]:
-    """`checks` of an argument of one call, which then passes; skipped for the others."""
-    load = _instruction(_LOAD, _ARGUMENTS[argument])
-    body = [part for check in checks for part in (load, *check)]
+def _when_called(number: int, *checks: tuple[int, list[bytes]]) -> list[bytes]:
+    """Checks, each of an argument, for one call, which then passes; skipped for the others."""
+    body = []
+    for argument, check in checks:
+        body += [_instruction(_LOAD, _ARGUMENTS[argument]), *check]
     body.append(_instruction(_RETURN, _ALLOW))
     return [_instruction(_JUMP_EQUAL, number, 0, len(body)), *body]

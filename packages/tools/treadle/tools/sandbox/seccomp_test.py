@@ -90,9 +90,12 @@ def test_memory_that_nothing_counts_is_refused(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_a_process_changes_itself_only(machine: str) -> None:
-    for number, place in calls_on_oneself(machine).values():
-        assert verdict(machine, number, *[7] * place, 0) == ALLOW
-        assert verdict(machine, number, *[0] * place, 1) == REFUSE
+    for number, caller in calls_on_oneself(machine).values():
+        arguments = [value for _, value in caller]
+        assert verdict(machine, number, *arguments, 7) == ALLOW
+        for place, value in caller:
+            others = [*arguments[:place], value + 1, *arguments[place + 1 :]]
+            assert verdict(machine, number, *others) == REFUSE
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
