@@ -214,7 +214,7 @@ def denied_calls(machine: str) -> dict[str, int]:
 def calls_on_oneself(machine: str) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
     """The calls refused unless they mean the caller: their number, and arguments that say so."""
     column = _described(machine).column
-    return {name: (row[column], row[2]) for name, row in _OF_PROCESSES.items()}
+    return {name: (row[:2][column], row[2]) for name, row in _OF_PROCESSES.items()}
 
 
 def compile_filter(machine: str | None = None) -> bytes:
