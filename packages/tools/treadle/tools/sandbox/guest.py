@@ -2,8 +2,8 @@
 
 Invariant: the program is a child that holds nothing of the supervisor's (no descriptor above 2,
 no way to signal or trace process 1), and when the supervisor ends, the kernel ends every process
-of the sandbox. What the supervisor says is untrusted outside: it may name wrong results, and
-nothing else.
+of the sandbox. It ends by itself when nobody is left to read its report. What the supervisor says
+is untrusted outside: it may name wrong results, and nothing else.
 
 It is compiled outside and handed to `python -c`, never imported in there. What it imports, every
 program pays for: so there is no `json` (which needs `re`), no `signal` (`enum`), no `typing`.
@@ -26,6 +26,7 @@ import io
 import marshal
 import os
 import resource
+import select
 import stat
 import sys
 import time
@@ -71,7 +72,9 @@ def supervise(settings: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         _confine(stdin, job)
         return job
-    return_code, ended_for = _watch(child, job, began + job["timeout_s"])
+    reader = select.poll()
+    reader.register(settings["status_fd"], 0)  # tells of one thing: that it has gone
+    return_code, ended_for = _watch(child, job, began + job["timeout_s"], reader)
     took_s = time.monotonic() - began
     _say(settings["status_fd"], f"{return_code} {ended_for} {took_s:.6f}\n".encode())
     for name, content in _fetch(job["fetch_files"], job["max_fetch_bytes"]):
@@ -125,7 +128,9 @@ def _confine(stdin: int, job: dict[str, Any]) -> None:
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
 
 
-def _watch(child: int, job: dict[str, Any], deadline: float) -> tuple[int, str]:
+def _watch(
+    child: int, job: dict[str, Any], deadline: float, reader: select.poll
+) -> tuple[int, str]:
     """Wait for the child, or for a reason to end it; afterwards nothing else is alive."""
     ended_for: str | None = None
     status: int | None = None
@@ -136,6 +141,8 @@ def _watch(child: int, job: dict[str, Any], deadline: float) -> tuple[int, str]:
             break
         signal.sigtimedwait([signal.SIGCHLD], min(left, _WATCH_S))
         status = _reap(child)
+        if reader.poll(0):
+            os._exit(1)  # and the kernel ends the others
         if status is None:
             ended_for = _excess(job)
     _kill_all()

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import resource
+import select
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,56 @@ async def test_leaving_leaves_nobody_also_when_it_is_cancelled(user_namespaces: 
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert [worker.alive for worker in workers] == [False, False]
+
+
+KILLED_WHILE_ONE_STARTS = """
+import asyncio, os
+from treadle.tools.sandbox import LocalSandbox, Program
+from treadle.tools.sandbox.bubblewrap import Launcher
+
+async def main():
+    async with LocalSandbox(places=1, warm=0, packages=(), preload=()) as sandbox:
+        block, _ = os.pipe()
+        begun = []
+        command, fds = sandbox._launcher.command, sandbox._launcher.inherited_fds
+
+        def blocked(arguments, *, filter_fd, info_fd):
+            made = command(arguments, filter_fd=filter_fd, info_fd=info_fd)
+            begun.append(os.dup(info_fd))
+            made.remove("--disable-userns")  # it takes another way on which it cannot be blocked
+            place = made.index("--unshare-all")
+            return [*made[:place], "--userns-block-fd", str(block), *made[place:]]
+
+        sandbox._launcher.command = blocked
+        Launcher.inherited_fds = (*fds, block)
+        running = asyncio.create_task(sandbox.run(Program(code="", timeout_s=60)))
+        while not begun or b"}" not in (said := os.pread(begun[0], 4096, 0)):
+            await asyncio.sleep(0)
+        print(said.decode(), flush=True)
+        os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+async def test_nobody_stays_when_we_are_killed_while_one_starts(user_namespaces: None) -> None:
+    """Bubblewrap's child waits for it at first, and would for ever if it were gone."""
+    killed = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KILLED_WHILE_ONE_STARTS),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert killed.stdout is not None
+    async with asyncio.timeout(30):
+        said = await killed.stdout.read()  # which ends with the last that holds it
+        await killed.wait()
+    _, _, child = said.decode().partition('"child-pid": ')
+    try:
+        process = os.pidfd_open(int(child.split()[0].strip(",}")))
+    except ProcessLookupError:
+        return
+    assert select.select([process], [], [], 5)[0] == [process]
+    os.close(process)
 
 
 async def test_an_interpreter_that_does_not_start_is_ended(

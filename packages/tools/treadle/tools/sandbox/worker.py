@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import marshal
 import math
 import os
@@ -69,6 +70,7 @@ class Worker:
         reports: asyncio.StreamReader,
         reports_transport: asyncio.BaseTransport,
         limits: SandboxLimits,
+        info: io.FileIO,
         *,
         warm: bool,
     ) -> None:
@@ -76,6 +78,7 @@ class Worker:
         self._reports = reports
         self._reports_transport = reports_transport
         self._limits = limits
+        self._info = info
         self._warm = warm
         self._supervisor: int | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -110,7 +113,7 @@ class Worker:
             raise
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                said = await worker._reports.readuntil(b"ready\n")
+                await worker._reports.readuntil(b"ready\n")
         except asyncio.IncompleteReadError:
             why = await worker._last_words()
             raise SandboxError(f"the sandbox did not start: {why}") from None
@@ -120,6 +123,7 @@ class Worker:
         except BaseException:
             await worker.kill()
             raise
+        said = os.pread(worker._info.fileno(), _CHUNK, 0)
         found = re.search(rb'"child-pid": (\d+)', said)
         assert found is not None, f"bubblewrap did not name its child: {said[:200]!r}"
         worker._supervisor = _open_process(int(found.group(1)))
@@ -139,8 +143,9 @@ class Worker:
             try:
                 filter_fd, filter_writer = _pipe(opened)
                 reports_fd, reports_writer = _pipe(opened)
-                info_writer = os.dup(reports_writer)
-                opened.callback(os.close, info_writer)
+                # Not a pipe: bubblewrap would die of writing to one that nobody reads any more,
+                # and its child, which waits for it, would stay.
+                info = opened.enter_context(io.FileIO(os.memfd_create("info"), "r+"))
                 os.write(filter_writer, filter_program)
                 settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
                 arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
@@ -150,11 +155,16 @@ class Worker:
                 )
                 try:
                     process = await asyncio.create_subprocess_exec(
-                        *launcher.command(arguments, filter_fd=filter_fd, info_fd=info_writer),
+                        *launcher.command(arguments, filter_fd=filter_fd, info_fd=info.fileno()),
                         stdin=asyncio.subprocess.PIPE,
                         stdout=asyncio.subprocess.PIPE,
                         stderr=asyncio.subprocess.PIPE,
-                        pass_fds=(filter_fd, info_writer, reports_writer, *launcher.inherited_fds),
+                        pass_fds=(
+                            filter_fd,
+                            info.fileno(),
+                            reports_writer,
+                            *launcher.inherited_fds,
+                        ),
                         start_new_session=True,
                     )
                 except BaseException:
@@ -162,7 +172,8 @@ class Worker:
                     raise
             except OSError as error:  # no descriptor, process or memory is left
                 raise SandboxError(f"the sandbox did not start: {error}") from error
-        return cls(process, reports, transport, limits, warm=bool(preload))
+            info = io.FileIO(os.dup(info.fileno()))
+        return cls(process, reports, transport, limits, info, warm=bool(preload))
 
     @property
     def alive(self) -> bool:
@@ -191,6 +202,7 @@ class Worker:
                 pass
         await process.wait()
         self._reports_transport.close()
+        self._info.close()
         if self._supervisor is not None:
             await _readable(self._supervisor)
             os.close(self._supervisor)
