@@ -17,12 +17,11 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from treadle.agent_loop.aio import run_shielded
+from treadle.agent_loop.closing import close_all
 from treadle.agent_loop.errors import InteractionError, SetupError, boundary
 from treadle.agent_loop.limits import LoopLimits
 from treadle.agent_loop.types import AgentTask, Message
@@ -159,10 +158,12 @@ class Respondent:
         traceback: TracebackType | None,
     ) -> None:
         if self._session is not None:
-            with suppress(TimeoutError):  # `_close` has said so
-                await run_shielded(
-                    self._close(self._session), timeout_s=2 * self._limits.close_timeout_s
-                )
+            await close_all(
+                {"an interaction": self._session},
+                error=InteractionError,
+                timeout_s=self._limits.close_timeout_s,
+                leaks=self._leaks,
+            )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -192,17 +193,6 @@ class Respondent:
             self.scores.append(reply.score)
         return reply
 
-    async def _close(self, session: InteractionSession) -> None:
-        try:
-            with boundary(InteractionError, "an interaction could not be closed"):
-                async with asyncio.timeout(self._limits.close_timeout_s):
-                    await session.aclose()
-        except InteractionError as error:
-            # The trajectory is complete and good; what leaks is named.
-            _logger.warning("task %s: %s", self._task.task_id, error)
-        except asyncio.CancelledError:  # by the shield's limit; its own was swallowed
-            _logger.warning(
-                "task %s: an interaction could not be closed: it did not end when it was cancelled",
-                self._task.task_id,
-            )
-            raise
+    def _leaks(self, what: str) -> None:
+        """Names what could not be closed."""
+        _logger.warning("task %s: %s", self._task.task_id, what)

@@ -12,12 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from treadle.agent_loop.aio import concurrently, run_shielded
+from treadle.agent_loop.aio import concurrently
+from treadle.agent_loop.closing import close_all
 from treadle.agent_loop.errors import SetupError, ToolError, boundary
 from treadle.agent_loop.limits import LoopLimits, TextCodec
 from treadle.agent_loop.renderer import MalformedCall
@@ -107,8 +107,12 @@ class Toolbox:
         traceback: TracebackType | None,
     ) -> None:
         if self._sessions:
-            with suppress(TimeoutError):  # `_close_one` has said which
-                await run_shielded(self._close(), timeout_s=2 * self._limits.close_timeout_s)
+            await close_all(
+                {f"tool {name!r}": session for name, session in self._sessions.items()},
+                error=ToolError,
+                timeout_s=self._limits.close_timeout_s,
+                leaks=self._leaks,
+            )
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
@@ -196,22 +200,8 @@ class Toolbox:
                 trace.set(failure="timeout")
                 return _failed(call, f"it did not end within {limit_s:g} s")
 
-    async def _close(self) -> None:
-        await concurrently([self._close_one(*opened) for opened in self._sessions.items()])
-
-    async def _close_one(self, name: str, session: ToolSession) -> None:
-        try:
-            with boundary(ToolError, f"tool {name!r} could not be closed"):
-                async with asyncio.timeout(self._limits.close_timeout_s):
-                    await session.aclose()
-        except ToolError as error:
-            self._leaks(str(error))
-        except asyncio.CancelledError:  # by the shield's limit; its own was swallowed
-            self._leaks(f"tool {name!r} could not be closed: it did not end when it was cancelled")
-            raise
-
     def _leaks(self, what: str) -> None:
-        """The trajectory is complete and good; what leaks is named and counted."""
+        """Names and counts what could not be closed."""
         self._counts["close_errors"] += 1
         _logger.warning("task %s: %s", self._task.task_id, what)
 
