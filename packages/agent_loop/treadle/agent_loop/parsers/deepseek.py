@@ -43,13 +43,8 @@ class DeepSeekFormat:
 
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
-        while (start := scan.find_first(scan.position, _CALL, _SECTION, _SECTION_END)) >= 0:
-            for mark in (_SECTION, _SECTION_END):
-                if scan.text.startswith(mark, start):
-                    scan.mark(start, scan.skip_space(start + len(mark)))
-                    break
-            else:
-                _read_call(scan, start)
+        for start in scan.call_starts(_CALL, _SECTION, _SECTION_END):
+            _read_call(scan, start)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`."""

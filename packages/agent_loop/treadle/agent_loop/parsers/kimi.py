@@ -43,13 +43,8 @@ class KimiFormat:
 
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
-        while (start := scan.find_first(scan.position, _CALL, *_SECTIONS)) >= 0:
-            for mark in _SECTIONS:
-                if scan.text.startswith(mark, start):
-                    scan.mark(start, scan.skip_space(start + len(mark)))
-                    break
-            else:
-                _read_call(scan, start)
+        for start in scan.call_starts(_CALL, *_SECTIONS):
+            _read_call(scan, start)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`; an id that does not name its tool cannot be written."""

@@ -6,7 +6,7 @@ parser that gives up at each of a thousand opening marks is still linear.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from treadle.agent_loop.parsers.base import ParsedText
 from treadle.agent_loop.renderer import MalformedCall
@@ -48,6 +48,19 @@ class Scan:
     def find_first(self, start: int, *marks: str) -> int:
         """Place of the first of several marks at or after `start`, or -1."""
         return min((at for mark in marks if (at := self.find(mark, start)) >= 0), default=-1)
+
+    def call_starts(self, call: str, *around: str) -> Iterator[int]:
+        """Places of the marks `call`, each from where the last report ended.
+
+        Marks around the calls, with the white space after them, are reported on the way.
+        """
+        while (start := self.find_first(self.position, call, *around)) >= 0:
+            for mark in around:
+                if self.text.startswith(mark, start):
+                    self.mark(start, self.skip_space(start + len(mark)))
+                    break
+            else:
+                yield start
 
     def skip_space(self, start: int) -> int:
         """Place of the first character at or after `start` that is no white space."""
