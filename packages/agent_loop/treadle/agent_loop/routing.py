@@ -265,9 +265,6 @@ class HashedSession(SessionTable):
         ValueError: An address is given twice.
     """
 
-    def __init__(self, addresses: Iterable[str] = ()) -> None:
-        super().__init__(addresses)
-
     def pick(
         self,
         session_id: str,

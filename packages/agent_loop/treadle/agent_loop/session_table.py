@@ -53,7 +53,7 @@ class Holder:
 class SessionTable:
     """The replicas and the sessions that are open on them: what both routers share."""
 
-    def __init__(self, addresses: Iterable[str]) -> None:
+    def __init__(self, addresses: Iterable[str] = ()) -> None:
         self._holders: dict[str, Holder] = {}
         self._sessions: dict[str, OpenSession] = {}
         self._opened = 0
