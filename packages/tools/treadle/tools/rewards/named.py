@@ -55,14 +55,9 @@ def _math_dapo(trajectory: Trajectory, mode: str) -> Score:
 
 
 def _retool(trajectory: Trajectory, mode: str) -> Score:
-    turns = trajectory.num_turns
-    right = retool.is_right(trajectory.final_text, _ground_truth(trajectory))
-    value = retool.score(
-        trajectory.final_text,
-        _ground_truth(trajectory),
-        num_turns=turns,
-        mode=cast(retool.Mode, mode),
-    )
+    text, truth, turns = trajectory.final_text, _ground_truth(trajectory), trajectory.num_turns
+    value = retool.score(text, truth, num_turns=turns, mode=cast(retool.Mode, mode))
+    right = value > 0
     stalling = float(not right and turns >= retool.MANY_TURNS)
     return Score(
         value=value, metrics=(_accuracy(right), Metric("reward/wrong_with_many_turns", stalling))

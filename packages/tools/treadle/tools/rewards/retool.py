@@ -27,14 +27,9 @@ MANY_TURNS: Final = 12
 """From here on `shaped` takes back half of the penalty or more."""
 
 
-def is_right(text: str, ground_truth: str) -> bool:
-    r"""Whether the last `\boxed{}` of `text` holds exactly `ground_truth`."""
-    return math_dapo.is_right(text, ground_truth, mode="boxed")
-
-
 def score(text: str, ground_truth: str, *, num_turns: int, mode: Mode = "shaped") -> float:
-    """The reward of a trajectory that ended with `text` after `num_turns` turns."""
-    if is_right(text, ground_truth):
+    """The reward of a trajectory that ended with `text` after `num_turns` turns; right: above 0."""
+    if math_dapo.is_right(text, ground_truth, mode="boxed"):
         return 1.0
     shaped = min(0.0, -1.0 + 0.1 * (num_turns - 2) / 2)
     match mode:
