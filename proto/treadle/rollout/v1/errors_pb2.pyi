@@ -36,6 +36,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_STATE_CONFLICT: _ClassVar[ErrorReason]
     ERROR_REASON_IMAGE_UNREADABLE: _ClassVar[ErrorReason]
     ERROR_REASON_IMAGE_PLACEHOLDERS: _ClassVar[ErrorReason]
+    ERROR_REASON_DELTA_BASE_MISMATCH: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_DEADLINE_REQUIRED: ErrorReason
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason
@@ -60,6 +61,7 @@ ERROR_REASON_SESSION_UNKNOWN: ErrorReason
 ERROR_REASON_STATE_CONFLICT: ErrorReason
 ERROR_REASON_IMAGE_UNREADABLE: ErrorReason
 ERROR_REASON_IMAGE_PLACEHOLDERS: ErrorReason
+ERROR_REASON_DELTA_BASE_MISMATCH: ErrorReason
 
 class InvalidField(_message.Message):
     __slots__ = ("field", "received", "expected")
@@ -140,3 +142,11 @@ class ImagePlaceholders(_message.Message):
     received: int
     expected: int
     def __init__(self, image_index: _Optional[int] = ..., first_placeholder: _Optional[int] = ..., received: _Optional[int] = ..., expected: _Optional[int] = ...) -> None: ...
+
+class DeltaBaseMismatch(_message.Message):
+    __slots__ = ("held", "wanted")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    held: int
+    wanted: int
+    def __init__(self, held: _Optional[int] = ..., wanted: _Optional[int] = ...) -> None: ...

@@ -5,7 +5,7 @@ import warnings
 
 from treadle.rollout.v1 import generation_service_pb2 as treadle_dot_rollout_dot_v1_dot_generation__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class GenerationServiceStub:
+class GenerationServiceStub(object):
     """Samples continuations of token prompts.
     """
 
@@ -42,13 +42,13 @@ class GenerationServiceStub:
                 _registered_method=True)
 
 
-class GenerationServiceServicer:
+class GenerationServiceServicer(object):
     """Samples continuations of token prompts.
     """
 
     def Generate(self, request, context):
-        """Streams one completion: one `started`, then `tokens` messages, then one
-        `finished`, then status OK. A stream that ends without `finished` failed; its
+        """Streams one completion: one `started`, then `tokens`, then one `finished`, each a
+        message or several in a `batch`, then status OK. A stream that ends without `finished` failed; its
         status and details say why (errors.proto). Errors never travel in the stream.
 
         Cancellation: cancelling the call aborts the sequence and frees its cache.
@@ -77,7 +77,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class GenerationService:
+class GenerationService(object):
     """Samples continuations of token prompts.
     """
 

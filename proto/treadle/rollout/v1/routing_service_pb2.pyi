@@ -29,7 +29,7 @@ class OpenSessionResponse(_message.Message):
     address: str
     moved: bool
     valid_for: _duration_pb2.Duration
-    def __init__(self, address: _Optional[str] = ..., moved: _Optional[bool] = ..., valid_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., moved: bool = ..., valid_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class FinishSessionRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -91,4 +91,4 @@ class Replica(_message.Message):
     address: str
     draining: bool
     open_sessions: int
-    def __init__(self, address: _Optional[str] = ..., draining: _Optional[bool] = ..., open_sessions: _Optional[int] = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., draining: bool = ..., open_sessions: _Optional[int] = ...) -> None: ...

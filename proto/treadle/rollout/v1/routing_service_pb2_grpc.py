@@ -5,7 +5,7 @@ import warnings
 
 from treadle.rollout.v1 import routing_service_pb2 as treadle_dot_rollout_dot_v1_dot_routing__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class RoutingServiceStub:
+class RoutingServiceStub(object):
     """Assigns sessions to replicas and keeps the list of replicas.
     """
 
@@ -67,7 +67,7 @@ class RoutingServiceStub:
                 _registered_method=True)
 
 
-class RoutingServiceServicer:
+class RoutingServiceServicer(object):
     """Assigns sessions to replicas and keeps the list of replicas.
     """
 
@@ -163,7 +163,7 @@ def add_RoutingServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class RoutingService:
+class RoutingService(object):
     """Assigns sessions to replicas and keeps the list of replicas.
     """
 

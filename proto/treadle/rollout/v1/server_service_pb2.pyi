@@ -41,7 +41,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "engine", "engine_version", "capabilities", "model", "state", "weight_version", "limits")
+    __slots__ = ("server_version", "engine", "engine_version", "capabilities", "model", "state", "weight_version", "limits", "num_workers", "load")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,8 @@ class GetServerInfoResponse(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     engine: str
     engine_version: str
@@ -58,10 +60,12 @@ class GetServerInfoResponse(_message.Message):
     state: ServerState
     weight_version: int
     limits: AdmissionLimits
-    def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ...) -> None: ...
+    num_workers: int
+    load: ServerLoad
+    def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ..., num_workers: _Optional[int] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images")
+    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding")
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_CONTINUE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +74,9 @@ class Capabilities(_message.Message):
     COLLECTIVE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_ENCODING_FIELD_NUMBER: _ClassVar[int]
     sampled_logprobs: bool
     priority: bool
     in_flight_continue: bool
@@ -78,19 +85,24 @@ class Capabilities(_message.Message):
     collective_transport: bool
     release_memory: bool
     images: bool
-    def __init__(self, sampled_logprobs: _Optional[bool] = ..., priority: _Optional[bool] = ..., in_flight_continue: _Optional[bool] = ..., inline_transport: _Optional[bool] = ..., file_transport: _Optional[bool] = ..., collective_transport: _Optional[bool] = ..., release_memory: _Optional[bool] = ..., images: _Optional[bool] = ...) -> None: ...
+    shared_memory_transport: bool
+    in_place_update: bool
+    delta_encoding: bool
+    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256")
+    __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256", "eos_token_ids")
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     vocab_size: int
     context_length: int
     tokenizer_sha256: bytes
-    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., tokenizer_sha256: _Optional[bytes] = ...) -> None: ...
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., tokenizer_sha256: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmissionLimits(_message.Message):
     __slots__ = ("max_in_flight", "max_queued", "max_request_bytes")
@@ -101,6 +113,20 @@ class AdmissionLimits(_message.Message):
     max_queued: int
     max_request_bytes: int
     def __init__(self, max_in_flight: _Optional[int] = ..., max_queued: _Optional[int] = ..., max_request_bytes: _Optional[int] = ...) -> None: ...
+
+class ServerLoad(_message.Message):
+    __slots__ = ("running", "queued", "started", "finished", "aborted")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    queued: int
+    started: int
+    finished: int
+    aborted: int
+    def __init__(self, running: _Optional[int] = ..., queued: _Optional[int] = ..., started: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("in_flight",)

@@ -5,7 +5,7 @@ import warnings
 
 from treadle.rollout.v1 import server_service_pb2 as treadle_dot_rollout_dot_v1_dot_server__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class ServerServiceStub:
+class ServerServiceStub(object):
     """Tells what a server can do, and stops and starts it.
     """
 
@@ -62,7 +62,7 @@ class ServerServiceStub:
                 _registered_method=True)
 
 
-class ServerServiceServicer:
+class ServerServiceServicer(object):
     """Tells what a server can do, and stops and starts it.
     """
 
@@ -139,7 +139,7 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ServerService:
+class ServerService(object):
     """Tells what a server can do, and stops and starts it.
     """
 

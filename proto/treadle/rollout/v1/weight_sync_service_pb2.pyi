@@ -35,7 +35,7 @@ IN_FLIGHT_POLICY_INTERRUPT: InFlightPolicy
 IN_FLIGHT_POLICY_CONTINUE: InFlightPolicy
 
 class BeginUpdateRequest(_message.Message):
-    __slots__ = ("update_id", "weight_version", "tensors", "lease", "inline", "file", "collective")
+    __slots__ = ("update_id", "weight_version", "tensors", "lease", "inline", "file", "collective", "shared_memory", "in_place", "delta", "keep_base")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,10 @@ class BeginUpdateRequest(_message.Message):
     INLINE_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    KEEP_BASE_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     weight_version: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -50,7 +54,11 @@ class BeginUpdateRequest(_message.Message):
     inline: InlineTransport
     file: FileTransport
     collective: CollectiveTransport
-    def __init__(self, update_id: _Optional[str] = ..., weight_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., inline: _Optional[_Union[InlineTransport, _Mapping]] = ..., file: _Optional[_Union[FileTransport, _Mapping]] = ..., collective: _Optional[_Union[CollectiveTransport, _Mapping]] = ...) -> None: ...
+    shared_memory: SharedMemoryTransport
+    in_place: InPlace
+    delta: DeltaEncoding
+    keep_base: bool
+    def __init__(self, update_id: _Optional[str] = ..., weight_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., inline: _Optional[_Union[InlineTransport, _Mapping]] = ..., file: _Optional[_Union[FileTransport, _Mapping]] = ..., collective: _Optional[_Union[CollectiveTransport, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemoryTransport, _Mapping]] = ..., in_place: _Optional[_Union[InPlace, _Mapping]] = ..., delta: _Optional[_Union[DeltaEncoding, _Mapping]] = ..., keep_base: bool = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "element_type", "shape")
@@ -75,26 +83,52 @@ class FileTransport(_message.Message):
     def __init__(self, directory: _Optional[str] = ..., crc32: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CollectiveTransport(_message.Message):
-    __slots__ = ("backend", "rendezvous", "group_name", "world_size", "first_rank")
+    __slots__ = ("backend", "rendezvous", "group_name", "world_size", "first_rank", "bucket_bytes", "senders")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
     backend: str
     rendezvous: str
     group_name: str
     world_size: int
     first_rank: int
-    def __init__(self, backend: _Optional[str] = ..., rendezvous: _Optional[str] = ..., group_name: _Optional[str] = ..., world_size: _Optional[int] = ..., first_rank: _Optional[int] = ...) -> None: ...
+    bucket_bytes: int
+    senders: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, backend: _Optional[str] = ..., rendezvous: _Optional[str] = ..., group_name: _Optional[str] = ..., world_size: _Optional[int] = ..., first_rank: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SharedMemoryTransport(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InPlace(_message.Message):
+    __slots__ = ("in_flight",)
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    in_flight: InFlightPolicy
+    def __init__(self, in_flight: _Optional[_Union[InFlightPolicy, str]] = ...) -> None: ...
+
+class DeltaEncoding(_message.Message):
+    __slots__ = ("base_weight_version", "encoded_bytes", "crc32")
+    BASE_WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    base_weight_version: int
+    encoded_bytes: _containers.RepeatedScalarFieldContainer[int]
+    crc32: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, base_weight_version: _Optional[int] = ..., encoded_bytes: _Optional[_Iterable[int]] = ..., crc32: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BeginUpdateResponse(_message.Message):
-    __slots__ = ("received_bytes", "max_chunk_bytes")
+    __slots__ = ("received_bytes", "max_chunk_bytes", "split_tensors")
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_TENSORS_FIELD_NUMBER: _ClassVar[int]
     received_bytes: _containers.RepeatedScalarFieldContainer[int]
     max_chunk_bytes: int
-    def __init__(self, received_bytes: _Optional[_Iterable[int]] = ..., max_chunk_bytes: _Optional[int] = ...) -> None: ...
+    split_tensors: bool
+    def __init__(self, received_bytes: _Optional[_Iterable[int]] = ..., max_chunk_bytes: _Optional[int] = ..., split_tensors: bool = ...) -> None: ...
 
 class PushWeightsRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -127,6 +161,52 @@ class PushWeightsResponse(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     received_bytes: int
     def __init__(self, received_bytes: _Optional[int] = ...) -> None: ...
+
+class PushBucketsRequest(_message.Message):
+    __slots__ = ("header", "bucket")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    header: BucketsHeader
+    bucket: Bucket
+    def __init__(self, header: _Optional[_Union[BucketsHeader, _Mapping]] = ..., bucket: _Optional[_Union[Bucket, _Mapping]] = ...) -> None: ...
+
+class BucketsHeader(_message.Message):
+    __slots__ = ("update_id", "pid", "fd", "num_bytes")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    pid: int
+    fd: int
+    num_bytes: int
+    def __init__(self, update_id: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Bucket(_message.Message):
+    __slots__ = ("slot", "parts")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    parts: _containers.RepeatedCompositeFieldContainer[BucketPart]
+    def __init__(self, slot: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[BucketPart, _Mapping]]] = ...) -> None: ...
+
+class BucketPart(_message.Message):
+    __slots__ = ("tensor_index", "offset", "length", "start")
+    TENSOR_INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    tensor_index: int
+    offset: int
+    length: int
+    start: int
+    def __init__(self, tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+
+class PushBucketsResponse(_message.Message):
+    __slots__ = ("slot",)
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    def __init__(self, slot: _Optional[int] = ...) -> None: ...
 
 class GetUpdateRequest(_message.Message):
     __slots__ = ("update_id",)

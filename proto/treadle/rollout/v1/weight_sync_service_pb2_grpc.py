@@ -5,7 +5,7 @@ import warnings
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class WeightSyncServiceStub:
+class WeightSyncServiceStub(object):
     """Moves one weight version into a server.
     """
 
@@ -45,6 +45,11 @@ class WeightSyncServiceStub:
                 request_serializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushWeightsRequest.SerializeToString,
                 response_deserializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushWeightsResponse.FromString,
                 _registered_method=True)
+        self.PushBuckets = channel.stream_stream(
+                '/treadle.rollout.v1.WeightSyncService/PushBuckets',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushBucketsRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushBucketsResponse.FromString,
+                _registered_method=True)
         self.GetUpdate = channel.unary_unary(
                 '/treadle.rollout.v1.WeightSyncService/GetUpdate',
                 request_serializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.GetUpdateRequest.SerializeToString,
@@ -62,15 +67,16 @@ class WeightSyncServiceStub:
                 _registered_method=True)
 
 
-class WeightSyncServiceServicer:
+class WeightSyncServiceServicer(object):
     """Moves one weight version into a server.
     """
 
     def BeginUpdate(self, request, context):
         """Opens an update and leases the server to it. Idempotent per update_id: the
-        second call returns how far the first got. Another update's id is ABORTED. With
-        file transport the server reads and checks the files before it answers, so set a
-        deadline to match their size.
+        second call returns how far the first got, also when it has committed and serves.
+        Another update's id is ABORTED. With file transport the server reads and checks the
+        files before it answers, so set a deadline to match their size. A reading once begun
+        runs to its end, even when its caller gives up; call again to learn the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +91,17 @@ class WeightSyncServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushBuckets(self, request_iterator, context):
+        """The bytes of a sender on the same host: `header` names a segment of its memory, then
+        each bucket says what lies in one slot of it. The answer to a bucket gives its slot
+        back. Every bucket renews the lease. The last bucket is empty. A stream that ends
+        without it ends the update, since the engine may still read from the segment: begin
+        another update, with a new segment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetUpdate(self, request, context):
         """Where to resume after a broken Push. Renews the lease.
         """
@@ -93,7 +110,8 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Checks that every byte is there, then switches versions. Idempotent. A commit once
+        """Checks that every byte is there, then switches versions. Idempotent. Allowed while
+        paused with the KV cache released, not without the weights. A commit once
         begun runs to its end, even when its caller gives up; call again to learn the end.
         Generate calls that come meanwhile queue, and run on the new version.
         """
@@ -102,7 +120,8 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Drops what was pushed and frees the server for another update.
+        """Drops what was pushed and frees the server for another update. Idempotent. From
+        CommitUpdate on it is FAILED_PRECONDITION (STATE_CONFLICT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +139,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.PushWeights,
                     request_deserializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushWeightsRequest.FromString,
                     response_serializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushWeightsResponse.SerializeToString,
+            ),
+            'PushBuckets': grpc.stream_stream_rpc_method_handler(
+                    servicer.PushBuckets,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushBucketsRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushBucketsResponse.SerializeToString,
             ),
             'GetUpdate': grpc.unary_unary_rpc_method_handler(
                     servicer.GetUpdate,
@@ -144,7 +168,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class WeightSyncService:
+class WeightSyncService(object):
     """Moves one weight version into a server.
     """
 
@@ -192,6 +216,33 @@ class WeightSyncService:
             '/treadle.rollout.v1.WeightSyncService/PushWeights',
             treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushWeightsRequest.SerializeToString,
             treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushBuckets(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/treadle.rollout.v1.WeightSyncService/PushBuckets',
+            treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushBucketsRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2.PushBucketsResponse.FromString,
             options,
             channel_credentials,
             insecure,
