@@ -11,7 +11,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-TESTS = "test"  # the command whose failures the reports explain
+TESTS = "test"  # begins the names of the commands whose failures the reports explain
 
 
 def count(reports: Path) -> dict[str, int]:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     for command in argv[1:]:
         name, _, status = command.rpartition("=")
         print(f"{name}: {'ok' if status == '0' else f'exit status {status}'}")
-        if status != "0" and not (name == TESTS and failed_tests):
+        if status != "0" and not (name.startswith(TESTS) and failed_tests):
             totals["failed"] += 1
     if not totals["passed"] and not totals["failed"]:
         print(f"no test report below {argv[0]}")

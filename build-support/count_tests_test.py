@@ -28,7 +28,8 @@ def test_failures_and_errors_are_failures(
 ) -> None:
     more = "<testcase><failure/></testcase><testcase><error/></testcase>"
     (tmp_path / "one.xml").write_text(REPORT.format(more=more))
-    assert summary(tmp_path, capsys, "lint check=0", "test=1") == (1, "2 passed, 2 failed")
+    commands = ("lint check=0", "test=1", "test with the real engines=1")
+    assert summary(tmp_path, capsys, *commands) == (1, "2 passed, 2 failed")
 
 
 @pytest.mark.parametrize("commands", [("lint check=1", "test=0"), ("lint check=0", "test=124")])

@@ -1,8 +1,9 @@
 """The package index Pants uses: the one pip is configured for on this machine.
 
-Prints `export PANTS_...` lines for .pants.bootstrap. Pants and pex run pip isolated from its
-configuration, so without them a mirror, a folder of wheels or a private CA would be invisible. A
-variable that is set already is left alone. Standard library only, any Python from 3.8.
+Prints `export` lines for .pants.bootstrap: PANTS_... for Pants and pex, which run pip isolated from
+its configuration (pants.toml), so that without them a mirror, a folder of wheels or a private CA
+would be invisible; and PIP_... for tests that run pip, to the same effect. A variable that is set
+already is left alone. Standard library only, any Python from 3.8.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 TORCH_ENV = "TREADLE_TORCH"  # "cpu" or "cuda" overrides what find-links suggests
+# What of pip's configuration says where it looks; the rest (a `constraint`, say) is not for locks.
+INDEX_SETTINGS = ("cert", "extra-index-url", "find-links", "index-url", "no-index")
+TORCH_RESOLVES = ("default", "vllm", "sglang")  # resolves with a lock for each
 
 
 def config_files() -> list[Path]:
@@ -81,7 +85,7 @@ def offers_cpu_torch(indexes: list[str], find_links: list[str]) -> bool:
 
 
 def exports() -> dict[str, str]:
-    """Return the environment that makes Pants resolve as pip does."""
+    """Return the environment in which Pants resolves as pip does with its configuration."""
     pip = pip_settings()
     indexes = values(pip, "extra-index-url")
     add = "+"  # "+[...]" adds to Pants' default, which is the public index
@@ -90,7 +94,11 @@ def exports() -> dict[str, str]:
     if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         indexes, add = [], ""
     find_links = values(pip, "find-links")
-    variables: dict[str, str] = {}
+    variables = {
+        "PIP_" + name.upper().replace("-", "_"): " ".join(pip[name].split())
+        for name in INDEX_SETTINGS
+        if name in pip
+    }
     if indexes or not add:
         variables["PANTS_PYTHON_REPOS_INDEXES"] = f"{add}{indexes!r}"
     if find_links:
@@ -104,8 +112,8 @@ def exports() -> dict[str, str]:
     if torch not in ("cpu", "cuda"):
         raise SystemExit(f"{TORCH_ENV}={torch!r}: expected 'cpu' or 'cuda'")
     if torch == "cpu":
-        lock = "3rdparty/python/default-cpu.lock.txt"
-        variables["PANTS_PYTHON_RESOLVES"] = f"+{{'default': '{lock}'}}"
+        locks = {name: f"3rdparty/python/{name}-cpu.lock.txt" for name in TORCH_RESOLVES}
+        variables["PANTS_PYTHON_RESOLVES"] = f"+{locks!r}"
     return variables
 
 

@@ -1,3 +1,4 @@
+import ast
 import os
 from pathlib import Path
 
@@ -14,8 +15,10 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configure(tmp_path: Path, text: str) -> dict[str, str]:
+    """What is exported to Pants."""
     (tmp_path / "pip.conf").write_text(text)
-    return pants_env.exports()
+    found = pants_env.exports()
+    return {name: value for name, value in found.items() if name.startswith("PANTS_")}
 
 
 def test_a_machine_without_configuration_changes_nothing() -> None:
@@ -55,7 +58,9 @@ def test_a_cpu_wheel_in_find_links_selects_the_cpu_lock(tmp_path: Path, scheme: 
     (wheels / "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
     found = configure(tmp_path, f"[global]\nfind-links =\n    {scheme}{wheels}\n")
     assert found["PANTS_PYTHON_REPOS_FIND_LINKS"] == f"['{scheme}{wheels}']"
-    assert found["PANTS_PYTHON_RESOLVES"] == "+{'default': '3rdparty/python/default-cpu.lock.txt'}"
+    assert ast.literal_eval(found["PANTS_PYTHON_RESOLVES"].removeprefix("+")) == {
+        name: f"3rdparty/python/{name}-cpu.lock.txt" for name in ("default", "vllm", "sglang")
+    }
 
 
 def test_the_torch_build_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +83,20 @@ def test_only_a_certificate_file_is_handed_on(tmp_path: Path) -> None:
     bundle.touch()
     assert configure(tmp_path, f"[global]\ncert = {bundle}\n") == {
         "PANTS_CA_CERTS_PATH": str(bundle)
+    }
+
+
+def test_pip_without_its_configuration_looks_in_the_same_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nconstraint = /caps.txt\nno_index = true\n"
+        "extra-index-url = file:///a\n    file:///b\n"
+    )
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    exports = pants_env.exports()
+    assert {name: exports[name] for name in exports if name.startswith("PIP_")} == {
+        "PIP_EXTRA_INDEX_URL": "file:///a file:///b",
+        "PIP_FIND_LINKS": "/wheels",
+        "PIP_NO_INDEX": "true",
     }
