@@ -1,31 +1,39 @@
 """The coalescer: single tokens in, messages worth sending out.
 
-Invariant: the ids, log-probs and versions that come out are those that came in, in order;
-a `Tokens` never mixes weight versions; tokens wait at most `max_wait_s`, and never behind
-`max_tokens` others. Python grpc.aio sends about ten thousand messages a second whatever
-their size, so one token each would be the bottleneck.
+Invariant: the ids, log-probs and versions that are sent or left for `rest` are those that were
+added, in order; a `Tokens` never mixes weight versions; the first tokens of a completion do not
+wait, others at most `max_wait_s`, and never behind `max_tokens` others. Python grpc.aio sends about
+ten thousand messages a second whatever their size, so one token each would be the bottleneck. What
+is ready together is sent together, as one message may be; at most `MAX_READY` events, so that no
+message outgrows what gRPC takes (4 MiB) after a reader stalled.
 
-Who waits: the reader, for a batch. Who wakes it: the pump, a task that reads the engine
-and is owned by ``async with``; or the timer of the oldest waiting token. A slow reader
-does not slow the engine: what waits for it is at most one completion.
+Who waits: `rest`, and whoever leaves with an error, for the send in progress. Who wakes whom: `add`
+and the timer of the oldest waiting token start a send, a task of its own, as soon as whoever adds
+waits for the engine. What comes before that leaves in the same message, and a completion that never
+waits has no send at all: it is `rest`. A slow reader does not slow the engine: what waits for it is
+at most one completion.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from treadle.rollout_server.clock import Clock, Timer
-from treadle.rollout_server.engine import EngineEvent, Tokens
+from treadle.rollout_server.engine import EngineEvent, Finished, Tokens
+
+MAX_READY = 256
+"""Events that are sent together. Tokens are 9 bytes, and `coalesce.max_tokens` is at most 1024."""
 
 
 class Coalescer:
-    """Iterate it inside ``async with``.
+    """Takes the events of one completion, inside ``async with``.
+
+    Leaving it with an error waits until everything before the error has been sent: its tokens are
+    good, and gRPC takes no status while a message is on its way. Cancellation ends the send.
 
     Args:
-        events: The engine's; closed at exit, which aborts the sequence.
+        send: Sends events that are ready together, at least one; called once at a time.
         max_tokens: Send when so many tokens wait.
         max_wait_s: Send when the oldest waits so long.
         clock: Times the wait.
@@ -33,27 +41,29 @@ class Coalescer:
 
     def __init__(
         self,
-        events: AsyncGenerator[EngineEvent, None],
+        send: Callable[[Sequence[EngineEvent]], Awaitable[None]],
         *,
         max_tokens: int,
         max_wait_s: float,
         clock: Clock,
     ) -> None:
-        self._events = events
+        self._send = send
         self._max_tokens = max_tokens
         self._max_wait_s = max_wait_s
         self._clock = clock
-        self._ready: deque[EngineEvent] = deque()
+        self._ready: list[EngineEvent] = []
+        self._rest: list[EngineEvent] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._version = 0
+        self._first = True
         self._timer: Timer | None = None
-        self._wake = asyncio.Event()
+        self._start: asyncio.Handle | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        """Starts the pump."""
-        self._pump = asyncio.create_task(self._read())
-        self._pump.add_done_callback(lambda _: self._wake.set())
+        """Itself."""
         return self
 
     async def __aexit__(
@@ -62,40 +72,59 @@ class Coalescer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the pump, and with it the sequence."""
-        self._pump.cancel()
-        await asyncio.wait({self._pump})
-        if not self._pump.cancelled():
-            self._pump.exception()  # Seen: the reader has left, and its own error counts.
-        self._stop_timer()
-
-    def __aiter__(self) -> Self:
-        """Itself."""
-        return self
-
-    async def __anext__(self) -> EngineEvent:
-        """The next event; what the engine raised once all before it is out."""
-        while not self._ready:
-            if self._pump.done():
-                self._pump.result()
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        return self._ready.popleft()
-
-    async def _read(self) -> None:
+        """After an error sends what came before it; cancelled, ends the send."""
         try:
-            async with aclosing(self._events):
-                async for event in self._events:
-                    if isinstance(event, Tokens):
-                        self._add(event)
-                    else:
-                        self._flush()
-                        self._put(event)
+            if isinstance(error, Exception):
+                self._flush()
+                await self._sent()
         finally:
-            self._flush()
+            self._stop_timer()
+            self._stop_start()
+            if self._sending is not None and not self._sending.done():
+                self._sending.cancel()
+                await asyncio.wait({self._sending})
+
+    def add(self, event: EngineEvent) -> None:
+        """Takes the next event.
+
+        Raises:
+            Exception: What `send` raised before.
+        """
+        assert not self._rest, "the engine went on after Finished"
+        if self._error is not None:
+            raise self._error
+        if isinstance(event, Tokens):
+            self._add(event)
+            return
+        self._flush()
+        if isinstance(event, Finished):
+            self._stop_start()
+            self._rest = [*self._ready, event]
+            self._ready = []
+        else:
+            self._put(event)
+
+    async def rest(self) -> Sequence[EngineEvent]:
+        """What is left to be sent, with `Finished` at its end; everything else has been sent.
+
+        Raises:
+            Exception: What `send` raised.
+        """
+        assert self._rest, "the engine ended without Finished"
+        await self._sent()
+        if self._error is not None:
+            raise self._error
+        rest = self._rest
+        while len(rest) > MAX_READY:
+            await self._send(rest[:MAX_READY])
+            rest = rest[MAX_READY:]
+        return rest
 
     def _add(self, tokens: Tokens) -> None:
+        if not self._ids and (self._first or len(tokens.token_ids) >= self._max_tokens):
+            self._first = False
+            self._put(tokens)  # As it is: it would be flushed at once.
+            return
         if self._ids and tokens.weight_version != self._version:
             self._flush()
         if not self._ids:
@@ -115,7 +144,34 @@ class Coalescer:
 
     def _put(self, event: EngineEvent) -> None:
         self._ready.append(event)
-        self._wake.set()
+        idle = self._start is None and (self._sending is None or self._sending.done())
+        if idle and self._error is None:
+            self._start = asyncio.get_running_loop().call_soon(self._start_sending)
+
+    def _start_sending(self) -> None:
+        self._start = None
+        self._sending = asyncio.create_task(self._send_ready())
+
+    async def _sent(self) -> None:
+        """Waits until what is ready has been sent, or could not be."""
+        if self._start is not None:
+            self._stop_start()
+            self._start_sending()
+        if self._sending is not None:
+            await self._sending
+
+    async def _send_ready(self) -> None:
+        try:
+            while self._ready:
+                ready, self._ready = self._ready[:MAX_READY], self._ready[MAX_READY:]
+                await self._send(ready)
+        except Exception as error:
+            self._error = error
+
+    def _stop_start(self) -> None:
+        if self._start is not None:
+            self._start.cancel()
+            self._start = None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

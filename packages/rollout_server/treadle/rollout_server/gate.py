@@ -1,10 +1,11 @@
 """The gate: where calls wait for their place in the engine.
 
 Invariant: a task is inside `place()` exactly while its ticket runs in `Admission`; leaving,
-however it happens, gives the place to the next one.
+however it happens, gives the place to the next one. Inside, it has started once it says so:
+an engine may keep sequences waiting that the gate has let in.
 
 Who waits: a queued call, on its own future. Who wakes it: the call that leaves, `release`,
-or `turn_away`, which wakes all of them with an error.
+or `turn_away`, which ends all calls that have not started, inside and outside, with an error.
 """
 
 import asyncio
@@ -16,6 +17,36 @@ from treadle.rollout_server.clock import Clock
 from treadle.rollout_server.errors import Overloaded, RolloutServerError
 
 
+class Place:
+    """A call that was let in, or will be."""
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._error: RolloutServerError | None = None
+        self.has_started = False
+
+    def started(self) -> None:
+        """From now on the call is no longer turned away."""
+        self.has_started = True
+
+    def turn_away(self, error: RolloutServerError) -> None:
+        """Cancels the call, which leaves with `error`. Once; not a call that asks for it itself.
+
+        Such a call leaves with an error of its own: cancelled, it could not tell its caller.
+        """
+        own = self._task is asyncio.current_task()
+        if not self.has_started and self._error is None and not own:
+            self._error = error
+            self._task.cancel()
+
+    def refusal(self) -> RolloutServerError | None:
+        """What a call that was cancelled leaves with; None: others cancelled it (too)."""
+        if self._error is not None and self._task.uncancel() <= self._cancelling:
+            return self._error
+        return None
+
+
 class AdmissionGate:
     """Lets tasks wait for an `Admission`."""
 
@@ -23,10 +54,11 @@ class AdmissionGate:
         self._admission = admission
         self._clock = clock
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._places: dict[int, Place] = {}
 
     @asynccontextmanager
-    async def place(self, priority: int) -> AsyncIterator[None]:
-        """Waits for a place and holds it.
+    async def place(self, priority: int) -> AsyncIterator[Place]:
+        """Waits for a place and holds it. The block runs in one task.
 
         Raises:
             Overloaded: The queue is full.
@@ -37,12 +69,22 @@ class AdmissionGate:
             raise Overloaded(
                 self._admission.in_flight, self._admission.queued, verdict.retry_after_s
             )
-        if not isinstance(verdict, Admitted):
-            await self._wait(verdict.ticket)
+        task = asyncio.current_task()
+        assert task is not None
+        place = self._places[verdict.ticket] = Place(task)
         try:
-            yield
+            if not isinstance(verdict, Admitted):
+                await self._wait(verdict.ticket)
+            try:
+                yield place
+            finally:
+                self._wake(self._admission.finish(verdict.ticket, self._clock.time()))
+        except asyncio.CancelledError:
+            if (refusal := place.refusal()) is not None:
+                raise refusal from None
+            raise
         finally:
-            self._wake(self._admission.finish(verdict.ticket, self._clock.time()))
+            self._places.pop(verdict.ticket, None)
 
     def hold(self) -> None:
         """Lets no more calls in; they queue. Idempotent."""
@@ -53,11 +95,14 @@ class AdmissionGate:
         self._wake(self._admission.release(self._clock.time()))
 
     def turn_away(self, error: RolloutServerError) -> None:
-        """Fails every queued call with `error`."""
+        """Fails every call that has not started with `error`."""
         for ticket in self._admission.empty_queue():
             turn = self._waiting.pop(ticket)
+            del self._places[ticket]
             if not turn.done():  # Else its call was cancelled in this instant.
                 turn.set_exception(error)
+        for place in self._places.values():
+            place.turn_away(error)
 
     async def _wait(self, ticket: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,8 @@ class Visitor:
         self.task = asyncio.create_task(self._visit(gate, priority))
 
     async def _visit(self, gate: AdmissionGate, priority: int) -> None:
-        async with gate.place(priority):
+        async with gate.place(priority) as place:
+            self.start = place.started
             self.inside.set()
             await self.leave.wait()
 
@@ -123,3 +124,61 @@ async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
     gate.release()
     await later.inside.wait()
     await later.go()
+
+
+@pytest.mark.asyncio
+async def test_whoever_has_not_started_is_turned_away_from_the_inside() -> None:
+    gate, admission = gate_of(2, 2)
+    first, second = Visitor(gate), Visitor(gate)
+    await first.inside.wait()
+    await second.inside.wait()
+    first.start()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await second.task
+    await first.go()
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_whoever_turns_the_others_away_is_not_cancelled() -> None:
+    gate, admission = gate_of(2, 2)
+    other = Visitor(gate)
+    await other.inside.wait()
+    with pytest.raises(ValueError, match="why it does"):
+        async with gate.place(0):
+            gate.turn_away(ShuttingDown())
+            raise ValueError("why it does")
+    await asyncio.sleep(0)  # here a cancellation would come
+    with pytest.raises(ShuttingDown):
+        await other.task
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_place_given_in_the_instant_of_turning_away_is_not_entered() -> None:
+    gate, admission = gate_of(1, 1)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second = Visitor(gate)
+    await asyncio.sleep(0)
+    first.leave.set()
+    await asyncio.sleep(0)  # the second was given the place and has not run yet
+    assert first.task.done() and not second.inside.is_set()
+    gate.hold()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await second.task
+    assert not second.inside.is_set()
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_is_cancelled_and_turned_away_is_cancelled() -> None:
+    gate, _ = gate_of(1, 1)
+    visitor = Visitor(gate)
+    await visitor.inside.wait()
+    visitor.task.cancel()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(asyncio.CancelledError):
+        await visitor.task

@@ -12,7 +12,7 @@ from types import MappingProxyType
 class ServerState(enum.Enum):
     """What a server does; the value is the word used in messages."""
 
-    LOADING = "loading"
+    LOADING = "loading"  # no engine yet, or one whose weights are a mixture
     SERVING = "serving"
     PAUSED = "paused"
     UPDATING = "updating"  # switching weights; calls queue
@@ -24,10 +24,13 @@ _ALWAYS = frozenset({ServerState.FAILED, ServerState.STOPPING})
 
 TRANSITIONS: Mapping[ServerState, frozenset[ServerState]] = MappingProxyType(
     {
-        ServerState.LOADING: frozenset({ServerState.SERVING}) | _ALWAYS,
+        ServerState.LOADING: frozenset({ServerState.SERVING, ServerState.UPDATING}) | _ALWAYS,
         ServerState.SERVING: frozenset({ServerState.PAUSED, ServerState.UPDATING}) | _ALWAYS,
         ServerState.PAUSED: frozenset({ServerState.SERVING, ServerState.UPDATING}) | _ALWAYS,
-        ServerState.UPDATING: frozenset({ServerState.SERVING, ServerState.PAUSED}) | _ALWAYS,
+        ServerState.UPDATING: frozenset(
+            {ServerState.SERVING, ServerState.PAUSED, ServerState.LOADING}
+        )
+        | _ALWAYS,
         ServerState.FAILED: frozenset({ServerState.STOPPING}),
         ServerState.STOPPING: frozenset(),
     }
