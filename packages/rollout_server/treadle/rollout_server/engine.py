@@ -2,7 +2,7 @@
 
 Invariant: an engine knows nothing of gRPC, queues, leases or versions to come. It samples
 what it is given, ends every sequence exactly once, and changes weights only between
-`pause` and `resume`, all of them or none.
+`pause` and `resume`: all of them or none, unless it is told to load in place.
 
 Lifecycle: a factory from `registry.py` builds it, `generate` runs many sequences at once,
 `aclose` ends those that still run. Each call happens on the server's event loop and must
@@ -12,14 +12,15 @@ Who waits: the consumer of `generate` waits for events and nothing waits for the
 so an engine may run ahead of a slow reader by at most one completion. `pause` waits for
 the sequences that its policy names, whose consumers must go on reading. Closing the
 generator (or cancelling the task that reads it) wakes the engine, which frees the
-sequence's place and cache.
+sequence's place and cache. `wait_failed` is how an engine that breaks between two calls is
+heard of.
 
 This module imports neither torch nor protobuf: it is the seam between both.
 """
 
 import enum
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,12 +39,7 @@ class ElementType(enum.Enum):
         return _SIZE_BYTES[self]
 
 
-_SIZE_BYTES = {
-    ElementType.FLOAT32: 4,
-    ElementType.BFLOAT16: 2,
-    ElementType.FLOAT16: 2,
-    ElementType.FLOAT8_E4M3FN: 1,
-}
+_SIZE_BYTES = dict(zip(ElementType, (4, 2, 2, 1), strict=True))
 
 
 class InFlightPolicy(enum.Enum):
@@ -89,15 +85,56 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """One tensor with its bytes, little-endian and row-major.
+class FilePlace:
+    """Where other processes of this host find bytes that this one holds.
 
-    `data` is writable, one-dimensional, of format "B", and `spec.size_bytes` long. It
-    belongs to the sender and is good until the next tensor is asked for.
+    Attributes:
+        path: A memfd as ``/proc/<pid>/fd/<n>``, or another file that can be mapped. It is
+            there for as long as the bytes are good.
+        offset: Of the first byte.
+    """
+
+    path: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """One tensor, or a part of one, with its bytes, little-endian and row-major.
+
+    `data` is writable, one-dimensional, of format "B", and all of the tensor, or whole elements of
+    it from byte `offset` on. It belongs to the sender, which wants it back as it is, and is good
+    until the next tensor is asked for in place, else until `Engine.load_weights` returns. `place`
+    holds the same bytes, for workers that are other processes; None: no file does.
     """
 
     spec: TensorSpec
     data: memoryview
+    place: FilePlace | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveGroup:
+    """A torch.distributed group through which senders broadcast weights.
+
+    Attributes:
+        backend: "gloo" or "nccl".
+        rendezvous: host:port of a TCPStore, which rank 0 serves.
+        group_name: Prefix of the group's keys in the store.
+        world_size: Ranks of the group, the senders among them.
+        first_rank: Of the engine's first worker; `EngineInfo.num_workers` follow one another.
+        bucket_bytes: Most bytes of one broadcast, unless a single tensor is larger.
+        senders: Rank that sends tensors[i].
+    """
+
+    backend: str
+    rendezvous: str
+    group_name: str
+    world_size: int
+    first_rank: int
+    bucket_bytes: int
+    senders: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +146,8 @@ class EngineCapabilities:
     in_flight_continue: bool = False
     release_memory: bool = False
     images: bool = False
+    collective: bool = False
+    split_tensors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +179,7 @@ class EngineInfo:
         parameters: What `Engine.load_weights` must be given: every name once, in these
             shapes. The element type is the one held; another one is converted. None: the
             engine takes whatever it is given, which only the fake does.
+        num_workers: Ranks that it brings to a collective group.
     """
 
     name: str
@@ -147,6 +187,7 @@ class EngineInfo:
     capabilities: EngineCapabilities
     model: ModelInfo
     parameters: tuple[TensorSpec, ...] | None = None
+    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +195,7 @@ class Sampling:
     """How to sample. The defaults are the server's: plain sampling from the model.
 
     Checked before an engine sees it, see `services/codec.py`. The filters apply in this
-    order, each to what the one before left: repetition penalty, temperature, top_k, top_p,
-    min_p.
+    order, each to what the one before left: penalty, temperature, top_k, top_p, min_p.
 
     Attributes:
         max_tokens: At least 1; prompt plus `max_tokens` fits the context.
@@ -311,26 +351,50 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Goes on. Does nothing when not paused."""
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int) -> None:
-        """Replaces all weights, or raises and keeps the old ones.
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces all weights, and is from then on of this version.
 
-        Called only while paused. Afterwards nothing computed from the old weights serves
-        a new sequence (prefix caches are dropped); sequences kept by CONTINUE may go on
-        with what they hold.
+        Called only while paused, perhaps without the KV cache. Afterwards nothing computed
+        from the old weights serves a new sequence (prefix caches are dropped); sequences kept
+        by CONTINUE may go on with what they hold.
+
+        Args:
+            tensors: All of them, in any order.
+            version: What the weights become.
+            in_place: False: it replaces all or, when it raises, none. True: each tensor
+                replaces the engine's as it comes, and no second copy is held; when that raises
+                or is cancelled the engine holds a mixture, until a later load succeeds. Each
+                tensor may come in parts, in order, where the engine can `split_tensors`.
 
         Raises:
             TensorMismatch: A tensor is missing, unknown, doubled, or has the wrong shape.
+            EngineFailed: Not in place, and neither the old nor the new weights are whole.
+        """
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        """Replaces all weights in place by what the senders of a group broadcast.
+
+        Called only where `EngineCapabilities.collective`; else as `load_weights`.
+
+        Raises:
+            Exception: The group could not be joined or broke; the weights are a mixture.
         """
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Gives device memory of these kinds away; weights stay in host memory.
 
-        Called only while paused with nothing in flight. Does nothing for kinds already
-        released.
+        Called only while paused with nothing in flight. Kinds already released stay so.
         """
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Takes device memory back; the weights are those from before."""
+
+    async def wait_failed(self) -> Exception:
+        """Returns the cause when the engine breaks, with or without a call; else never."""
 
     async def aclose(self) -> None:
         """Ends all sequences, as INTERRUPTED, and frees everything. Idempotent."""

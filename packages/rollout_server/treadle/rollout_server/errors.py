@@ -191,6 +191,23 @@ class UpdateIncomplete(RolloutServerError):
         self.tensor_indices = tuple(tensor_indices)
 
 
+class DeltaBaseMismatch(RolloutServerError):
+    """A delta is against weights that the server does not hold, or that it held wrongly."""
+
+    def __init__(self, held: int, wanted: int, cause: str) -> None:
+        super().__init__(f"{cause}: begin an update without delta")
+        self.held = held
+        self.wanted = wanted
+
+
+class CollectiveBroken(RolloutServerError):
+    """The group that an update comes through ended before the update did.
+
+    A member failed, died, did not come, or was told to stop. The message says which group and
+    why; begin again in another one.
+    """
+
+
 class FileOutsideRoot(RolloutServerError):
     """A weight file lies outside the directory that the server may read."""
 
@@ -211,6 +228,17 @@ class FileCorrupt(RolloutServerError):
 
     def __init__(self, path: str, cause: str) -> None:
         super().__init__(f"{path}: {cause}: write it again under a new update id")
+
+
+class SegmentUnreadable(RolloutServerError):
+    """The memory that a sender shares cannot be mapped here."""
+
+    def __init__(self, pid: int, fd: int, cause: str) -> None:
+        super().__init__(
+            f"descriptor {fd} of process {pid} is no segment that this server can read ({cause}); "
+            "shared memory needs trainer and server on one host, in one container, as one user: "
+            "use the inline transport between these two (sync.transport=inline)"
+        )
 
 
 class EngineFailed(RolloutServerError):

@@ -25,18 +25,45 @@ def check_tensors(
     Raises:
         TensorMismatch: A tensor is unknown, announced twice, of another shape, or missing.
     """
-    held = None if parameters is None else {spec.name: spec for spec in parameters}
-    seen: set[str] = set()
+    checked = TensorCheck(parameters)
     for spec in announced:
-        if spec.name in seen:
+        checked.add(spec)
+    checked.finish()
+
+
+class TensorCheck:
+    """The same for tensors that come one by one.
+
+    Args:
+        parameters: `EngineInfo.parameters`.
+    """
+
+    def __init__(self, parameters: tuple[TensorSpec, ...] | None) -> None:
+        self._held = None if parameters is None else {spec.name: spec for spec in parameters}
+        self._seen: set[str] = set()
+
+    def add(self, spec: TensorSpec) -> None:
+        """Takes note of a tensor.
+
+        Raises:
+            TensorMismatch: It is unknown, came before, or has another shape.
+        """
+        if spec.name in self._seen:
             raise TensorMismatch(spec.name, "it once", "announced twice")
-        seen.add(spec.name)
-        if held is None:
-            continue
-        if spec.name not in held:
+        self._seen.add(spec.name)
+        if self._held is None:
+            return
+        if spec.name not in self._held:
             raise TensorMismatch(spec.name, ABSENT, spec.label)
-        if spec.shape != held[spec.name].shape:
-            raise TensorMismatch(spec.name, held[spec.name].label, spec.label)
-    for name in held or ():
-        if name not in seen:
-            raise TensorMismatch(name, held[name].label if held else ABSENT, ABSENT)
+        if spec.shape != self._held[spec.name].shape:
+            raise TensorMismatch(spec.name, self._held[spec.name].label, spec.label)
+
+    def finish(self) -> None:
+        """Says that no more come.
+
+        Raises:
+            TensorMismatch: One is missing.
+        """
+        for name, spec in (self._held or {}).items():
+            if name not in self._seen:
+                raise TensorMismatch(name, spec.label, ABSENT)
