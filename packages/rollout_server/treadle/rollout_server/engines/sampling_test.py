@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import Sampling
-from treadle.rollout_server.engines.torch.sampling import Sampled, SamplingBatch, uniform
+from treadle.rollout_server.engines.sampling import Sampled, SamplingBatch, uniform
 
 CPU = torch.device("cpu")
 

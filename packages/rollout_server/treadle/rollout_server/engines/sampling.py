@@ -13,6 +13,7 @@ and the log-prob 0.
 Shapes: B rows, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,13 @@ from treadle.rollout_server.engine import Sampling
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # A smaller one is flushed to zero.
 _LARGEST = torch.finfo(torch.float32).max
 _UNIFORM_BITS = 48  # u * total < total then holds in float64, so no id of weight 0 is drawn.
+
+
+class Drawn(NamedTuple):
+    """One token per row; ``[B]`` each, on the logits' device, log-probs in nats."""
+
+    ids_B: torch.Tensor
+    logprobs_B: torch.Tensor
 
 
 class Sampled(NamedTuple):
@@ -61,14 +69,15 @@ class SamplingBatch:
             for row, s in enumerate(settings)
             if s.repetition_penalty != 1.0
         ]
-        self._truncated = [
+        truncated = [
             (row, s)
             for row, s in enumerate(settings)
             if s.temperature and (s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0)
         ]
+        self._truncation = _Truncation.of(truncated, device) if truncated else None
 
     def sample(self, logits_BV: torch.Tensor, histories: Sequence[Sequence[int]]) -> Sampled:
-        """Draws one token per row.
+        """Draws one token per row, after the repetition penalty.
 
         Args:
             logits_BV: float32; overwritten.
@@ -80,29 +89,42 @@ class SamplingBatch:
         """
         for row, penalty in self._penalised:
             _penalise(logits_BV[row], histories[row], penalty)
+        drawn = self.draw(logits_BV, [len(history) for history in histories])
+        if self._all_greedy:
+            _check_finite(logits_BV.gather(1, drawn.ids_B.unsqueeze(1)))
+        _check_finite(drawn.logprobs_B)
+        return Sampled(drawn.ids_B.tolist(), drawn.logprobs_B.tolist())
+
+    def draw(self, logits_BV: torch.Tensor, positions: Sequence[int]) -> Drawn:
+        """Draws one token per row from logits that are penalised already; waits for no device.
+
+        Args:
+            logits_BV: float32; overwritten. Where a row's are not finite, its log-prob is not
+                either, unless it is greedy.
+            positions: ``[B]``, how many ids come before the new token.
+        """
         greedy_ids_B = logits_BV.argmax(-1)
         if self._all_greedy:
-            _check_finite(logits_BV.gather(1, greedy_ids_B.unsqueeze(1)))
-            return Sampled(greedy_ids_B.tolist(), [0.0] * len(histories))
+            return Drawn(greedy_ids_B, torch.zeros_like(greedy_ids_B, dtype=torch.float32))
         if self._temperature_B1 is not None:
             # From the top, or the quotients of a temperature near zero would be infinite.
             logits_BV -= logits_BV.amax(-1, keepdim=True)
             logits_BV /= self._temperature_B1
-        for row, setting in self._truncated:
-            _truncate(logits_BV[row], setting)
+        if self._truncation is not None:
+            self._truncation.apply(logits_BV)
         logprobs_BV = logits_BV.log_softmax(-1)
-        ids_B = self._draw(logprobs_BV, histories)
+        ids_B = self._draw(logprobs_BV, positions)
         if self._greedy_B is not None:
             ids_B = torch.where(self._greedy_B, greedy_ids_B, ids_B)
         logprobs_B = logprobs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1)
-        _check_finite(logprobs_B)
         if self._greedy_B is not None:
-            logprobs_B = logprobs_B.masked_fill(self._greedy_B, 0.0)
-        return Sampled(ids_B.tolist(), logprobs_B.tolist())
+            broken_B = logprobs_B.isnan()
+            logprobs_B = logprobs_B.masked_fill(self._greedy_B & ~broken_B, 0.0)
+        return Drawn(ids_B, logprobs_B)
 
-    def _draw(self, logprobs_BV: torch.Tensor, histories: Sequence[Sequence[int]]) -> torch.Tensor:
-        positions = np.array([len(history) for history in histories], dtype=np.uint64)
-        uniform_B = torch.from_numpy(uniform(self._seeds, positions)).to(logprobs_BV.device)
+    def _draw(self, logprobs_BV: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))
+        uniform_B = torch.from_numpy(numbers).to(logprobs_BV.device, non_blocking=True)
         cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
         target_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
         ids_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
@@ -124,25 +146,52 @@ def uniform(
     return fractions
 
 
+def penalised(logits: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits of ids seen before, float32 of any shape, less likely by a penalty; a new tensor."""
+    values = torch.where(logits > 0, logits / penalty, logits * penalty)
+    # Extreme penalties must not give infinity, which the softmax would turn into NaN.
+    return values.clamp_(-_LARGEST, _LARGEST)
+
+
 def _penalise(logits_V: torch.Tensor, history: Sequence[int], penalty: float) -> None:
     seen = torch.tensor(sorted(set(history)), device=logits_V.device)
-    values = logits_V[seen]
-    penalised = torch.where(values > 0, values / penalty, values * penalty)
-    # Extreme penalties must not give infinity, which the softmax would turn into NaN.
-    logits_V[seen] = penalised.clamp_(-_LARGEST, _LARGEST)
+    logits_V[seen] = penalised(logits_V[seen], penalty)
 
 
-def _truncate(logits_V: torch.Tensor, setting: Sampling) -> None:
-    """Sets what top-k, top-p and min-p drop to minus infinity; the likeliest id stays."""
-    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
-    kept = len(sorted_V) if setting.top_k is None else min(setting.top_k, len(sorted_V))
-    probabilities = sorted_V[:kept].softmax(-1)
-    if setting.top_p < 1.0:
-        before = probabilities.cumsum(-1) - probabilities
-        kept = int((before < setting.top_p).sum())
-    if setting.min_p > 0.0:
-        kept = min(kept, int((probabilities >= setting.min_p * probabilities[0]).sum()))
-    logits_V[order_V[max(kept, 1) :]] = -torch.inf
+class _Truncation(NamedTuple):
+    """What top-k, top-p and min-p keep of some rows; ``[R]`` and ``[R, 1]``."""
+
+    rows_R: torch.Tensor
+    top_k_R1: torch.Tensor
+    top_p_R1: torch.Tensor
+    min_p_R1: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, Sampling]], device: torch.device) -> "_Truncation":
+        def column(values: Sequence[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+        settings = [setting for _, setting in rows]
+        return cls(
+            rows_R=torch.tensor([row for row, _ in rows], device=device),
+            top_k_R1=column([math.inf if s.top_k is None else s.top_k for s in settings]),
+            # Sums of float32 may pass 1 before the last id.
+            top_p_R1=column([s.top_p if s.top_p < 1.0 else math.inf for s in settings]),
+            min_p_R1=column([s.min_p for s in settings]),
+        )
+
+    def apply(self, logits_BV: torch.Tensor) -> None:
+        """Sets what is dropped to minus infinity; the likeliest id stays."""
+        sorted_RV, order_RV = logits_BV[self.rows_R].sort(descending=True, stable=True)
+        rank_V = torch.arange(sorted_RV.shape[1], device=logits_BV.device)
+        sorted_RV = sorted_RV.masked_fill(rank_V >= self.top_k_R1, -torch.inf)
+        probability_RV = sorted_RV.softmax(-1)
+        before_RV = probability_RV.cumsum(-1) - probability_RV
+        kept_RV = before_RV < self.top_p_R1
+        kept_RV &= probability_RV >= self.min_p_R1 * probability_RV[:, :1]
+        kept_RV |= rank_V == 0
+        sorted_RV = sorted_RV.masked_fill(~kept_RV, -torch.inf)
+        logits_BV[self.rows_R] = sorted_RV.scatter(1, order_RV, sorted_RV)
 
 
 def _check_finite(values: torch.Tensor) -> None:

@@ -1,0 +1,13 @@
+"""Element types as torch has them."""
+
+import torch
+
+from treadle.rollout_server.engine import ElementType
+
+TORCH_DTYPES = {
+    ElementType.FLOAT32: torch.float32,
+    ElementType.BFLOAT16: torch.bfloat16,
+    ElementType.FLOAT16: torch.float16,
+    ElementType.FLOAT8_E4M3FN: torch.float8_e4m3fn,
+}
+"""Ours -> torch's."""
