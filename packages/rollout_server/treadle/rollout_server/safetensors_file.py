@@ -8,6 +8,7 @@ little-endian header length, a JSON object, then the data
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,17 @@ class StoredTensor:
     start: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBytes:
+    """Bytes that a file has under a name: ``file[start : start + size_bytes]``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
     """The tensors of a file, in the order of their bytes.
 
@@ -37,6 +49,27 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
         OSError: The file cannot be read.
         ValueError: It is not a safetensors file, or it is cut short.
     """
+    return tuple(_typed(stored) for stored in _read(path)[1])
+
+
+def read_encoded_header(path: Path) -> tuple[Mapping[str, object], tuple[StoredBytes, ...]]:
+    """The metadata of a file of encoded tensors, and their bytes (U8) in their order.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a safetensors file, it is cut short, or it holds something else.
+    """
+    metadata, encoded = _read(path)
+    for stored in encoded:
+        if stored.dtype != "U8" or stored.shape != (stored.size_bytes,):
+            raise ValueError(
+                f"{stored.name!r} is {stored.dtype}{list(stored.shape)} in {stored.size_bytes} "
+                "bytes, expected encoded bytes, which are U8 of one dimension"
+            )
+    return metadata, encoded
+
+
+def _read(path: Path) -> tuple[Mapping[str, object], tuple[StoredBytes, ...]]:
     with path.open("rb") as file:
         file_bytes = file.seek(0, 2)
         file.seek(0)
@@ -49,26 +82,38 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
             raise ValueError(f"not a safetensors file: the header is no JSON ({error})") from None
     if not isinstance(header, dict):
         raise ValueError("not a safetensors file: the header is no JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     data_start = 8 + header_bytes
-    stored = [_stored(name, entry, data_start) for name, entry in header.items()]
-    for tensor in stored:
-        if tensor.start < data_start or tensor.start + tensor.spec.size_bytes > file_bytes:
-            raise ValueError(f"cut short: the bytes of tensor {tensor.spec.name!r} are not there")
-    return tuple(sorted(stored, key=lambda tensor: tensor.start))
+    found = [_stored(name, entry, data_start) for name, entry in header.items()]
+    for stored in found:
+        if stored.start < data_start or stored.start + stored.size_bytes > file_bytes:
+            raise ValueError(f"cut short: the bytes of tensor {stored.name!r} are not there")
+    in_order = tuple(sorted(found, key=lambda stored: stored.start))
+    return metadata if isinstance(metadata, dict) else {}, in_order
 
 
-def _stored(name: str, entry: object, data_start: int) -> StoredTensor:
+def _stored(name: str, entry: object, data_start: int) -> StoredBytes:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
             pass
         case _:
             raise ValueError(f"not a safetensors file: tensor {name!r} is {entry!r}")
-    if dtype not in _ELEMENT_TYPES:
-        raise ValueError(f"tensor {name!r} is {dtype}, expected one of {', '.join(_ELEMENT_TYPES)}")
     if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"tensor {name!r} has shape {shape!r}, expected sizes of at least 0")
-    spec = TensorSpec(name=name, element_type=_ELEMENT_TYPES[dtype], shape=tuple(shape))
-    if stop - start != spec.size_bytes:
-        raise ValueError(f"tensor {name!r} is {spec.label} in {stop - start} bytes")
-    return StoredTensor(spec=spec, start=data_start + start)
+    return StoredBytes(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        start=data_start + start,
+        size_bytes=stop - start,
+    )
+
+
+def _typed(stored: StoredBytes) -> StoredTensor:
+    name, dtype = stored.name, stored.dtype
+    if dtype not in _ELEMENT_TYPES:
+        raise ValueError(f"tensor {name!r} is {dtype}, expected one of {', '.join(_ELEMENT_TYPES)}")
+    spec = TensorSpec(name=name, element_type=_ELEMENT_TYPES[dtype], shape=stored.shape)
+    if stored.size_bytes != spec.size_bytes:
+        raise ValueError(f"tensor {name!r} is {spec.label} in {stored.size_bytes} bytes")
+    return StoredTensor(spec=spec, start=stored.start)
