@@ -7,11 +7,12 @@ Layers, later wins: the defaults, ``--config file.yaml``, the command line. The 
 is not read.
 """
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from treadle.rollout_server.address import Address
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -53,6 +54,36 @@ class ModelConfig(_Model):
         ge=0,
         description="Most memory of the torch engine for images that it has read and resized.",
     )
+    tensor_model_parallel_size: Positive = Field(
+        default=1, description="Devices that one copy of the weights is split over (vllm, sglang)."
+    )
+    data_parallel_size: Positive = Field(
+        default=1, description="Copies of the weights behind this one server (vllm, sglang)."
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory for weights and KV cache (vllm, sglang). "
+        "Unset: the engine's own choice.",
+    )
+    kv_cache_bytes: Positive | None = Field(
+        default=None,
+        description="Memory for the KV cache where there is no GPU (vllm, sglang). "
+        "Unset: the engine's own choice.",
+    )
+    max_num_batched_tokens: Positive | None = Field(
+        default=None,
+        description="Most tokens, prompts' included, that one step reads (vllm, sglang). "
+        "Unset: the engine's own choice.",
+    )
+    enforce_eager: bool = Field(
+        default=False, description="Compile and capture nothing; the torch engine never does."
+    )
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="Keep what was computed for a prompt for prompts that begin alike.",
+    )
 
 
 class FakeConfig(_Model):
@@ -85,8 +116,13 @@ class AdmissionConfig(_Model):
 class CoalesceConfig(_Model):
     """How sampled tokens are grouped into messages."""
 
-    max_tokens: Positive = Field(default=32, description="Send when so many tokens wait.")
-    max_wait_s: float = Field(default=0.05, ge=0, description="Send when the oldest waits so long.")
+    max_tokens: int = Field(default=32, ge=1, le=1024, description="Send when so many tokens wait.")
+    max_wait_s: float = Field(
+        default=0.5,
+        ge=0,
+        description="Send when the oldest waits so long. A completion's first tokens and its end "
+        "never wait; a short wait makes every token a message, which costs more than ten tokens.",
+    )
 
 
 class WeightsConfig(_Model):
@@ -122,7 +158,15 @@ class SecurityConfig(_Model):
 class ServerConfig(_Model):
     """Everything that `python -m treadle.rollout_server` can be told."""
 
-    engine: str = Field(default="fake", description="fake, torch, or module:factory of your own.")
+    engine: str = Field(
+        default="fake",
+        description="fake, torch, vllm, sglang, or module:factory of your own.",
+    )
+    engine_args: dict[str, JsonValue] = Field(
+        default={},
+        description="Arguments of the engine's own that no key here sets, by their names there "
+        "(vllm: AsyncEngineArgs, sglang: ServerArgs).",
+    )
     address: str = Field(
         default="127.0.0.1:0", description="host:port to listen on; port 0 picks one."
     )
@@ -150,6 +194,13 @@ class ServerConfig(_Model):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="INFO", description="Least severe level that is logged."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="A line of text, or one JSON object a line."
+    )
+    metrics_address: str | None = Field(
+        default=None,
+        description="host:port of /metrics for Prometheus; port 0 picks one. Unset: no metrics.",
+    )
     model: ModelConfig = ModelConfig()
     fake: FakeConfig = FakeConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -157,35 +208,21 @@ class ServerConfig(_Model):
     weights: WeightsConfig = WeightsConfig()
     security: SecurityConfig = SecurityConfig()
 
-    @property
-    def host(self) -> str:
-        """The address without its port, brackets removed."""
-        return self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-
-    @property
-    def port(self) -> int:
-        """The port; 0 picks a free one."""
-        return int(self.address.rpartition(":")[2])
-
-    @property
-    def on_loopback(self) -> bool:
-        """Whether only this machine can reach the address."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
     @model_validator(mode="after")
-    def _address_is_host_and_port(self) -> Self:
-        host, colon, port = self.address.rpartition(":")
-        if not host or not colon or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"address is {self.address!r}, expected host:port, as 127.0.0.1:0")
+    def _addresses_are_safe(self) -> Self:
+        for key in ("address", "metrics_address"):
+            text = getattr(self, key)
+            if text is None:
+                continue
+            try:
+                address = Address.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{key} {error}") from None
+            if not address.on_loopback and not self.insecure_allow_plaintext_beyond_loopback:
+                self._check_security(key, text)
         return self
 
-    @model_validator(mode="after")
-    def _secure_beyond_loopback(self) -> Self:
-        if self.on_loopback or self.insecure_allow_plaintext_beyond_loopback:
-            return self
+    def _check_security(self, key: str, address: str) -> None:
         missing = [
             name
             for name in ("tls_certificate", "tls_key", "token_file")
@@ -193,8 +230,7 @@ class ServerConfig(_Model):
         ]
         if missing:
             raise ValueError(
-                f"address {self.address!r} is reachable from other machines and "
+                f"{key} {address!r} is reachable from other machines and "
                 f"{', '.join('security.' + name for name in missing)} is not set: set it, listen "
                 "on 127.0.0.1, or pass --insecure_allow_plaintext_beyond_loopback true"
             )
-        return self

@@ -21,6 +21,8 @@ ENGINES: Mapping[str, str] = MappingProxyType(
     {
         "fake": "treadle.rollout_server.engines.fake:create",
         "torch": "treadle.rollout_server.engines.torch:create",
+        "vllm": "treadle.rollout_server.engines.vllm:create",
+        "sglang": "treadle.rollout_server.engines.sglang:create",
     }
 )
 """Name -> "module:factory"."""
