@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from treadle.rollout_server.clock import Clock
 from treadle.rollout_server.config import ServerConfig
 from treadle.rollout_server.engine import (
+    CollectiveGroup,
     EngineCapabilities,
     EngineCounters,
     EngineEvent,
@@ -40,6 +41,7 @@ from treadle.rollout_server.engine import (
     TensorSpec,
     Tokens,
 )
+from treadle.rollout_server.engines.arguments import refuse_unhonoured
 from treadle.rollout_server.engines.fake_model import (
     BLOCK_TOKENS,
     Prefix,
@@ -49,11 +51,13 @@ from treadle.rollout_server.engines.fake_model import (
     logits,
     sample,
 )
+from treadle.rollout_server.errors import CapabilityMissing
 from treadle.rollout_server.model_files import read_model, read_parameters
 from treadle.rollout_server.tensors import check_tensors
 
 _CACHE_BLOCKS = 1 << 16
 _DEFAULT_CONTEXT = 4096
+_SHORT_BYTES = 64 << 10  # read sooner than a thread is woken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,7 @@ class FakeEngine:
                 in_flight_continue=True,
                 release_memory=True,
                 images=True,
+                split_tensors=True,
             ),
             model=model,
             parameters=parameters,
@@ -220,18 +225,38 @@ class FakeEngine:
             sequence.wake()
         self._give_places()
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int) -> None:
-        """Replaces the fingerprint; see `Engine.load_weights`."""
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces the fingerprint; see `Engine.load_weights`. A mixture has one of its own."""
         assert self._policy is not None, "pause before load_weights"
+        assert MemoryKind.WEIGHTS not in self._released, "restore the weights before load_weights"
         specs: list[TensorSpec] = []
-        entries: list[tuple[str, str, int]] = []
+        entries: dict[str, tuple[str, str, int]] = {}
         async for tensor in tensors:
-            specs.append(tensor.spec)
-            entries.append(await asyncio.to_thread(fingerprint_entry, tensor))
+            name = tensor.spec.name
+            if not tensor.offset:
+                specs.append(tensor.spec)
+            crc32 = entries[name][2] if tensor.offset else 0
+            entries[name] = await _fingerprint_entry(tensor, crc32)
+            if in_place:
+                before = ("before", self._fingerprint.hex(), 0)
+                self._fingerprint = fingerprint_of([before, entries[name]])
         check_tensors(self.info.parameters, specs)
-        self._fingerprint = fingerprint_of(entries)
+        self._fingerprint = fingerprint_of(entries.values())
         self._weight_version = version
         self._cache.clear()
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        """It has no tensors to receive into."""
+        raise CapabilityMissing(self.info.name, "collective_transport")
+
+    async def wait_failed(self) -> Exception:
+        """It does not fail."""
+        never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Forgets the prefix cache with KV_CACHE; see `Engine.release_memory`."""
@@ -323,6 +348,12 @@ class FakeEngine:
             self._cache.popitem(last=False)
 
 
+async def _fingerprint_entry(tensor: NamedTensor, crc32: int) -> tuple[str, str, int]:
+    if len(tensor.data) <= _SHORT_BYTES:
+        return fingerprint_entry(tensor, crc32)
+    return await asyncio.to_thread(fingerprint_entry, tensor, crc32)
+
+
 def _blocks(
     prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
 ) -> Iterator[bytes]:
@@ -336,7 +367,15 @@ def _blocks(
 
 
 async def create(config: ServerConfig) -> FakeEngine:
-    """The registry's factory. With `model.path` it claims that model and its parameters."""
+    """The registry's factory. With `model.path` it claims that model and its parameters.
+
+    It stands in for any engine, so the keys of `model` that are about hardware mean nothing
+    to it and are taken as they come.
+
+    Raises:
+        ValueError: `engine_args` is set.
+    """
+    refuse_unhonoured(config, "fake", {"engine_args": "leave it out, it has none"})
     path = config.model.path
     if path is None:
         model = ModelInfo(

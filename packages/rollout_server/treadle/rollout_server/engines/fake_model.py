@@ -71,9 +71,9 @@ def fingerprint_of(tensors: Iterable[tuple[str, str, int]]) -> bytes:
     return total.digest()
 
 
-def fingerprint_entry(tensor: NamedTensor) -> tuple[str, str, int]:
-    """A tensor's entry in `fingerprint_of`."""
-    return tensor.spec.name, tensor.spec.label, zlib.crc32(tensor.data)
+def fingerprint_entry(tensor: NamedTensor, crc32: int = 0) -> tuple[str, str, int]:
+    """A tensor's entry in `fingerprint_of`; `crc32` is that of the parts before this one."""
+    return tensor.spec.name, tensor.spec.label, zlib.crc32(tensor.data, crc32)
 
 
 def logits(prefix: Prefix, fingerprint: bytes, vocab_size: int) -> dict[int, float]:

@@ -21,8 +21,9 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
 from treadle.rollout_server.engines.fake_model import fingerprint_entry, fingerprint_of
 from treadle.rollout_server.testing.clock import FakeClock
-from treadle.rollout_server.testing.engine_contract import EngineContract, Reader, request, run
+from treadle.rollout_server.testing.engine_contract import EngineContract
 from treadle.rollout_server.testing.image_contract import ImageContract
+from treadle.rollout_server.testing.reader import Reader, request, run
 
 MODEL = ModelInfo(
     architecture="fake", vocab_size=64, context_length=1024, eos_token_ids=frozenset({0, 1})
