@@ -6,10 +6,11 @@ import pytest
 from treadle.rollout_server.engine import ElementType, Engine, NamedTensor
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.engines.torch.harness import ModelDir, named_tensors
+from treadle.rollout_server.testing.collective_contract import CollectiveContract
 from treadle.rollout_server.testing.engine_contract import EngineContract
 
 
-class TestTorchEngine(EngineContract):
+class TestTorchEngine(EngineContract, CollectiveContract):
     @pytest.fixture(autouse=True)
     def _models(self, model_dir: ModelDir) -> None:
         self._paths = [model_dir(seed=0), model_dir(seed=1)]

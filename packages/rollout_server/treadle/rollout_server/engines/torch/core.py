@@ -21,7 +21,7 @@ the compute thread owns it.
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -34,15 +34,16 @@ from treadle.rollout_server.engine import (
     FinishReason,
     InFlightPolicy,
     MemoryKind,
+    NamedTensor,
     Started,
     Tokens,
 )
+from treadle.rollout_server.engines.sampling import SamplingBatch
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
 from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.kv_rows import KvRows
 from treadle.rollout_server.engines.torch.model import CachedModel
 from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens
-from treadle.rollout_server.engines.torch.sampling import SamplingBatch
 from treadle.rollout_server.engines.torch.scheduler import Scheduler, Work
 from treadle.rollout_server.engines.torch.sequence import Sequence, Sink
 from treadle.rollout_server.engines.torch.vision import Sight
@@ -152,10 +153,16 @@ class EngineCore:
             raise RuntimeError(f"memory is released ({names}): restore it before resuming")
         self._policy = None
 
-    def apply_weights(self, staged: dict[str, torch.Tensor], version: int) -> None:
-        """Replaces the weights and forgets every prefix; running rows keep what they hold."""
+    def apply_weights(self, tensors: Iterable[NamedTensor], version: int) -> None:
+        """Replaces the weights and forgets every prefix; running rows keep what they hold.
+
+        Args:
+            tensors: Those that are not written yet.
+            version: What the weights are from now on.
+        """
         self._flush()
-        self._model.apply_weights(staged)
+        for tensor in tensors:
+            self._model.write(tensor)
         self.weight_version = version
         self._epoch += 1
         self._prefixes.clear()

@@ -13,14 +13,16 @@ a generator returns when the sequence's row is free again.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import partial
 from importlib.metadata import version as package_version
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from treadle.rollout_server.config import ServerConfig
 from treadle.rollout_server.engine import (
+    CollectiveGroup,
     ElementType,
     EngineCapabilities,
     EngineCounters,
@@ -35,12 +37,25 @@ from treadle.rollout_server.engine import (
     Started,
     TensorSpec,
 )
+from treadle.rollout_server.engines.arguments import refuse_unhonoured
+from treadle.rollout_server.engines.collective import CollectiveMember
+from treadle.rollout_server.engines.torch.collective import receive
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.core import EngineCore
 from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 from treadle.rollout_server.errors import EngineFailed
-from treadle.rollout_server.tensors import check_tensors
+from treadle.rollout_server.tensors import TensorCheck, check_tensors
+
+_UNHONOURED = {
+    "model.tensor_model_parallel_size": "use engine vllm or sglang",
+    "model.data_parallel_size": "start one server per copy, or use engine vllm or sglang",
+    "model.gpu_memory_utilization": "its cache grows as sequences need it; lower max_num_seqs",
+    "model.kv_cache_bytes": "its cache grows as sequences need it; lower max_num_seqs",
+    "model.max_num_batched_tokens": "leave it out",
+    "model.enable_prefix_caching": "set model.prefix_cache_bytes to 0 instead",
+    "engine_args": "leave it out, all of this engine's settings are keys of model",
+}
 
 
 class TorchEngine:
@@ -56,6 +71,8 @@ class TorchEngine:
                 in_flight_continue=True,
                 release_memory=True,
                 images=model.images is not None,
+                collective=True,
+                split_tensors=True,
             ),
             model=model.info,
             parameters=model.parameters,
@@ -63,6 +80,7 @@ class TorchEngine:
         self._thread = thread
         self._model = model
         self._core = core
+        self._member = CollectiveMember(worker=0, device=model.device)
         self._closed = False
 
     @classmethod
@@ -154,20 +172,39 @@ class TorchEngine:
         """Goes on; see `Engine.resume`."""
         await self._thread.call(self._core.resume)
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int) -> None:
-        """Replaces all weights; see `Engine.load_weights`.
-
-        Holds a second copy in host memory until the last tensor is there and checked.
-        """
-        specs: list[TensorSpec] = []
-        staged: dict[str, torch.Tensor] = {}
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces all weights; see `Engine.load_weights`. Copies nothing aside."""
+        check = TensorCheck(self.info.parameters)
+        staged: list[NamedTensor] = []
         async for tensor in tensors:
-            specs.append(tensor.spec)
-            staged[tensor.spec.name] = await self._thread.call(
-                partial(self._model.stage, tensor.spec, tensor.data)
-            )
-        check_tensors(self.info.parameters, specs)
+            if not tensor.offset:
+                check.add(tensor.spec)
+            if in_place:
+                await self._thread.call(partial(self._model.write, tensor))
+            else:
+                staged.append(tensor)
+        check.finish()
         await self._thread.call(partial(self._core.apply_weights, staged, version))
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        """Replaces all weights from a group; see `Engine.receive_weights`."""
+        check_tensors(self.info.parameters, tensors)
+        await receive(group, tensors, member=self._member, model=self._model, thread=self._thread)
+        await self._thread.call(partial(self._core.apply_weights, (), version))
+
+    async def wait_failed(self) -> Exception:
+        """Waits for the compute thread to break; see `Engine.wait_failed`."""
+        try:
+            with self._thread.open_call() as broken:
+                self._thread.check()
+                await broken
+        except EngineFailed as error:
+            return error
+        raise AssertionError("nothing settles an open call but the thread's end")
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Gives device memory away; see `Engine.release_memory`."""
@@ -185,6 +222,7 @@ class TorchEngine:
                 await self._thread.call(self._core.close)
         if self._model.images is not None:
             self._model.images.close()
+        self._member.close()
         await self._thread.aclose()
 
 
@@ -192,12 +230,16 @@ async def create(config: ServerConfig) -> TorchEngine:
     """Builds the engine that a configuration asks for.
 
     Raises:
-        ValueError: No model is named, or it is of a kind that is not taken.
+        ValueError: No model is named, it is of a kind that is not taken, or a key is set that
+            this engine cannot honour.
         OSError: Its files are not there.
     """
+    refuse_unhonoured(config, "torch", _UNHONOURED)
     model = config.model
     if model.path is None:
         raise ValueError("engine 'torch' needs a model: give --model.path DIRECTORY")
+    # They are no lines of a log.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     source = ModelSource(
         path=model.path,
         dtype=ElementType(model.dtype),

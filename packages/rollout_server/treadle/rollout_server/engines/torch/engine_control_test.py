@@ -185,9 +185,12 @@ async def test_broken_weights_fail_every_sequence_and_the_engine(model_dir: Mode
         changes = {"model.norm.weight": broken}
         await engine.load_weights(weights_of(model_dir(), **changes), version=1)
         await engine.resume()
+        watching = asyncio.create_task(engine.wait_failed())
         outcomes = await asyncio.gather(
             *[complete(engine, prompt) for prompt in prompts(3)], return_exceptions=True
         )
+        assert "not finite" in str(await watching)
+        assert "not finite" in str(await engine.wait_failed())
         assert [type(outcome) for outcome in outcomes] == [EngineFailed] * 3
         assert "not finite" in str(outcomes[0])
         for call in (

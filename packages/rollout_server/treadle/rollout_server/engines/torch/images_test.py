@@ -145,7 +145,7 @@ async def test_a_picture_that_was_asked_for_by_many_is_read_once(
     reader: ImageReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, images = placed([picture(16, 16)])
-    all_wait = threading.Barrier(2, timeout=10)
+    all_wait = threading.Barrier(2, timeout=60)
     decode, decoded = reader._decode, []
 
     def slowly(image: PromptImage) -> torch.Tensor:
@@ -183,15 +183,21 @@ class Decoding:
     def __call__(self, image: PromptImage) -> torch.Tensor:
         self.begun.append(image.data)
         self._arrivals.release()
-        assert self._go_on.wait(timeout=10)
+        assert self._go_on.wait(60)
         return self._decode(image)
 
     async def arrived(self, count: int) -> None:
         for _ in range(count):
-            assert await asyncio.to_thread(self._arrivals.acquire, timeout=10)
+            assert await asyncio.to_thread(self._arrivals.acquire, timeout=60)
 
     def go_on(self) -> None:
         self._go_on.set()
+
+
+async def waiting(reader: ImageReader, *, prompts: int) -> None:
+    """Returns when so many wait for pictures, whose bytes were hashed on threads by then."""
+    while sum(reading.num_waiting for reading in reader._readings.values()) < prompts:
+        await asyncio.to_thread(bool)
 
 
 @pytest.mark.asyncio
@@ -214,6 +220,7 @@ async def test_who_leaves_takes_the_picture_from_nobody(
     decoding = Decoding(reader, monkeypatch)
     first, second = (asyncio.create_task(serials(reader, picture(16, 16))) for _ in range(2))
     await decoding.arrived(1)
+    await waiting(reader, prompts=2)
     first.cancel()
     await asyncio.wait({first})
     decoding.go_on()
@@ -227,8 +234,10 @@ async def test_what_nobody_waits_for_any_more_is_not_decoded(
 ) -> None:
     decoding = Decoding(reader, monkeypatch)
     parts = [picture(16, 16, seed=seed) for seed in range(6)]
-    many = [asyncio.create_task(serials(reader, one, parts[5])) for one in parts[:5]]
+    many = [asyncio.create_task(serials(reader, one, parts[5])) for one in parts[:4]]
     await decoding.arrived(4)
+    many.append(asyncio.create_task(serials(reader, parts[4], parts[5])))
+    await waiting(reader, prompts=5)
     for task in many:
         task.cancel()
     await asyncio.wait(many)
@@ -245,8 +254,10 @@ async def test_a_closed_reader_decodes_nothing_that_waits(
 ) -> None:
     decoding = Decoding(reader, monkeypatch)
     parts = [picture(16, 16, seed=seed) for seed in range(6)]
-    reads = [asyncio.create_task(serials(reader, one, parts[5])) for one in parts[:5]]
+    reads = [asyncio.create_task(serials(reader, one, parts[5])) for one in parts[:4]]
     await decoding.arrived(4)
+    reads.append(asyncio.create_task(serials(reader, parts[4], parts[5])))
+    await waiting(reader, prompts=5)
     reader.close()
     decoding.go_on()
     assert await asyncio.gather(*reads) == [[]] * 5

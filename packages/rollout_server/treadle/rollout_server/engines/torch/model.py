@@ -1,8 +1,7 @@
 """The model: a Hugging Face causal LM whose attention reads our cache rows.
 
-Invariant: the weights are those of one version, whole. New ones are checked by name, shape
-and completeness and copied aside before the first parameter is touched, so `apply_weights`
-cannot fail half way.
+Invariant: a parameter is written only by a tensor of its name and shape, which is checked
+before, so `write` cannot fail, and weights whose names were all checked are replaced whole.
 
 Taken: Llama, Qwen2 and Qwen3, and Qwen2.5-VL for text and images, with full attention in
 every layer and a rotary embedding that does not depend on the sequence's length; anything
@@ -27,7 +26,8 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from treadle.rollout_server.engine import ElementType, TensorSpec
+from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
+from treadle.rollout_server.engines.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     StepLayout,
@@ -44,12 +44,6 @@ _MODEL_TYPES = ("llama", "qwen2", "qwen3", *_VISION_TYPES)
 _PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-TORCH_DTYPES = {
-    ElementType.FLOAT32: torch.float32,
-    ElementType.BFLOAT16: torch.bfloat16,
-    ElementType.FLOAT16: torch.float16,
-    ElementType.FLOAT8_E4M3FN: torch.float8_e4m3fn,
-}
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
 
 # Untyped in transformers.
@@ -82,7 +76,7 @@ class CachedModel:
     """A causal LM that reads one flat row of tokens a step.
 
     Raises:
-        ValueError: The model is of a kind that is not taken.
+        ValueError: The model is of a kind that is not taken, or there is no such device.
         OSError: Its files are not there.
 
     Attributes:
@@ -197,15 +191,16 @@ class CachedModel:
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-    def stage(self, spec: TensorSpec, data: memoryview) -> torch.Tensor:
-        """Copies a tensor aside in host memory, converted to the type held."""
-        flat = torch.frombuffer(data, dtype=TORCH_DTYPES[spec.element_type])
-        return flat.reshape(spec.shape).to(self.dtype, copy=True)
+    def write(self, tensor: NamedTensor) -> None:
+        """Overwrites a parameter, or a part, converting its type; names and shapes are checked."""
+        spec = tensor.spec
+        flat = torch.frombuffer(tensor.data, dtype=TORCH_DTYPES[spec.element_type])
+        first = tensor.offset // spec.element_type.size_bytes
+        self._parameters[spec.name].view(-1)[first : first + len(flat)].copy_(flat)
 
-    def apply_weights(self, staged: dict[str, torch.Tensor]) -> None:
-        """Replaces the weights by staged ones, which hold every parameter in its shape."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(staged[name])
+    def overwrite(self, name: str, value: torch.Tensor) -> None:
+        """Overwrites a parameter, which has the shape of `value`, converting its type."""
+        self._parameters[name].copy_(value)
 
     def release_weights(self) -> None:
         """Moves the weights to host memory; where they live there already, does nothing."""
@@ -221,6 +216,11 @@ class CachedModel:
 def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"model.device is 'cuda', and torch {torch.__version__} finds no GPU here: give "
+            "model.device auto or cpu, or install the CUDA build of torch on a machine with a GPU"
+        )
     return torch.device(name)
 
 

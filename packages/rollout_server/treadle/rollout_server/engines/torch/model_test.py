@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from treadle.rollout_server.engine import ElementType, TensorSpec
+from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.torch.harness import ModelDir
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 
@@ -48,6 +48,15 @@ def test_models_of_another_kind_are_refused(
         load(path)
 
 
+def test_a_gpu_that_is_not_there_is_refused(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = ModelSource(path=model_dir(), dtype=ElementType.FLOAT32, device="cuda")
+    with pytest.raises(ValueError, match=r"model\.device is 'cuda'.*give model.device auto or cpu"):
+        CachedModel(source)
+
+
 def test_parameters_leave_out_a_tied_head(model_dir: ModelDir) -> None:
     tied = {spec.name: spec for spec in load(model_dir("qwen2")).parameters}
     untied = {spec.name: spec for spec in load(model_dir("qwen3")).parameters}
@@ -56,15 +65,18 @@ def test_parameters_leave_out_a_tied_head(model_dir: ModelDir) -> None:
     assert tied["model.norm.weight"].label == "float32[32]"
 
 
-def test_staged_tensors_are_copies_in_the_held_type(model_dir: ModelDir) -> None:
+def test_a_written_tensor_is_copied_in_the_held_type(model_dir: ModelDir) -> None:
     model = load(model_dir(), ElementType.BFLOAT16)
-    source = torch.tensor([1.0, 2.5])
+    source = torch.arange(32) + 0.5
     data = bytearray(source.numpy().tobytes())
-    spec = TensorSpec(name="x", element_type=ElementType.FLOAT32, shape=(2, 1))
-    staged = model.stage(spec, memoryview(data))
+    name = "model.norm.weight"
+    spec = TensorSpec(name=name, element_type=ElementType.FLOAT32, shape=(32,))
+    with torch.inference_mode():
+        model.write(NamedTensor(spec=spec, data=memoryview(data)))
     data[:] = bytes(len(data))
-    assert staged.dtype is torch.bfloat16
-    assert staged.tolist() == [[1.0], [2.5]]
+    held = model._parameters[name]
+    assert held.dtype is torch.bfloat16
+    assert held.tolist() == source.tolist()
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(model_dir: ModelDir, tmp_path: Path) -> None:

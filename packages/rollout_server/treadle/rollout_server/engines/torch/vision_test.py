@@ -252,11 +252,11 @@ class HeldDecoder:
 
     def __call__(self, image: PromptImage) -> torch.Tensor:
         self._begun.set()
-        assert self._go_on.wait(timeout=10)
+        assert self._go_on.wait(60)
         return self._decode(image)
 
     async def begun(self) -> None:
-        assert await asyncio.to_thread(self._begun.wait, 10)
+        assert await asyncio.to_thread(self._begun.wait, 60)
 
     def go_on(self) -> None:
         self._go_on.set()
