@@ -1,0 +1,68 @@
+"""vLLM's engine arguments: what a `ServerConfig` becomes there.
+
+Invariant: pure, and nothing here imports vLLM. The library's own defaults hold where neither
+a key of ours nor `engine_args` says otherwise, except for the arguments listed here, each
+with its reason.
+"""
+
+from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.engines.arguments import OwnArgument
+
+WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
+
+UNHONOURED = {
+    "model.prefix_cache_bytes": "set model.kv_cache_bytes or model.gpu_memory_utilization",
+    "model.image_cache_bytes": "leave it out, this engine takes text only",
+}
+"""Keys that mean nothing to vLLM -> what to do instead."""
+
+_CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own choice is nearly all of the machine's memory.
+
+
+def own_arguments(
+    config: ServerConfig, *, context_length: int, on_cpu: bool
+) -> dict[str, OwnArgument]:
+    """The arguments of `AsyncEngineArgs` that we decide.
+
+    Args:
+        config: With `model.path` set.
+        context_length: Prompt plus completion, in tokens.
+        on_cpu: Whether this build of vLLM computes on the CPU.
+    """
+    model = config.model
+    kv_cache_bytes = model.kv_cache_bytes
+    if on_cpu and kv_cache_bytes is None and model.gpu_memory_utilization is None:
+        kv_cache_bytes = _CPU_KV_CACHE_BYTES
+    by_key = {
+        "model": ("model.path", str(model.path)),
+        "dtype": ("model.dtype", model.dtype),
+        "max_model_len": ("model.context_length", context_length),
+        "max_num_seqs": ("model.max_num_seqs", model.max_num_seqs),
+        "tensor_parallel_size": (
+            "model.tensor_model_parallel_size",
+            model.tensor_model_parallel_size,
+        ),
+        "data_parallel_size": ("model.data_parallel_size", model.data_parallel_size),
+        "gpu_memory_utilization": ("model.gpu_memory_utilization", model.gpu_memory_utilization),
+        "kv_cache_memory_bytes": ("model.kv_cache_bytes", kv_cache_bytes),
+        "max_num_batched_tokens": ("model.max_num_batched_tokens", model.max_num_batched_tokens),
+        "enable_prefix_caching": ("model.enable_prefix_caching", model.enable_prefix_caching),
+        # On the CPU, compiling takes minutes and gains a tenth.
+        "enforce_eager": ("model.enforce_eager", model.enforce_eager or on_cpu),
+    }
+    fixed: dict[str, object] = {
+        "skip_tokenizer_init": True,  # Ids in, ids out.
+        "scheduling_policy": "priority",
+        "generation_config": "vllm",  # Every setting of a request comes with the request.
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enable_sleep_mode": not on_cpu,
+        "speculative_config": None,  # Our sampler draws one token at a time.
+        "logits_processors": None,  # Nor does it apply others' after the temperature.
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    return {
+        **{name: OwnArgument(value=value, key=key) for name, (key, value) in by_key.items()},
+        **{name: OwnArgument(value=value) for name, value in fixed.items()},
+    }

@@ -1,0 +1,376 @@
+"""The vLLM engine: `AsyncLLM` behind the `Engine` protocol.
+
+Invariant: vLLM is given a sequence only while the engine is not paused, and what it has when
+a pause is through are sequences that sampled something. A sequence that vLLM had only queued
+by then is withdrawn and submitted again at `resume`, so that nothing of old weights (prefix
+cache) or of an old pause reaches it.
+
+Weights have a number here, the version, and one in vLLM's prefix cache, the salt of the
+prompts submitted under them: blocks of one salt are never found under another. vLLM's core
+labels what it samples with the version, which changes only while it stands still.
+
+Who waits: `generate` for `resume`, then for events, which `sequence.py` holds; `pause` for
+submissions that are under way, then for the running sequences, whether or not they are read;
+every call to vLLM also for the end of its processes, which raises EngineFailed.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import Sequence as Many
+from typing import Any, TypeVar
+
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.engine import (
+    CollectiveGroup,
+    EngineCapabilities,
+    EngineCounters,
+    EngineEvent,
+    EngineInfo,
+    EngineRequest,
+    Finished,
+    InFlightPolicy,
+    MemoryKind,
+    NamedTensor,
+    TensorSpec,
+)
+from treadle.rollout_server.engines.collective_group import fail_group
+from treadle.rollout_server.engines.collective_message import encode_group
+from treadle.rollout_server.engines.parameters import held_parameters
+from treadle.rollout_server.engines.scratch import Scratch
+from treadle.rollout_server.engines.staging import staging
+from treadle.rollout_server.engines.vllm import startup
+from treadle.rollout_server.engines.vllm.memory import Memory
+from treadle.rollout_server.engines.vllm.sampling import translate
+from treadle.rollout_server.engines.vllm.sequence import Ledger, Sequence, UnderWay
+from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, ShuttingDown
+from treadle.rollout_server.model_files import read_model
+from treadle.rollout_server.tensors import TensorCheck, check_tensors
+
+T = TypeVar("T")
+_NAME = "vllm"
+
+
+class VllmEngine:
+    """An `Engine` over vLLM. Made by `load`, never directly."""
+
+    def __init__(self, llm: Any, info: EngineInfo, scratch: Scratch, *, on_cpu: bool) -> None:
+        self.info = info
+        self._llm = llm
+        self._scratch = scratch
+        self._weight_version = 0
+        self._salt = itertools.count()
+        self._cache_salt = self._new_salt()
+        self._serial = itertools.count()
+        self._ledger = Ledger()
+        self._submitting = UnderWay()
+        self._submitted: dict[Sequence, str] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+        self._memory = Memory(llm, on_cpu=on_cpu)
+        self._closed = False
+        self._mixed = False  # Whether the weights are of more than one version.
+        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def load(cls, config: ServerConfig, library: startup.Library) -> "VllmEngine":
+        """Loads a model and starts to serve it.
+
+        Raises:
+            ValueError: No model is named, or it cannot be had as configured.
+            OSError: Its files are not there.
+        """
+        model = config.model
+        if model.path is None:
+            raise ValueError("engine 'vllm' needs a model: give --model.path DIRECTORY")
+        held = read_model(model.path, context_length=model.context_length)
+        parameters = held_parameters(model.path, model.dtype)
+        scratch = Scratch()
+        try:
+            llm = await startup.start(
+                config, library, context_length=held.context_length, sockets=scratch.path
+            )
+        except BaseException:
+            scratch.close()
+            raise
+        info = EngineInfo(
+            name=_NAME,
+            version=library.version,
+            capabilities=EngineCapabilities(
+                sampled_logprobs=True,
+                priority=True,
+                in_flight_continue=True,
+                release_memory=True,
+                collective=True,
+            ),
+            model=held,
+            parameters=parameters,
+            num_workers=_num_workers(llm),
+        )
+        engine = cls(llm, info, scratch, on_cpu=library.on_cpu)
+        try:
+            await engine._prepare()
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled from."""
+        return self._weight_version
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What became of the sequences so far."""
+        return self._ledger.counters
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """Runs one sequence; see `Engine.generate`."""
+        parameters = SamplingParams(
+            output_kind=RequestOutputKind.DELTA,
+            **translate(request, self.info.model.eos_token_ids),
+        )
+        sequence = Sequence(request, self._ledger)
+        finished = False
+        try:
+            while not finished:
+                try:
+                    await self._submit(sequence, parameters)
+                except ShuttingDown:
+                    sequence.interrupt()
+                async for event in sequence.events():
+                    finished = isinstance(event, Finished)
+                    yield event
+        finally:
+            await self._forget(sequence)
+
+    async def pause(self, policy: InFlightPolicy) -> None:
+        """Stops sampling; see `Engine.pause`."""
+        self._open.clear()
+        await self._submitting.zero()
+        await self._call(self._withdraw())
+        # Nothing may be drawn from a mixture: what is kept then is kept further.
+        if policy is InFlightPolicy.DRAIN and not self._mixed:
+            await self._call(self._llm.resume_generation())  # What CONTINUE had kept.
+            await self._call(self._ledger.running.zero())
+        # A step that is under way ends, and its tokens leave.
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+        if policy is InFlightPolicy.INTERRUPT:
+            # The core says of each sequence that it ended, after all its tokens.
+            await self._call(self._llm.pause_generation(mode="abort", clear_cache=False))
+            await self._call(self._ledger.running.zero())
+
+    async def resume(self) -> None:
+        """Goes on; see `Engine.resume`."""
+        if self._mixed:
+            raise RuntimeError("the weights are a mixture: load all of them before resuming")
+        self._memory.check_resident()
+        await self._call(self._llm.resume_generation())
+        self._open.set()
+
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces all weights; see `Engine.load_weights`.
+
+        Not in place, they must be in files or are copied into one. A worker that fails leaves
+        layers without memory, so that only a new engine helps.
+        """
+        if in_place:
+            await self._load_in_place(tensors)
+        else:
+            await self._load_staged(tensors)
+        await self._became(version)
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Many[TensorSpec], *, version: int
+    ) -> None:
+        """Replaces all weights by what a group sends; see `Engine.receive_weights`."""
+        check_tensors(self.info.parameters, tensors)
+        self._mixed = True
+        message = encode_group(group, tensors)
+        call = asyncio.ensure_future(self._workers("treadle_receive", message))
+        try:
+            causes = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The workers hear nothing while they receive.
+            await asyncio.to_thread(fail_group, group, "the update was given up")
+            await asyncio.wait({call})
+            raise
+        if any(causes):
+            raise CollectiveBroken(max(causes))
+        await self._became(version)
+
+    async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Gives device memory away; see `Engine.release_memory`."""
+        await self._call(self._memory.release(kinds))
+
+    async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Takes device memory back; see `Engine.restore_memory`."""
+        await self._call(self._memory.restore(kinds))
+
+    async def wait_failed(self) -> Exception:
+        """Waits for the end of vLLM's processes; see `Engine.wait_failed`."""
+        return await asyncio.shield(self._failed)
+
+    async def aclose(self) -> None:
+        """Ends all sequences as INTERRUPTED, then vLLM's processes."""
+        if self._closed:
+            return
+        self._closed = True
+        self._open.set()
+        if not self._failed.done():
+            self._failed.set_result(ShuttingDown())  # To whoever waits for vLLM.
+        for sequence in list(self._submitted):
+            sequence.interrupt()
+        self._llm.output_handler.cancel()  # Else it would take the end for a failure.
+        await asyncio.to_thread(self._llm.shutdown)
+        self._scratch.close()
+
+    async def _prepare(self) -> None:
+        self._llm._run_output_handler()  # Or the end of an idle engine would not be noticed.
+        self._llm.output_handler.add_done_callback(self._on_output_handler_done)
+        await self._workers("treadle_install")
+        await self._call(self._llm.update_weight_version(str(self._weight_version)))
+
+    async def _submit(self, sequence: Sequence, parameters: Any) -> None:
+        """Gives a sequence to vLLM, which puts its outputs into it from then on.
+
+        Raises:
+            EngineFailed: vLLM's processes have ended.
+            ShuttingDown: This engine is closed.
+        """
+        while not self._open.is_set():  # Another pause may have come since it woke.
+            await self._call(self._open.wait())
+        if self._closed:
+            raise ShuttingDown
+        llm = self._llm
+        request = llm.input_processor.process_inputs(
+            f"{sequence.request.request_id}#{next(self._serial)}",
+            tokens_input(list(sequence.request.prompt), cache_salt=self._cache_salt),
+            parameters,
+            supported_tasks=("generate",),
+            priority=-sequence.request.priority,
+        )
+        llm.input_processor.assign_request_id(request)
+        # As AsyncLLM.add_request does it, with the sequence in the place of its collector.
+        llm.output_processor.add_request(request, None, None, 0, sequence)
+        sequence.submitted(llm.output_processor.request_states[request.request_id])
+        self._submitted[sequence] = request.request_id
+        self._submitting.enter()
+        try:
+            await self._call(llm.engine_core.add_request_async(request))
+        finally:
+            self._submitting.leave()
+
+    async def _withdraw(self) -> None:
+        """Takes back what vLLM has not sampled anything for."""
+        names = [
+            name
+            for sequence, name in self._submitted.items()
+            if not sequence.started and not sequence.ended
+        ]
+        # Each of them hears of it at once, before vLLM's outputs are read again: one that
+        # started in between would be taken for interrupted. They wait for `resume`.
+        await self._llm.abort(names, internal=True)
+
+    async def _forget(self, sequence: Sequence) -> None:
+        name = self._submitted.pop(sequence, None)
+        if not sequence.ended:
+            sequence.abort()
+            if name is not None:
+                await self._llm.abort(name, internal=True)
+
+    async def _load_staged(self, tensors: AsyncIterator[NamedTensor]) -> None:
+        check = TensorCheck(self.info.parameters)
+        with staging() as staged:
+            entries = []
+            async for tensor in tensors:
+                check.add(tensor.spec)
+                entries.append(await asyncio.to_thread(staged.entry, tensor))
+            check.finish()
+            await self._workers("treadle_load", entries)
+
+    async def _load_in_place(self, tensors: AsyncIterator[NamedTensor]) -> None:
+        check = TensorCheck(self.info.parameters)
+        with staging() as staged:
+            self._mixed = True
+            await self._workers("treadle_begin_load")
+            try:
+                async for tensor in tensors:
+                    check.add(tensor.spec)
+                    entry = await asyncio.to_thread(staged.entry, tensor, reuse=True)
+                    await self._workers("treadle_write", entry)
+                check.finish()
+            finally:
+                await self._workers("treadle_end_load")
+
+    async def _became(self, version: int) -> None:
+        self._cache_salt = self._new_salt()
+        await self._call(self._llm.update_weight_version(str(version)))
+        self._weight_version = version
+        self._mixed = False
+
+    def _new_salt(self) -> str:
+        return f"weights {next(self._salt)}"
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of `WorkerExtension` in every worker; runs to its end if cancelled.
+
+        Returns:
+            What each of them returned.
+
+        Raises:
+            EngineFailed: It failed in one of them.
+        """
+        # Its own `collective_rpc` tells of the first data-parallel copy only.
+        operation: Coroutine[Any, Any, list[list[Any]]]
+        operation = self._llm.engine_core.call_utility_all_async(
+            "collective_rpc", method, None, arguments, None
+        )
+        call = asyncio.ensure_future(self._call(operation))
+        try:
+            return [answer for answers in await asyncio.shield(call) for answer in answers]
+        except asyncio.CancelledError:
+            await asyncio.wait({call})
+            raise
+        except EngineFailed:
+            raise
+        except Exception as error:
+            raise EngineFailed(_NAME, error) from error
+
+    async def _call(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Awaits vLLM, which does not answer once its processes have ended.
+
+        Raises:
+            EngineFailed: They have.
+            ShuttingDown: This engine is closed.
+        """
+        call = asyncio.ensure_future(operation)
+        try:
+            either: set[asyncio.Future[Any]] = {call, self._failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not call.done():
+                call.cancel()
+        if not call.done() or isinstance(call.exception(), EngineDeadError):
+            cause = await self._failed
+            raise cause if isinstance(cause, ShuttingDown) else EngineFailed(_NAME, cause)
+        return call.result()
+
+    def _on_output_handler_done(self, _: asyncio.Task[None]) -> None:
+        """The processes of vLLM have ended, or what they sent could not be read."""
+        if not self._closed and not self._failed.done():
+            self._failed.set_result(startup.cause_of_end(self._llm))
+            for sequence in list(self._submitted):
+                sequence.fail(self._failed.result())
+
+
+def _num_workers(llm: Any) -> int:
+    parallel = llm.vllm_config.parallel_config
+    return int(parallel.world_size * parallel.data_parallel_size)

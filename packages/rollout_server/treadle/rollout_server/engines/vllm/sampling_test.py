@@ -1,0 +1,46 @@
+from typing import Any
+
+from treadle.rollout_server.engine import EngineRequest, Sampling
+from treadle.rollout_server.engines.vllm.sampling import drawn_by, translate
+
+EOS = frozenset({3, 4})
+
+
+def translated(*, logprobs: bool = False, **sampling: Any) -> dict[str, Any]:
+    request = EngineRequest(
+        request_id="r",
+        prompt=(1,),
+        sampling=Sampling(**{"max_tokens": 5} | sampling),
+        logprobs=logprobs,
+    )
+    return translate(request, EOS)
+
+
+def test_how_a_token_is_drawn_reaches_our_sampler_as_it_is() -> None:
+    values: dict[str, Any] = {
+        "temperature": 3.5,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "seed": 2**64 - 1,
+    }
+    sent = translated(**values)
+    assert drawn_by(sent["extra_args"]) == Sampling(max_tokens=1, **values)
+    assert not sent.keys() & {"temperature", "top_k", "top_p", "min_p", "seed"}
+
+
+def test_without_a_seed_each_sequence_has_its_own() -> None:
+    seeds = {drawn_by(translated()["extra_args"]).seed for _ in range(8)}
+    assert len(seeds) == 8 and None not in seeds
+
+
+def test_the_ids_that_end_a_completion_are_ours_to_name() -> None:
+    assert translated()["stop_token_ids"] == [3, 4]
+    assert translated(stop_token_ids=frozenset({9}))["stop_token_ids"] == [3, 4, 9]
+    ignoring = translated(stop_token_ids=frozenset({9}), ignore_eos=True)
+    assert (ignoring["stop_token_ids"], ignoring["ignore_eos"]) == ([9], True)
+
+
+def test_only_the_sampled_ids_logprob_is_asked_for() -> None:
+    assert translated()["logprobs"] is None
+    assert translated(logprobs=True)["logprobs"] == 0

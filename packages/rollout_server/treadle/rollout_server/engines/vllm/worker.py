@@ -1,0 +1,137 @@
+"""The worker extension: what runs beside the model, in each of vLLM's worker processes.
+
+Invariant: after `treadle_end_load` every layer samples from the tensors written since
+`treadle_begin_load`, in the form its kernels read: vLLM's layers keep packed copies and fused
+parameters, so each layer is made anew from its checkpoint tensors as soon as it has all of
+them, and its kernel's memory is overwritten. A load that ends early leaves a mixture, which
+another load replaces.
+
+vLLM mixes this class into its worker (``worker_extension_cls``); the server calls the methods
+by name (``collective_rpc``), in every worker at once, while no step runs. Nobody waits here
+but for the members of a collective group.
+
+Runs under Pex: the class is found by its module's name on the path that vLLM's processes
+inherit from the server's.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from treadle.rollout_server.engines.collective import CollectiveMember
+from treadle.rollout_server.engines.collective_message import decode_group
+from treadle.rollout_server.engines.mapped_files import MappedFiles
+from treadle.rollout_server.engines.parent import end_with_parent
+from treadle.rollout_server.errors import CollectiveBroken
+
+if TYPE_CHECKING:
+    from treadle.rollout_server.engines.staging import Entry
+
+
+class WorkerExtension:
+    """Mixed into ``vllm.v1.worker.worker_base.WorkerBase``; see the module docstring."""
+
+    # Of the worker.
+    vllm_config: Any
+    model_config: Any
+    parallel_config: Any
+    model_runner: Any
+    device: torch.device
+    rank: int
+
+    # Class attributes, since vLLM calls no constructor of an extension.
+    _treadle_files: "MappedFiles | None" = None
+    _treadle_member: CollectiveMember | None = None
+
+    def treadle_install(self) -> None:
+        """Has vLLM sample as we do, and end when we do."""
+        from treadle.rollout_server.engines.vllm.sampler import PlacedSampler
+
+        if self.parallel_config.world_size > 1:  # Else this is the engine core's process.
+            end_with_parent()
+        self.model_runner.sampler = PlacedSampler(self.model_runner)
+
+    def treadle_load(self, entries: "Sequence[Entry]") -> None:
+        """Replaces all weights by what lies in files."""
+        with closing(MappedFiles()) as files:
+            tensors = [(entry[0], files.tensor(entry)) for entry in entries]
+            self.treadle_begin_load()
+            self._treadle_write(tensors)
+            self.treadle_end_load()
+
+    def treadle_begin_load(self) -> None:
+        """From here on the model is a mixture."""
+        from vllm.model_executor.model_loader import reload
+
+        self._treadle_files = MappedFiles()
+        reload.initialize_layerwise_reload(self.model_runner.get_model())
+
+    def treadle_write(self, entry: "Entry") -> None:
+        """Takes one tensor; its file may change when this returns."""
+        assert self._treadle_files is not None, "treadle_begin_load comes first"
+        # A fused layer keeps its tensors until it has all of them.
+        self._treadle_write([(entry[0], self._treadle_files.tensor(entry).clone())])
+
+    def treadle_end_load(self) -> None:
+        """Every layer that has all its tensors is new; one that has none is as it was."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import reload
+
+        if self._treadle_files is None:
+            return
+        self._treadle_files.close()
+        self._treadle_files = None
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            reload.finalize_layerwise_reload(model, self.model_config)
+            _pack_heads(model)
+
+    def treadle_receive(self, message: str) -> str:
+        """Replaces all weights by what the senders of a group broadcast.
+
+        Args:
+            message: Of `encode_group`.
+
+        Returns:
+            Why the group ended before the update did; "" when all is written.
+        """
+        if self._treadle_member is None:
+            config = self.parallel_config
+            worker = config.data_parallel_index * config.world_size + self.rank
+            self._treadle_member = CollectiveMember(worker=worker, device=self.device)
+        group, specs = decode_group(message)
+        self.treadle_begin_load()
+        try:
+            with closing(self._treadle_member.receive_buckets(group, specs)) as buckets:
+                for bucket in buckets:
+                    self._treadle_write((spec.name, tensor.clone()) for spec, tensor in bucket)
+        except CollectiveBroken as error:
+            return str(error)
+        finally:
+            self.treadle_end_load()
+        return ""
+
+    def _treadle_write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            self.model_runner.get_model().load_weights(tensors)
+
+
+def _pack_heads(model: Any) -> None:
+    """Packs embeddings for the CPU's kernels again.
+
+    A head that is tied to the embedding is a layer without tensors of its own, so loading does
+    not reach its packed copy.
+    """
+    from vllm.model_executor.layers import (
+        utils,
+        vocab_parallel_embedding,
+    )
+
+    kind = vocab_parallel_embedding.VocabParallelEmbedding
+    for module in model.modules():
+        if isinstance(module, kind) and hasattr(module, "cpu_linear"):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
