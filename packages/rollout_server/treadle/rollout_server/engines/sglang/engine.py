@@ -1,0 +1,326 @@
+"""The SGLang engine: what the server sees of SGLang's schedulers.
+
+Invariant: a sequence is with SGLang exactly while it holds a place here, so what waits for a
+place can be ordered by priority and kept back by a pause. A pause takes every sequence off the
+device and ends when its last token is here; what CONTINUE kept reads its ids again, with the
+weights that are there by then, so nothing old is ever continued from.
+
+Who waits: `generate` for a place, then for answers, which SGLang's parent part collects (at
+most one completion's worth); `pause` for the sequences that its policy ends and for one
+answer of the schedulers; `load_weights` for an answer per batch. Whoever waits is woken by
+the failure of a scheduler too, with `EngineFailed`.
+"""
+
+import asyncio
+import itertools
+import logging
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from treadle.rollout_server.admission import Admission
+from treadle.rollout_server.engine import (
+    CollectiveGroup,
+    EngineCounters,
+    EngineEvent,
+    EngineInfo,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    MemoryKind,
+    NamedTensor,
+    Started,
+    TensorSpec,
+)
+from treadle.rollout_server.engines.collective_group import fail_group
+from treadle.rollout_server.engines.collective_message import encode_group
+from treadle.rollout_server.engines.sglang import sequence, weights
+from treadle.rollout_server.engines.staging import Staging, staging
+from treadle.rollout_server.errors import EngineFailed, ShuttingDown
+from treadle.rollout_server.gate import AdmissionGate
+from treadle.rollout_server.tensors import TensorCheck, check_tensors
+
+_log = logging.getLogger(__name__)
+_BATCH_BYTES = 256 << 20  # Of staged tensors that the workers are told of at once.
+_ALL = sys.maxsize
+
+
+class SglangEngine:
+    """An `Engine` over SGLang's schedulers. Made by `launch.create`.
+
+    Args:
+        info: What it is.
+        schedulers: A `process.Schedulers`.
+        places: Sequences that run at once.
+        host_cache: Whether the KV cache lies in host memory.
+    """
+
+    def __init__(self, info: EngineInfo, schedulers: Any, *, places: int, host_cache: bool) -> None:
+        self.info = info
+        self._schedulers = schedulers
+        self._host_cache = host_cache
+        loop = asyncio.get_running_loop()
+        self._gate = AdmissionGate(Admission(max_in_flight=places, max_queued=_ALL), loop)
+        self._failure: asyncio.Future[Exception] = loop.create_future()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        self._sequences: dict[str, sequence.Sequence] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._weight_version = 0
+        self._stopped = False
+        self._mixed = False
+        self._released: frozenset[MemoryKind] = frozenset()
+        self._closed = False
+        self._started = self._finished = self._aborted = 0
+        schedulers.watch(self._fail)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled from."""
+        return self._weight_version
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What became of the sequences so far."""
+        return EngineCounters(
+            started=self._started,
+            finished=self._finished,
+            aborted=self._aborted,
+            running=len(self._sequences),
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """Runs one sequence; see `Engine.generate`."""
+        self._check()
+        turned_away = self._closed
+        try:
+            if not turned_away:
+                async with (
+                    self._gate.place(request.priority) as place,
+                    aclosing(self._run(request)) as events,
+                ):
+                    place.started()
+                    async for event in events:
+                        yield event
+        except ShuttingDown:
+            turned_away = True
+        if turned_away:
+            self._started += 1
+            self._finished += 1
+            yield Started(0)
+            yield Finished(FinishReason.INTERRUPTED)
+
+    async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        running = sequence.Sequence(request, f"{next(self._numbers):016x}")
+        self._sequences[running.rid] = running
+        self._idle.clear()
+        self._started += 1
+        ended = False
+        settings = sequence.sampling_params(request, self.info.model.eos_token_ids)
+        try:
+            stream = await self._schedulers.generate(running.rid, request.prompt, settings)
+            async with aclosing(stream) as answers:
+                async for answer in answers:
+                    self._check()
+                    for event in running.read(answer, self._weight_version):
+                        if isinstance(event, Finished):
+                            ended = True
+                            self._leave(running, finished=True)
+                        yield event
+        finally:
+            if not ended:
+                try:
+                    if not self._closed:
+                        await self._unless_failed(self._schedulers.abort(running.rid))
+                finally:
+                    self._leave(running, finished=False)
+
+    async def pause(self, policy: InFlightPolicy) -> None:
+        """Stops sampling; see `Engine.pause`."""
+        self._gate.hold()
+        # Nothing may be drawn from a mixture: what is kept then is kept further.
+        if policy is InFlightPolicy.DRAIN and not self._mixed:
+            if self._stopped:
+                self._go_on()
+            await self._idle.wait()
+        self._stopped = True
+        await self._unless_failed(self._schedulers.stop())
+        if policy is InFlightPolicy.INTERRUPT:
+            for running in self._sequences.values():
+                running.interrupted = True
+            self._schedulers.abort_all()
+            await self._idle.wait()
+        self._check()
+
+    async def resume(self) -> None:
+        """Goes on; see `Engine.resume`."""
+        if self._mixed:
+            raise RuntimeError("the weights are a mixture: load all of them before resuming")
+        if self._released:
+            names = ", ".join(sorted(kind.value for kind in self._released))
+            raise RuntimeError(f"memory is released ({names}): restore it before resuming")
+        self._check()
+        if self._stopped:
+            self._go_on()
+        self._gate.release()
+
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces all weights; see `Engine.load_weights`.
+
+        Not in place, it fails for good when a worker cannot take a tensor: SGLang has
+        overwritten others by then.
+        """
+        check = TensorCheck(self.info.parameters)
+        with staging() as memory:
+            if in_place:
+                await self._begin_load()
+                async for tensor in tensors:
+                    check.add(tensor.spec)
+                    await self._load([tensor], memory)
+                check.finish()
+                await self._end_load(version)
+                return
+            staged: list[NamedTensor] = []
+            async for tensor in tensors:
+                check.add(tensor.spec)
+                staged.append(tensor)
+            check.finish()
+            try:
+                await self._begin_load()
+                for batch in weights.batches(staged, _BATCH_BYTES):
+                    await self._load(batch, memory)
+                await self._end_load(version)
+            except (RuntimeError, OSError) as error:
+                raise EngineFailed("sglang", error) from error
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        """Replaces all weights by what a group sends; see `Engine.receive_weights`."""
+        check_tensors(self.info.parameters, tensors)
+        await self._begin_load()
+        message = encode_group(group, tensors)
+        receiving = asyncio.create_task(self._command("receive", message))
+        try:
+            await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            # The workers hear nothing while they receive.
+            await asyncio.to_thread(fail_group, group, "its server gave the update up")
+            await asyncio.wait({receiving})
+            self._forget(receiving)
+            raise
+        await self._end_load(version)
+
+    async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Gives device memory away; see `Engine.release_memory`."""
+        kinds -= self._released
+        if not kinds:
+            return
+        self._released |= kinds
+        await self._unless_failed(self._schedulers.release(_tags(kinds)))
+        if self._host_cache and MemoryKind.KV_CACHE in kinds:
+            await self._unless_failed(self._schedulers.command("release_host_cache"))
+
+    async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Takes device memory back; see `Engine.restore_memory`."""
+        kinds &= self._released
+        if not kinds:
+            return
+        if self._host_cache and MemoryKind.KV_CACHE in kinds:
+            await self._unless_failed(self._schedulers.command("restore_host_cache"))
+        await self._unless_failed(self._schedulers.restore(_tags(kinds)))
+        self._released -= kinds
+
+    async def wait_failed(self) -> Exception:
+        """Waits for a scheduler to break; see `Engine.wait_failed`."""
+        return await asyncio.shield(self._failure)
+
+    async def aclose(self) -> None:
+        """Ends all sequences as INTERRUPTED, then the schedulers."""
+        if self._closed:
+            return
+        self._closed = True
+        for running in self._sequences.values():
+            running.interrupted = True
+        self._gate.turn_away(ShuttingDown())
+        self._schedulers.cut_off()
+        await self._schedulers.aclose()
+
+    async def _begin_load(self) -> None:
+        await self._command("begin_load")
+        self._mixed = True
+
+    async def _load(self, batch: list[NamedTensor], memory: Staging) -> None:
+        # Every worker has read the batch before, so its place is free.
+        entries = await asyncio.to_thread(
+            lambda: [memory.entry(tensor, reuse=index == 0) for index, tensor in enumerate(batch)]
+        )
+        await self._command("load", weights.encode(entries))
+
+    async def _end_load(self, version: int) -> None:
+        await self._command("end_load")
+        for running in self._sequences.values():
+            count = self._schedulers.received(running.rid)
+            running.mark(_ALL if count is None else count, self._weight_version)
+        self._weight_version = version
+        self._mixed = False
+
+    async def _command(self, name: str, message: str = "") -> None:
+        await self._unless_failed(self._schedulers.command(name, message))
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Waits for an answer of the schedulers, which comes even if nobody waits any more.
+
+        Raises:
+            EngineFailed: A scheduler broke before.
+        """
+        call = asyncio.create_task(work)
+        self._calls.add(call)
+        call.add_done_callback(self._forget)
+        # A cancelled wait must not cancel the call: its answer would be taken for the next.
+        waits: set[asyncio.Future[Any]] = {call, self._failure}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            call.cancel()
+            self._check()
+        call.result()
+
+    def _forget(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # Asked for, or asyncio complains where nobody waited any more.
+
+    def _go_on(self) -> None:
+        self._schedulers.go_on()
+        self._stopped = False
+
+    def _leave(self, running: sequence.Sequence, *, finished: bool) -> None:
+        del self._sequences[running.rid]
+        self._finished += finished
+        self._aborted += not finished
+        if not self._sequences:
+            self._idle.set()
+
+    def _check(self) -> None:
+        if self._failure.done():
+            cause = self._failure.result()
+            raise EngineFailed("sglang", cause) from cause
+
+    def _fail(self, error: Exception) -> None:
+        if self._closed or self._failure.done():
+            return
+        _log.error("%s", error)
+        self._failure.set_result(error)
+        self._gate.hold()
+        self._gate.turn_away(EngineFailed("sglang", error))
+        self._schedulers.cut_off()
+
+
+def _tags(kinds: frozenset[MemoryKind]) -> list[str]:
+    """SGLang's words."""
+    return sorted(kind.value for kind in kinds)

@@ -1,0 +1,107 @@
+from typing import Any
+
+import pytest
+
+from treadle.rollout_server.engine import (
+    EngineEvent,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    Sampling,
+    Started,
+    Tokens,
+)
+from treadle.rollout_server.engines.sglang.sequence import Sequence, sampling_params
+
+EOS = frozenset({3})
+
+
+def request(*, logprobs: bool = True, **sampling: Any) -> EngineRequest:
+    settings = Sampling(**{"max_tokens": 4} | sampling)
+    return EngineRequest(request_id="r", prompt=(1, 2), sampling=settings, logprobs=logprobs)
+
+
+def answer(count: int, reason: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
+    """Cumulative, with lists that hold more by the time that it is read."""
+    return {
+        "output_ids": [10, 11, 12, 13, 14],
+        "meta_info": {
+            "completion_tokens": count,
+            "cached_tokens": 1,
+            "finish_reason": reason,
+            "output_token_logprobs": [(-0.1 * n, n, None) for n in range(5)],
+        }
+        | meta,
+    }
+
+
+def read(sequence: Sequence, given: dict[str, Any], version: int = 0) -> list[EngineEvent]:
+    return list(sequence.read(given, version))
+
+
+def test_answers_become_events_once() -> None:
+    sequence = Sequence(request(), "1")
+    assert read(sequence, answer(2)) == [Started(1), Tokens((10, 11), (-0.0, -0.1), 0)]
+    assert read(sequence, answer(2)) == []
+    assert read(sequence, answer(4, {"type": "length"})) == [
+        Tokens((12, 13), (-0.2, -0.1 * 3), 0),
+        Finished(FinishReason.LENGTH),
+    ]
+
+
+def test_tokens_before_a_mark_are_older() -> None:
+    sequence = Sequence(request(logprobs=False), "1")
+    sequence.mark(1, 5)
+    sequence.mark(1, 6)
+    sequence.mark(3, 7)
+    assert read(sequence, answer(4), 8)[1:] == [
+        Tokens((10,), (), 5),
+        Tokens((11, 12), (), 7),
+        Tokens((13,), (), 8),
+    ]
+
+
+def test_an_abort_that_was_wanted_is_an_interruption() -> None:
+    sequence = Sequence(request(), "1")
+    sequence.interrupted = True
+    end = answer(0, {"type": "abort", "message": "x"})
+    del end["meta_info"]["cached_tokens"]
+    assert read(sequence, end) == [Started(0), Finished(FinishReason.INTERRUPTED)]
+
+
+@pytest.mark.parametrize("reason", [{"type": "abort", "message": "no room"}, {"type": "length"}])
+def test_an_end_of_sglangs_own_is_a_failure(reason: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="ended a sequence after 2 of 4 tokens"):
+        read(Sequence(request(), "1"), answer(2, reason))
+
+
+def test_a_stop_ends_it() -> None:
+    end = read(Sequence(request(), "1"), answer(1, {"type": "stop", "matched": 10}))
+    assert end[-1] == Finished(FinishReason.STOP)
+
+
+def test_a_logprob_that_is_not_finite_is_a_failure() -> None:
+    broken = answer(1, output_token_logprobs=[(float("nan"), 10, None)])
+    with pytest.raises(FloatingPointError, match="the weights are broken"):
+        read(Sequence(request(logprobs=False), "1"), broken)
+
+
+def test_sglang_is_told_where_to_end() -> None:
+    ours = request(stop_token_ids=frozenset({7}), seed=5)
+    told = sampling_params(ours, EOS)
+    assert (told["stop_token_ids"], told["max_new_tokens"]) == ([3, 7], 4)
+    ignored = sampling_params(request(ignore_eos=True), EOS)
+    assert ignored["stop_token_ids"] == []
+    assert told["custom_params"]["treadle"] == {
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 5,
+    }
+
+
+def test_a_request_without_a_seed_gets_another_one_each_time() -> None:
+    seeds = {sampling_params(request(), EOS)["custom_params"]["treadle"]["seed"] for _ in range(9)}
+    assert len(seeds) == 9

@@ -1,0 +1,251 @@
+"""The worker: SGLang's scheduler in its process, and what we add to it.
+
+Invariant: sampled tokens, answers to requests and answers to commands leave through one
+socket in the order in which they came to be, so that who has the answer to a command has
+every token that was sampled before it. A paused scheduler holds no sequence on the device and
+owes no token.
+
+Who waits: the scheduler for messages, also while it is paused; the server for a command's
+answer, which comes when every rank of the tensor-parallel group has obeyed it. An error in a
+command is its answer; an error anywhere else ends the process, which leaves the cause behind.
+
+Drawing is `sampling.py`; the rows of a batch travel with SGLang's own settings of it, through
+the three methods that it leaves for such things.
+"""
+
+import logging
+import os
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.io_struct import (
+    PauseGenerationReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromIPCReqOutput,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from treadle.rollout_server.engines.collective import CollectiveMember
+from treadle.rollout_server.engines.collective_message import decode_group
+from treadle.rollout_server.engines.sglang import weights
+from treadle.rollout_server.engines.sglang.sampling import Row, Rows
+from treadle.rollout_server.engines.sglang.sequence import SETTINGS_KEY
+from treadle.rollout_server.engines.sglang.startup import ProcessSetup
+from treadle.rollout_server.engines.sglang.weights import Problem
+from treadle.rollout_server.errors import CollectiveBroken
+
+_log = logging.getLogger(__name__)
+
+
+def run(setup: ProcessSetup, *arguments: Any) -> None:
+    """Serves until the server says that it is over, or something breaks.
+
+    Args:
+        setup: Where to leave the cause.
+        arguments: Of `run_scheduler_process`.
+    """
+    _carry_rows()
+
+    class Reporting(Worker):
+        """A `Worker` that leaves the cause of its end."""
+
+        def __init__(self, *args: Any) -> None:
+            try:
+                super().__init__(*args)
+            except Exception as error:
+                _end(setup, error)
+
+        def run_event_loop(self) -> None:
+            try:
+                super().run_event_loop()
+            except Exception as error:
+                _end(setup, error)
+
+    sglang_scheduler.Scheduler = Reporting
+    sglang_scheduler.run_scheduler_process(*arguments)
+
+
+def _end(setup: ProcessSetup, error: Exception) -> NoReturn:
+    # SGLang would send the server a signal that ends it.
+    _log.exception("the scheduler broke", exc_info=error)
+    setup.report(error)
+    logging.shutdown()
+    os._exit(1)
+
+
+class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
+    """See the module docstring."""
+
+    ipc_channels: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._member: CollectiveMember | None = None
+        # The server says which ids end a completion, the model's own among them.
+        self.model_config.hf_eos_token_id = set()
+        self._runner.sampler = DrawingSampler()
+
+    @property
+    def _runner(self) -> Any:
+        return self.tp_worker.model_runner
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        """Sends tokens where answers go."""
+        super().init_ipc_channels(port_args)
+        channels = self.ipc_channels
+        self.ipc_channels = replace(channels, send_to_detokenizer=channels.send_to_tokenizer)
+
+    def init_request_dispatcher(self) -> None:
+        """Takes our commands in a message that carries text and is not used otherwise."""
+        super().init_request_dispatcher()
+        self._request_dispatcher._mapping[UpdateWeightsFromIPCReqInput] = self._obey
+
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
+        """Stops, and sends what was sampled and held back for a longer message."""
+        super().pause_generation(recv_req)
+        owing = [r for r in self.waiting_queue if len(r.output_ids) > r.send_token_offset]
+        intervals = [req.sampling_params.stream_interval for req in owing]
+        for req in owing:
+            req.sampling_params.stream_interval = 1
+        self.output_streamer.stream_output(owing, return_logprob=True)
+        for req, interval in zip(owing, intervals, strict=True):
+            req.sampling_params.stream_interval = interval
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        super()._record_scheduler_state_for_paused_engine()
+        self.maybe_sleep_on_idle()  # SGLang sleeps only when it is not paused.
+
+    def _obey(self, command: UpdateWeightsFromIPCReqInput) -> UpdateWeightsFromIPCReqOutput:
+        problem = None
+        try:
+            for name, message in command.zmq_handles.items():
+                _COMMANDS[name](self, message)
+        except CollectiveBroken as error:
+            problem = Problem(cause=str(error), broken_group=True)
+        except Exception as error:
+            _log.exception("a command failed", exc_info=error)
+            problem = Problem(cause=f"{type(error).__name__}: {error}")
+        problems = [rank for rank in self._gathered(problem) if rank is not None]
+        return UpdateWeightsFromIPCReqOutput(
+            success=not problems, message=weights.encode_problems(problems)
+        )
+
+    def _gathered(self, problem: Problem | None) -> list[Problem | None]:
+        """What became of a command at every rank."""
+        count = torch.distributed.get_world_size(group=self.tp_cpu_group)
+        problems: list[Problem | None] = [None] * count
+        torch.distributed.all_gather_object(problems, problem, group=self.tp_cpu_group)
+        return problems
+
+    def begin_load(self, _: str) -> None:
+        """Undoes what SGLang did to the weights after loading them, as packing."""
+        self._runner.weight_updater.begin_weight_update()
+
+    def load(self, message: str) -> None:
+        """Writes a batch of tensors over the model's."""
+        self._runner.model.load_weights(weights.mapped(message))
+
+    def receive(self, message: str) -> None:
+        """Writes what the senders of a group broadcast over the model's."""
+        group, specs = decode_group(message)
+        if self._member is None:
+            parallel = get_parallel()
+            number = (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
+            device = next(self._runner.model.parameters()).device
+            self._member = CollectiveMember(worker=number, device=device)
+        with closing(self._member.receive_buckets(group, specs)) as buckets:
+            for bucket in buckets:
+                self._runner.model.load_weights([(spec.name, tensor) for spec, tensor in bucket])
+
+    def end_load(self, _: str) -> None:
+        """Prepares the weights for use and forgets what the old ones computed."""
+        self._runner.weight_updater.end_weight_update(run_post_load=False)
+        if not self.flush_cache(empty_cache=False):
+            raise RuntimeError("sequences hold the KV cache, which can only be cleared without")
+
+    def settle(self, _: str) -> None:
+        """Does nothing: the answer says that all before it was done."""
+
+    def release_host_cache(self, _: str) -> None:
+        """Gives the KV cache's host memory back, which SGLang keeps on the CPU."""
+        storages = self._cache_storages()
+        self._cache_bytes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+
+    def restore_host_cache(self, _: str) -> None:
+        """Takes it again; what lay in it is gone."""
+        for storage, num_bytes in zip(self._cache_storages(), self._cache_bytes, strict=True):
+            storage.resize_(num_bytes)
+
+    def _cache_storages(self) -> list[torch.UntypedStorage]:
+        cache = self.token_to_kv_pool_allocator.get_kvcache()
+        return [buffer.untyped_storage() for buffer in (*cache.k_buffer, *cache.v_buffer)]
+
+
+_COMMANDS = {
+    "settle": Worker.settle,
+    "begin_load": Worker.begin_load,
+    "load": Worker.load,
+    "receive": Worker.receive,
+    "end_load": Worker.end_load,
+    "release_host_cache": Worker.release_host_cache,
+    "restore_host_cache": Worker.restore_host_cache,
+}
+
+
+class DrawingSampler(Sampler):  # type: ignore[misc]
+    """SGLang's place for a sampler, with our draw in it."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: Any,
+        token_ids_logprobs: Any,
+        positions: Any,
+    ) -> torch.Tensor:
+        """Draws a token per row."""
+        rows: Rows = sampling_info.custom_params
+        drawn = rows.draw(logits_output.next_token_logits)
+        logits_output.next_token_logprobs = drawn.logprobs_B
+        return drawn.ids_B.to(torch.int32)
+
+
+def _carry_rows() -> None:
+    """Lets the settings of a batch carry our rows wherever it goes.
+
+    SGLang calls these after it has changed its own settings. It touches `custom_params` only
+    for logit processors, which no request has.
+    """
+
+    def made(info: Any, batch: Any, vocab_size: int) -> None:
+        device = torch.device(info.device)
+        info.custom_params = Rows(
+            [
+                Row(
+                    req.sampling_params.custom_params[SETTINGS_KEY],
+                    [*req.origin_input_ids, *req.output_ids],
+                    vocab_size=vocab_size,
+                    device=device,
+                )
+                for req in batch.reqs
+            ]
+        )
+
+    def merged(info: Any, other: Any) -> None:
+        info.custom_params = info.custom_params.joined(other.custom_params)
+
+    def filtered(info: Any, keep_indices: list[int], _: torch.Tensor) -> None:
+        info.custom_params = info.custom_params.kept(keep_indices)
+
+    SamplingBatchInfo.adjusted_from_schedule_batch = made
+    SamplingBatchInfo.adjusted_merge_batch = merged
+    SamplingBatchInfo.adjusted_filter_batch = filtered
