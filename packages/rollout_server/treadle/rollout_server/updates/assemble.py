@@ -1,22 +1,19 @@
 """The assembler: chunks in, whole tensors out.
 
-Invariant: of each tensor exactly the first `received[i]` bytes are held, every one of them
+Invariant: of each tensor exactly the first `received[i]` bytes have come, every one of them
 covered by a chunk whose CRC-32 was right; a chunk that is refused changes nothing. So any
 interleaving of tensors, any duplication and any broken stream leads to the same bytes or
-to an error that says where to resume.
+to an error that says where to resume. What has come is held until it is released.
 
-Bytes are copied once, into a buffer that is allocated when its tensor's first byte comes.
-Pure; time and leases are the session's business.
+Bytes are copied once, into the staging area. Pure; time and leases are the session's business.
 """
 
-import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 
 from treadle.rollout_server.engine import NamedTensor, TensorSpec
 from treadle.rollout_server.errors import ChunkCorrupt, ChunkOutOfOrder, InvalidField
-
-_MAPPED_BYTES = 1 << 20  # Smaller tensors share pages.
+from treadle.rollout_server.updates.staging import StagingArea
 
 
 class Assembler:
@@ -25,31 +22,47 @@ class Assembler:
     Args:
         tensors: What will come; a tensor of no bytes is complete from the start.
         max_chunk_bytes: Longest chunk taken.
+        releasable: Whether tensors are released one by one.
+        sizes: Bytes that come of each tensor; None: all of it.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], *, max_chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        *,
+        max_chunk_bytes: int,
+        releasable: bool = False,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.tensors = tuple(tensors)
         self.max_chunk_bytes = max_chunk_bytes
-        self._size_bytes = [spec.size_bytes for spec in self.tensors]
+        whole = (spec.size_bytes for spec in self.tensors)
+        self._size_bytes = list(whole if sizes is None else sizes)
+        self._area = StagingArea(self._size_bytes, releasable=releasable)
         self._received = [0] * len(self.tensors)
-        self._buffers: list[memoryview | None] = [None] * len(self.tensors)
+        self._num_missing = sum(size > 0 for size in self._size_bytes)
 
     @property
     def received(self) -> tuple[int, ...]:
-        """Bytes held of each tensor."""
+        """Bytes that have come of each tensor."""
         return tuple(self._received)
 
-    def accept(self, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview) -> int:
+    @property
+    def complete(self) -> bool:
+        """Whether every byte has come."""
+        return not self._num_missing
+
+    def accept(self, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview) -> bool:
         """Appends one chunk to its tensor.
 
         Args:
             tensor_index: Which tensor.
-            offset: Of the chunk's first byte; what is held of the tensor so far.
+            offset: Of the chunk's first byte; what has come of the tensor so far.
             crc32: zlib's CRC-32 of `data`.
             data: At least one byte.
 
         Returns:
-            Bytes held of the tensor now.
+            Whether the tensor is whole now.
 
         Raises:
             InvalidField: There is no such tensor, or the chunk is empty, too long, or
@@ -57,58 +70,87 @@ class Assembler:
             ChunkOutOfOrder: The chunk does not start at the first missing byte.
             ChunkCorrupt: The bytes do not match `crc32`.
         """
-        if not 0 <= tensor_index < len(self.tensors):
-            raise InvalidField("chunk.tensor_index", tensor_index, f"below {len(self.tensors)}")
+        self.verify(tensor_index, offset, crc32, data)
+        self.write(tensor_index, offset, data)
+        return self.advance(tensor_index, len(data))
+
+    def verify(self, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview) -> None:
+        """Whether a chunk would be accepted; raises as `accept`."""
         length = len(data)
-        if not 1 <= length <= self.max_chunk_bytes:
+        if length > self.max_chunk_bytes:
             raise InvalidField(
                 "chunk.data", f"{length} bytes", f"1 to {self.max_chunk_bytes} bytes"
             )
-        held = self._received[tensor_index]
-        if offset != held:
-            raise ChunkOutOfOrder(tensor_index, held, offset)
-        if held + length > self._size_bytes[tensor_index]:
-            left = self._size_bytes[tensor_index] - held
-            raise InvalidField(
-                "chunk.data", f"{length} bytes", f"at most the {left} bytes that are missing"
-            )
+        self.check(tensor_index, offset, length)
         computed = zlib.crc32(data)
         if computed != crc32:
             raise ChunkCorrupt(tensor_index, offset, crc32, computed)
-        self.buffer(tensor_index)[held : held + length] = data
-        self._received[tensor_index] = held + length
-        return held + length
 
-    def buffer(self, tensor_index: int) -> memoryview:
-        """The whole buffer of a tensor, for a transport that fills it in place."""
-        view = self._buffers[tensor_index]
-        if view is None:
-            view = _reserve(self._size_bytes[tensor_index])
-            self._buffers[tensor_index] = view
-        return view
+    def check(self, tensor_index: int, offset: int, length: int) -> None:
+        """Whether bytes are the next ones of a tensor, for a transport that writes them itself.
+
+        Args:
+            tensor_index: Which tensor.
+            offset: Of the first byte; what has come of the tensor so far.
+            length: At least one byte.
+
+        Raises:
+            InvalidField: There is no such tensor, or the bytes are none or go past its end.
+            ChunkOutOfOrder: They do not start at the first missing byte.
+        """
+        if not 0 <= tensor_index < len(self.tensors):
+            raise InvalidField("tensor_index", tensor_index, f"below {len(self.tensors)}")
+        come = self._received[tensor_index]
+        if offset != come:
+            raise ChunkOutOfOrder(tensor_index, come, offset)
+        left = self._size_bytes[tensor_index] - come
+        if not 1 <= length <= left:
+            raise InvalidField("data", f"{length} bytes", f"1 to the {left} bytes that are missing")
+
+    def write(self, tensor_index: int, offset: int, data: bytes | memoryview) -> None:
+        """Stages bytes that were checked; from any thread. `advance` says that they are there."""
+        self._area.write(tensor_index, offset, data)
+
+    def advance(self, tensor_index: int, length: int) -> bool:
+        """Says that so many more bytes have come and were checked; whether it is whole now."""
+        if length:  # Else a tensor of no bytes, which was whole from the start.
+            self._received[tensor_index] += length
+            self._num_missing -= self._is_whole(tensor_index)
+        return self._is_whole(tensor_index)
 
     def filled(self, tensor_index: int) -> None:
-        """Says that `buffer(tensor_index)` holds the tensor, already checked."""
-        self._received[tensor_index] = self._size_bytes[tensor_index]
+        """Says that a tensor of which nothing had come is whole and was checked."""
+        self.advance(tensor_index, self._size_bytes[tensor_index])
+
+    def release(self, tensor_index: int) -> None:
+        """Lets the bytes of a tensor go; they count as received."""
+        self._area.release(tensor_index)
+
+    def clear(self) -> None:
+        """Lets all bytes go, whoever still holds a view of them, as an error's frames do."""
+        self._area.clear()
+
+    def view(self, tensor_index: int) -> memoryview:
+        """The bytes of a tensor that are held."""
+        return self._area.view(tensor_index)
 
     def missing(self) -> tuple[int, ...]:
         """Indices of the tensors that lack bytes."""
         sizes = self._size_bytes
         return tuple(i for i, held in enumerate(self._received) if held < sizes[i])
 
+    def _is_whole(self, tensor_index: int) -> bool:
+        return self._received[tensor_index] == self._size_bytes[tensor_index]
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The tensors in the order in which they were announced; all must be complete."""
-        assert not self.missing(), "tensors are read only when every byte is there"
-        for index, spec in enumerate(self.tensors):
-            yield NamedTensor(spec=spec, data=self.buffer(index))
+        assert self.complete, "tensors are read only when every byte is there"
+        return map(self.named_tensor, range(len(self.tensors)))
 
-
-def _reserve(size_bytes: int) -> memoryview:
-    """Memory, of which a large tensor's pages come as they are written.
-
-    A bytearray would be cleared at once, which for a gigabyte stops the event loop for half
-    a second.
-    """
-    if size_bytes < _MAPPED_BYTES:
-        return memoryview(bytearray(size_bytes))
-    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    def named_tensor(self, tensor_index: int) -> NamedTensor:
+        """A tensor that is whole."""
+        return NamedTensor(
+            spec=self.tensors[tensor_index],
+            data=self.view(tensor_index),
+            place=self._area.place(tensor_index),
+        )

@@ -38,13 +38,13 @@ def test_any_order_and_any_repeats_give_the_same_bytes(
                 assembler.accept(index, offset, zlib.crc32(part) ^ 1, part)
             assert assembler.received == before
         try:
-            held = assembler.accept(index, offset, zlib.crc32(part), part)
+            whole_now = assembler.accept(index, offset, zlib.crc32(part), part)
         except ChunkOutOfOrder as error:
             assert error.expected_offset == before[index] != offset
             resumed = whole[index][before[index] :][:MAX_CHUNK]
             assembler.accept(index, before[index], zlib.crc32(resumed), resumed)
         else:
-            assert held == offset + len(part)
+            assert whole_now == (offset + len(part) == sizes[index])
     assert [bytes(tensor.data) for tensor in assembler.named_tensors()] == whole
     assert [tensor.spec for tensor in assembler.named_tensors()] == specs(sizes)
 
@@ -52,10 +52,10 @@ def test_any_order_and_any_repeats_give_the_same_bytes(
 @pytest.mark.parametrize(
     ("index", "data", "message"),
     [
-        (2, b"x", "chunk.tensor_index is 2, expected below 2"),
-        (0, b"", "chunk.data is 0 bytes"),
+        (2, b"x", "tensor_index is 2, expected below 2"),
+        (0, b"", "data is 0 bytes"),
         (0, b"x" * 8, "chunk.data is 8 bytes, expected 1 to 7"),
-        (1, b"xxxx", "at most the 3 bytes that are missing"),
+        (1, b"xxxx", "1 to the 3 bytes that are missing"),
     ],
 )
 def test_a_chunk_that_has_no_place_is_refused(index: int, data: bytes, message: str) -> None:

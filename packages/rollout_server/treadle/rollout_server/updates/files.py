@@ -6,14 +6,20 @@ CRC-32 is not the announced one. The bytes are copied to host memory before they
 checked, so a file that changes afterwards changes nothing. Whoever can write below the
 directory is trusted: a link put there between the check and the opening is followed.
 
+Files of a delta hold the encoded bytes of each tensor, as U8, and name the version that they are
+changes of (metadata "base_weight_version"). Those of another version are refused as damaged.
+
 Blocking; run it in a thread.
 """
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 from treadle.rollout_server.engine import TensorSpec
 from treadle.rollout_server.errors import (
@@ -22,11 +28,36 @@ from treadle.rollout_server.errors import (
     FileOutsideRoot,
     TensorMismatch,
 )
-from treadle.rollout_server.safetensors_file import StoredTensor, read_header
+from treadle.rollout_server.safetensors_file import read_encoded_header, read_header
 from treadle.rollout_server.tensors import ABSENT
 from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates.delta import Delta
 
-_READ_BYTES = 4 << 20
+_READ_BYTES = 1 << 20  # fits a core's cache between the checksum and the copy
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """Where the bytes of an update lie.
+
+    Attributes:
+        directory: Below the server's root, or relative to it.
+        crc32: Of the bytes that the files hold of each tensor.
+    """
+
+    directory: str
+    crc32: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a file holds of tensor `index`: ``file[start : start + size_bytes]``."""
+
+    index: int
+    name: str
+    start: int
+    size_bytes: int
 
 
 def confined(path: str, root: Path | None) -> Path:
@@ -45,34 +76,44 @@ def confined(path: str, root: Path | None) -> Path:
 
 
 def stage_files(
-    directory: str, crc32: Sequence[int], assembler: Assembler, *, root: Path | None
+    files: WeightFiles,
+    assembler: Assembler,
+    *,
+    root: Path | None,
+    filled: Callable[[int], None],
+    delta: Delta | None = None,
 ) -> None:
     """Fills an assembler from the ``*.safetensors`` files of a directory.
 
     Args:
-        directory: Below `root`, or relative to it.
-        crc32: Of the bytes of ``assembler.tensors[i]``.
+        files: Of the tensors in `assembler`.
         assembler: Empty.
         root: The only place that may be read; None for nowhere.
+        filled: Called with the index of each tensor once its buffer holds it and was checked.
+        delta: How the tensors are encoded; None: they are not.
 
     Raises:
         FileOutsideRoot: The directory, or a file in it, lies outside `root`.
         FileMissing: The directory or a file is not there, or there is no such file.
         FileCorrupt: A file is malformed or cut short, or a tensor's bytes are not the
-            announced ones.
+            announced ones. Of a delta: it holds other changes than announced.
         TensorMismatch: A tensor is missing, unknown, in two files, or has another type
             or shape than announced.
     """
-    paths = [confined(str(path), root) for path in _list(confined(directory, root))]
-    places = _locate(paths, assembler.tensors)
+    folder = confined(files.directory, root)
+    paths = [confined(str(path), root) for path in _list(folder)]
     index_of = {spec.name: index for index, spec in enumerate(assembler.tensors)}
-    for path, stored in places.items():
+    if delta is None:
+        places = _locate(paths, assembler.tensors, index_of)
+    else:
+        places = _locate_changes(paths, folder, delta, index_of)
+    for path, parts in places.items():
         try:
             with path.open("rb", buffering=0) as file:
-                for tensor in stored:
-                    index = index_of[tensor.spec.name]
-                    _read(file, path, tensor, assembler.buffer(index), crc32[index])
-                    assembler.filled(index)
+                for part in parts:
+                    index = part.index
+                    _read(file, path, part, partial(assembler.write, index), files.crc32[index])
+                    filled(index)
         except OSError as error:
             raise FileMissing(str(path), error.strerror or str(error)) from error
 
@@ -93,49 +134,88 @@ def _list(folder: Path) -> list[Path]:
 
 
 def _locate(
-    paths: Iterable[Path], announced: Sequence[TensorSpec]
-) -> dict[Path, tuple[StoredTensor, ...]]:
+    paths: Iterable[Path], announced: Sequence[TensorSpec], index_of: Mapping[str, int]
+) -> dict[Path, list[_Part]]:
     """Which file holds which tensors; together they are exactly the announced ones."""
-    wanted = {spec.name: spec for spec in announced}
-    found: dict[Path, tuple[StoredTensor, ...]] = {}
-    names: set[str] = set()
+    found: dict[Path, list[_Part]] = {}
+    seen: set[str] = set()
     for path in paths:
-        try:
-            found[path] = read_header(path)
-        except OSError as error:
-            raise FileMissing(str(path), error.strerror or str(error)) from error
-        except ValueError as error:
-            raise FileCorrupt(str(path), str(error)) from error
-        for tensor in found[path]:
+        parts = found[path] = []
+        for tensor in _parsed(path, read_header):
             spec = tensor.spec
-            if spec.name in names:
+            if spec.name in seen:
                 raise TensorMismatch(spec.name, "in one file", "in two files")
-            names.add(spec.name)
-            if spec.name not in wanted:
-                raise TensorMismatch(spec.name, ABSENT, f"{spec.label} in {path.name}")
-            if spec != wanted[spec.name]:
-                raise TensorMismatch(
-                    spec.name, wanted[spec.name].label, f"{spec.label} in {path.name}"
-                )
+            seen.add(spec.name)
+            index = index_of.get(spec.name)
+            if index is None or spec != announced[index]:
+                wanted = ABSENT if index is None else announced[index].label
+                raise TensorMismatch(spec.name, wanted, f"{spec.label} in {path.name}")
+            parts.append(_Part(index, spec.name, tensor.start, spec.size_bytes))
     for spec in announced:
-        if spec.name not in names:
+        if spec.name not in seen:
             raise TensorMismatch(spec.name, spec.label, f"{ABSENT} from the files")
     return found
 
 
-def _read(file: FileIO, path: Path, tensor: StoredTensor, into: memoryview, crc32: int) -> None:
-    file.seek(tensor.start)
+def _locate_changes(
+    paths: Iterable[Path], folder: Path, delta: Delta, index_of: Mapping[str, int]
+) -> dict[Path, list[_Part]]:
+    """Which file holds the changes of which tensors; together they are exactly the announced ones.
+
+    What differs is damage, since the announcement tells no more than the files themselves.
+    """
+    found: dict[Path, list[_Part]] = {}
+    left = dict(index_of)
+    for path in paths:
+        metadata, stored = _parsed(path, read_encoded_header)
+        base = metadata.get("base_weight_version", "(none)")
+        if base != str(delta.base_version):
+            cause = f"it holds changes of version {base}, announced: {delta.base_version}"
+            raise FileCorrupt(str(path), cause)
+        parts = found[path] = []
+        for tensor in stored:
+            index = left.pop(tensor.name, None)
+            if index is None or tensor.size_bytes != delta.encoded_bytes[index]:
+                wanted = "no more" if index is None else delta.encoded_bytes[index]
+                cause = f"it holds {tensor.size_bytes} bytes of changes of {tensor.name!r}"
+                raise FileCorrupt(str(path), f"{cause}, announced: {wanted}")
+            parts.append(_Part(index, tensor.name, tensor.start, tensor.size_bytes))
+    if left:
+        cause = f"no file has the changes of {len(left)} tensors, {next(iter(left))!r} for one"
+        raise FileMissing(str(folder), cause)
+    return found
+
+
+def _parsed(path: Path, read: Callable[[Path], T]) -> T:
+    try:
+        return read(path)
+    except OSError as error:
+        raise FileMissing(str(path), error.strerror or str(error)) from error
+    except ValueError as error:
+        raise FileCorrupt(str(path), str(error)) from error
+
+
+def _read(
+    file: FileIO,
+    path: Path,
+    part: _Part,
+    write: Callable[[int, memoryview], None],
+    crc32: int,
+) -> None:
+    file.seek(part.start)
     computed = 0
     done = 0
-    while done < len(into):
-        part = into[done : done + _READ_BYTES]
-        count = file.readinto(part)
+    buffer = memoryview(bytearray(min(part.size_bytes, _READ_BYTES)))
+    while done < part.size_bytes:
+        count = file.readinto(buffer[: part.size_bytes - done])
         if not count:
-            raise FileCorrupt(str(path), f"cut short in tensor {tensor.spec.name!r}")
-        computed = zlib.crc32(part[:count], computed)
+            raise FileCorrupt(str(path), f"cut short in tensor {part.name!r}")
+        data = buffer[:count]
+        computed = zlib.crc32(data, computed)
+        write(done, data)
         done += count
     if computed != crc32:
         raise FileCorrupt(
             str(path),
-            f"tensor {tensor.spec.name!r} has CRC-32 {computed:#010x}, announced {crc32:#010x}",
+            f"tensor {part.name!r} has CRC-32 {computed:#010x}, announced {crc32:#010x}",
         )

@@ -16,7 +16,8 @@ from treadle.rollout_server.errors import (
     TensorMismatch,
 )
 from treadle.rollout_server.updates.assemble import Assembler
-from treadle.rollout_server.updates.files import stage_files
+from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.files import WeightFiles, stage_files
 
 SPECS = (
     TensorSpec(name="a", element_type=ElementType.BFLOAT16, shape=(2, 3)),
@@ -45,7 +46,8 @@ def write(path: Path, tensors: Mapping[str, bytes]) -> None:
 
 def stage(root: Path | None, directory: str = "1", crc32: list[int] | None = None) -> list[bytes]:
     assembler = Assembler(SPECS, max_chunk_bytes=64)
-    stage_files(directory, CRC32 if crc32 is None else crc32, assembler, root=root)
+    files = WeightFiles(directory=directory, crc32=tuple(CRC32 if crc32 is None else crc32))
+    stage_files(files, assembler, root=root, filled=assembler.filled)
     return [bytes(tensor.data) for tensor in assembler.named_tensors()]
 
 
@@ -156,3 +158,75 @@ def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(FileCorrupt, match="cut short"):
         stage(tmp_path)
+
+
+CHANGES = {"a": (1).to_bytes(8, "little") + (2).to_bytes(4, "little") + b"xy", "b": b""}
+DELTA = Delta(base_version=4, encoded_bytes=(14, 0), crc32=(0, 0))
+
+
+def write_changes(path: Path, changes: Mapping[str, bytes], base: str = "4") -> None:
+    header: dict[str, object] = {"__metadata__": {"base_weight_version": base}}
+    offset = 0
+    for name, data in changes.items():
+        end = offset + len(data)
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(changes.values()))
+
+
+def stage_changes(root: Path) -> list[bytes]:
+    assembler = Assembler(SPECS, max_chunk_bytes=64, sizes=DELTA.encoded_bytes)
+    crc32 = tuple(zlib.crc32(CHANGES[spec.name]) for spec in SPECS)
+    files = WeightFiles(directory="1", crc32=crc32)
+    stage_files(files, assembler, root=root, filled=assembler.filled, delta=DELTA)
+    assert assembler.complete
+    return [bytes(assembler.view(index)) for index in range(len(SPECS))]
+
+
+def test_the_files_of_a_delta_hold_what_it_is_encoded_as(tmp_path: Path) -> None:
+    write_changes(tmp_path / "1" / "x.safetensors", {"b": b""})
+    write_changes(tmp_path / "1" / "y.safetensors", {"a": CHANGES["a"]})
+    assert stage_changes(tmp_path) == list(CHANGES.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "message"),
+    [
+        (CHANGES, "3", "changes of version 3, announced: 4: write it again"),
+        (CHANGES | {"a": CHANGES["a"][:-1] + b"!"}, "4", "tensor 'a' has CRC-32"),
+        (CHANGES | {"a": b""}, "4", "0 bytes of changes of 'a', announced: 14"),
+        (CHANGES | {"c": b"new"}, "4", "3 bytes of changes of 'c', announced: no more"),
+        ({"b": b""}, "4", "no file has the changes of 1 tensors, 'a' for one"),
+    ],
+)
+def test_other_changes_than_announced_are_damage_and_named(
+    tmp_path: Path, changes: dict[str, bytes], base: str, message: str
+) -> None:
+    write_changes(tmp_path / "1" / "x.safetensors", changes, base)
+    with pytest.raises((FileCorrupt, FileMissing), match=message):
+        stage_changes(tmp_path)
+
+
+def test_a_delta_is_not_taken_for_weights_nor_weights_for_a_delta(tmp_path: Path) -> None:
+    write_changes(tmp_path / "1" / "x.safetensors", CHANGES)
+    with pytest.raises(FileCorrupt, match="'a' is U8, expected one of F32"):
+        stage(tmp_path)
+    write(tmp_path / "1" / "x.safetensors", DATA)
+    with pytest.raises(
+        FileCorrupt, match=r"'a' is BF16\[2, 3\] in 12 bytes, expected encoded bytes"
+    ):
+        stage_changes(tmp_path)
+
+
+def test_changes_are_in_one_file_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "1" / "x.safetensors"
+    write_changes(path, CHANGES)
+    write_changes(tmp_path / "1" / "y.safetensors", {"b": b""})
+    with pytest.raises(FileCorrupt, match="changes of 'b', announced: no more"):
+        stage_changes(tmp_path)
+    (tmp_path / "1" / "y.safetensors").unlink()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(FileCorrupt, match="cut short"):
+        stage_changes(tmp_path)
