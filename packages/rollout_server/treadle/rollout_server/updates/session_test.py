@@ -1,6 +1,7 @@
 """The update slot and its session as one state machine, against a model kept in the open."""
 
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -34,12 +35,17 @@ class UpdateMachine(RuleBasedStateMachine):
         self.held: set[int] = set()
         self.committing = False
         self.news = 0.0
+        self.serves: str | None = None
 
     def gone(self, update_id: str) -> bool:
         return self.live != update_id
 
     @rule(update_id=IDS)
     def begin(self, update_id: str) -> None:
+        if update_id == self.serves:
+            known = self.slot.begin(update_id, 1, TENSORS, LEASE_S)
+            assert (known.state, known.received) == (UpdateState.COMMITTED, (4, 4))
+            return
         if self.live not in (None, update_id):
             with pytest.raises(UpdateInProgress) as caught:
                 self.slot.begin(update_id, 1, TENSORS, LEASE_S)
@@ -73,7 +79,8 @@ class UpdateMachine(RuleBasedStateMachine):
             with pytest.raises(UpdateIncomplete):
                 self.session.begin_commit()
         else:
-            assert len(list(self.session.begin_commit())) == 2
+            self.session.begin_commit()
+            assert len(list(self.session.assembler.named_tensors())) == 2
             self.committing = True
 
     @precondition(lambda self: self.committing)
@@ -88,7 +95,7 @@ class UpdateMachine(RuleBasedStateMachine):
             return
         self.slot.committed()
         assert self.slot.committed_version(self.live) == 1
-        self.live = None
+        self.serves, self.live = self.live, None
 
     @precondition(lambda self: not self.committing)
     @rule(update_id=IDS)
@@ -154,8 +161,12 @@ def test_the_lease_stands_still_while_the_server_works() -> None:
     assert session.lease_left_s(clock.time()) == 1.0
 
 
-def test_an_id_cannot_be_used_for_another_version() -> None:
+@pytest.mark.parametrize(
+    "changed", [{"weight_version": 2}, {"keep_base": True}, {"in_place": True}]
+)
+def test_an_id_cannot_be_used_for_another_update(changed: dict[str, Any]) -> None:
     slot = UpdateSlot(FakeClock(), max_chunk_bytes=64)
-    slot.begin("u", 1, TENSORS, 10.0)
+    announced: dict[str, Any] = {"weight_version": 1, "tensors": TENSORS, "lease_s": 10.0}
+    slot.begin("u", **announced)
     with pytest.raises(InvalidField, match="update_id is 'u', expected a new id"):
-        slot.begin("u", 2, TENSORS, 10.0)
+        slot.begin("u", **announced | changed)
