@@ -7,27 +7,23 @@ is used as it is, 0 included. The zero of every enum is refused.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-
-from google.protobuf import duration_pb2
+from typing import Any
 
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.admission import Admission
 from treadle.rollout_server.engine import (
     ElementType,
-    EngineEvent,
+    EngineCounters,
     EngineInfo,
     EngineRequest,
-    Finished,
-    FinishReason,
     InFlightPolicy,
     MemoryKind,
     ModelInfo,
     PromptImage,
     Sampling,
-    Started,
     TensorSpec,
-    Tokens,
 )
 from treadle.rollout_server.errors import (
     CapabilityMissing,
@@ -62,11 +58,6 @@ _STATES = {
     ServerState.FAILED: srv.SERVER_STATE_FAILED,
     ServerState.STOPPING: srv.SERVER_STATE_STOPPING,
 }
-_FINISH_REASONS = {
-    FinishReason.STOP: gen.FINISH_REASON_STOP,
-    FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
-    FinishReason.INTERRUPTED: gen.FINISH_REASON_INTERRUPTED,
-}
 # Field -> whether a value is accepted, and what is.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_tokens": (lambda x: x >= 1, "at least 1"),
@@ -98,10 +89,11 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
     """
     _check_id("request_id", request.request_id, least=1)
     _check_id("session_id", request.session_id, least=0)
-    num_prompt_tokens = len(request.prompt_token_ids)
+    prompt_token_ids = request.prompt_token_ids
+    num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens >= info.model.context_length:  # Before they cost anything.
         raise PromptTooLong(num_prompt_tokens, info.model.context_length)
-    prompt = tuple(request.prompt_token_ids)
+    prompt = tuple(prompt_token_ids[:])  # A slice is copied by C, an iterator asks for each.
     _check_tokens("prompt_token_ids", prompt, info.model.vocab_size, least=1)
     logprobs = _decode_logprob_mode(request.logprob_mode)
     if logprobs and not info.capabilities.sampled_logprobs:
@@ -121,39 +113,10 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
     )
 
 
-def encode_event(
-    event: EngineEvent, *, queue_s: float, engine_s: float, num_tokens: int
-) -> gen.GenerateResponse:
-    """One message of the stream; the numbers go where the message has room for them."""
-    match event:
-        case Started():
-            return gen.GenerateResponse(
-                started=gen.GenerateStarted(
-                    cached_prompt_tokens=event.cached_prompt_tokens, queue_time=duration(queue_s)
-                )
-            )
-        case Tokens():
-            return gen.GenerateResponse(
-                tokens=gen.TokenChunk(
-                    token_ids=event.token_ids,
-                    logprobs=event.logprobs,
-                    weight_version=event.weight_version,
-                )
-            )
-        case Finished():
-            return gen.GenerateResponse(
-                finished=gen.GenerateFinished(
-                    reason=_FINISH_REASONS[event.reason],
-                    num_tokens=num_tokens,
-                    engine_time=duration(engine_s),
-                )
-            )
-
-
-def decode_in_flight(value: int) -> InFlightPolicy:
+def decode_in_flight(value: int, *, field: str = "in_flight") -> InFlightPolicy:
     """The policy, which must be named."""
     if value not in _IN_FLIGHT:
-        raise InvalidField("in_flight", value, "DRAIN (1), INTERRUPT (2) or CONTINUE (3)")
+        raise InvalidField(field, value, "DRAIN (1), INTERRUPT (2) or CONTINUE (3)")
     return _IN_FLIGHT[value]
 
 
@@ -195,6 +158,19 @@ def encode_model(model: ModelInfo) -> srv.ModelInfo:
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         tokenizer_sha256=model.tokenizer_sha256,
+        eos_token_ids=sorted(model.eos_token_ids),
+    )
+
+
+def encode_load(counters: EngineCounters, admission: Admission) -> srv.ServerLoad:
+    """How much work there is; what the engine has not started counts as queued."""
+    unstarted = max(0, admission.in_flight - counters.running)
+    return srv.ServerLoad(
+        running=counters.running,
+        queued=admission.queued + unstarted,
+        started=counters.started,
+        finished=counters.finished,
+        aborted=counters.aborted,
     )
 
 
@@ -203,22 +179,17 @@ def encode_state(state: ServerState) -> srv.ServerState:
     return _STATES[state]
 
 
-def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds as a protobuf duration, to the microsecond."""
-    result = duration_pb2.Duration()
-    result.FromMicroseconds(round(seconds * 1_000_000))
-    return result
-
-
 def _decode_sampling(params: gen.SamplingParams, model: ModelInfo, prompt_tokens: int) -> Sampling:
-    values = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
-    for name, (accepted, expected) in _RANGES.items():
-        if name in values and not accepted(values[name]):
-            raise InvalidField(f"sampling.{name}", values[name], expected)
+    values: dict[str, Any] = {}
+    for name in _SCALARS:
+        if params.HasField(name):
+            values[name] = value = getattr(params, name)
+            if name in _RANGES and not _RANGES[name][0](value):
+                raise InvalidField(f"sampling.{name}", value, _RANGES[name][1])
     if "max_tokens" not in values:
         raise InvalidField("sampling.max_tokens", "unset", "at least 1")
     values["max_tokens"] = min(values["max_tokens"], model.context_length - prompt_tokens)
-    stops = tuple(params.stop_token_ids)
+    stops = params.stop_token_ids[:]
     _check_tokens("sampling.stop_token_ids", stops, model.vocab_size, least=0)
     return Sampling(**values, stop_token_ids=frozenset(stops))
 

@@ -48,9 +48,15 @@ TABLE: Mapping[type[errors.RolloutServerError], _Row] = MappingProxyType(
         errors.ChunkOutOfOrder: (_CODE.OUT_OF_RANGE, pb.ERROR_REASON_CHUNK_OUT_OF_ORDER),
         errors.ChunkCorrupt: (_CODE.DATA_LOSS, pb.ERROR_REASON_CHUNK_CORRUPT),
         errors.UpdateIncomplete: (_CODE.FAILED_PRECONDITION, pb.ERROR_REASON_UPDATE_INCOMPLETE),
+        errors.DeltaBaseMismatch: (
+            _CODE.FAILED_PRECONDITION,
+            pb.ERROR_REASON_DELTA_BASE_MISMATCH,
+        ),
+        errors.CollectiveBroken: (_CODE.NOT_FOUND, pb.ERROR_REASON_UPDATE_UNKNOWN),
         errors.FileOutsideRoot: (_CODE.PERMISSION_DENIED, pb.ERROR_REASON_FILE_OUTSIDE_ROOT),
         errors.FileMissing: (_CODE.NOT_FOUND, pb.ERROR_REASON_FILE_UNREADABLE),
         errors.FileCorrupt: (_CODE.DATA_LOSS, pb.ERROR_REASON_FILE_UNREADABLE),
+        errors.SegmentUnreadable: (_CODE.UNIMPLEMENTED, pb.ERROR_REASON_CAPABILITY_MISSING),
         errors.EngineFailed: (_CODE.INTERNAL, pb.ERROR_REASON_ENGINE_FAILED),
     }
 )
@@ -126,6 +132,8 @@ def _detail(error: errors.RolloutServerError) -> Message | None:
             return pb.ChunkOutOfOrder(
                 tensor_index=error.tensor_index, expected_offset=error.expected_offset
             )
+        case errors.DeltaBaseMismatch():
+            return pb.DeltaBaseMismatch(held=error.held, wanted=error.wanted)
         case errors.UpdateIncomplete():
             return pb.UpdateIncomplete(tensor_indices=error.tensor_indices[:_TENSOR_INDICES])
         case _:

@@ -13,7 +13,8 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import grpc
@@ -24,6 +25,7 @@ from treadle.rollout_server.errors import (
     RolloutServerError,
     Unauthenticated,
 )
+from treadle.rollout_server.logs import name_call
 from treadle.rollout_server.services.errors import message_of, reason_name, to_status
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str | None) -> None:
         self._token = None if token is None else token.encode()
+        self._admitting: dict[str, _Handler] = {}
 
     async def intercept_service(
         self,
@@ -57,13 +60,17 @@ class Guard(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(_OPEN):
             return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        problem = self._problem(metadata.get("authorization"))
-        return _wrapped(handler, method, problem)
+        problem = self._problem(handler_call_details)
+        if problem is not None:
+            return _wrapped(handler, method, problem)
+        if method not in self._admitting:
+            self._admitting[method] = _wrapped(handler, method, None)
+        return self._admitting[method]
 
-    def _problem(self, shown: str | bytes | None) -> Unauthenticated | None:
+    def _problem(self, details: grpc.HandlerCallDetails) -> Unauthenticated | None:
         if self._token is None:
             return None
+        shown = dict(details.invocation_metadata or ()).get("authorization")
         if shown is None:
             return Unauthenticated("the call carries no token")
         raw = shown if isinstance(shown, bytes) else shown.encode()
@@ -89,7 +96,8 @@ def _wrapped(handler: _Handler, method: str, problem: Unauthenticated | None) ->
 
 def _guard_unary(inner: Any, method: str, problem: Unauthenticated | None) -> Any:
     async def call(request: Any, context: _Context) -> Any:
-        async with _guarded(method, problem, context):
+        name_call(request)
+        async with _Guarded(method, problem, context):
             return await inner(request, context)
 
     return call
@@ -97,36 +105,60 @@ def _guard_unary(inner: Any, method: str, problem: Unauthenticated | None) -> An
 
 def _guard_stream(inner: Any, method: str, problem: Unauthenticated | None) -> Any:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
-        async with _guarded(method, problem, context), aclosing(inner(request, context)) as stream:
+        name_call(request)
+        async with _Guarded(method, problem, context), aclosing(inner(request, context)) as stream:
             async for response in stream:
                 yield response
 
     return call
 
 
-@asynccontextmanager
-async def _guarded(
-    method: str, problem: Unauthenticated | None, context: _Context
-) -> AsyncIterator[None]:
-    began = time.monotonic()
-    # Asked now: of a call that was cancelled gRPC has freed the memory that holds the answer.
-    peer = context.peer() if _log.isEnabledFor(logging.DEBUG) else ""
-    outcome = "cancelled"
-    try:
-        if problem is not None:
-            raise problem
-        if method.startswith(_OURS) and not _has_deadline(context):
-            raise DeadlineRequired(method)
-        yield
-        outcome = "ok"
-    except RolloutServerError as error:
-        outcome = reason_name(error)
+class _Guarded:
+    """What surrounds one call. A class: generators as context managers cost thrice as much."""
+
+    __slots__ = ("_began", "_context", "_method", "_peer", "_problem")
+
+    def __init__(self, method: str, problem: Unauthenticated | None, context: _Context) -> None:
+        self._method = method
+        self._problem = problem
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        self._began = time.monotonic()
+        # Asked now: of a call that was cancelled gRPC has freed the memory that has the answer.
+        self._peer = self._context.peer() if _log.isEnabledFor(logging.DEBUG) else ""
+        error: RolloutServerError | None = self._problem
+        if error is None and self._method.startswith(_OURS) and not _has_deadline(self._context):
+            error = DeadlineRequired(self._method)
+        if error is not None:
+            await self._refuse(error)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RolloutServerError):
+            await self._refuse(error)
+        # gRPC's own errors are for gRPC: an abort, or a write to a caller who has gone.
+        if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
+            self._note("bug")
+            _log.error("a bug in %s", self._method, exc_info=error)
+            text = f"{type(error).__name__}: a bug of the server, whose log has the trace"
+            await self._context.abort(grpc.StatusCode.INTERNAL, text)
+        self._note("ok" if error is None else "cancelled")
+
+    async def _refuse(self, error: RolloutServerError) -> None:
+        self._note(reason_name(error))
         code, status = to_status(error)
         trailer = (("grpc-status-details-bin", status.SerializeToString()),)
-        await context.abort(code, message_of(error), trailing_metadata=trailer)
-    finally:
-        took_ms = (time.monotonic() - began) * 1000
-        _log.debug("%s %s %s %.1f ms", peer, method, outcome, took_ms)
+        await self._context.abort(code, message_of(error), trailing_metadata=trailer)
+
+    def _note(self, outcome: str) -> None:
+        if self._peer:
+            took_ms = (time.monotonic() - self._began) * 1000
+            _log.debug("%s %s %s %.1f ms", self._peer, self._method, outcome, took_ms)
 
 
 def _has_deadline(context: _Context) -> bool:

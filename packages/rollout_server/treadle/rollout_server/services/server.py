@@ -12,9 +12,11 @@ from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.codec import (
     decode_in_flight,
     decode_memory_kinds,
+    encode_load,
     encode_model,
     encode_state,
 )
+from treadle.rollout_server.updates import delta
 
 
 class ServerServicer(pb_grpc.ServerServiceServicer):
@@ -49,10 +51,12 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         engine = replica.loaded_engine
         if engine is not None:
             info = engine.info
+            response.num_workers = info.num_workers
+            response.load.CopyFrom(encode_load(engine.counters, replica.admission))
             response.engine = info.name
             response.engine_version = info.version
             response.model.CopyFrom(encode_model(info.model))
-            response.weight_version = engine.weight_version
+            response.weight_version = replica.weight_version
             response.capabilities.CopyFrom(
                 pb.Capabilities(
                     sampled_logprobs=info.capabilities.sampled_logprobs,
@@ -60,9 +64,12 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     in_flight_continue=info.capabilities.in_flight_continue,
                     inline_transport=True,
                     file_transport=replica.config.weights.directory is not None,
-                    collective_transport=False,
+                    collective_transport=info.capabilities.collective,
                     release_memory=info.capabilities.release_memory,
                     images=info.capabilities.images,
+                    in_place_update=True,
+                    delta_encoding=delta.available(),
+                    shared_memory_transport=True,
                 )
             )
         return response

@@ -4,22 +4,23 @@ Invariant: nothing here applies weights or holds bytes; the session does, and th
 switches. A stream that breaks leaves in the session what had arrived.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 import grpc
 import grpc.aio
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
+from treadle.rollout_server.engine import CollectiveGroup
 from treadle.rollout_server.errors import CapabilityMissing, InvalidField
 from treadle.rollout_server.replica import Replica
-from treadle.rollout_server.services.codec import (
-    decode_in_flight,
-    decode_lease,
-    decode_tensors,
-    decode_update_id,
-)
+from treadle.rollout_server.services.begin import decode_begin
+from treadle.rollout_server.services.codec import decode_in_flight, decode_update_id
+from treadle.rollout_server.services.methods import Methods
+from treadle.rollout_server.services.push_buckets import push_buckets
 from treadle.rollout_server.services.push_message import PushedChunk, decode_push
+from treadle.rollout_server.updates import delta
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
 
@@ -37,23 +38,32 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     ) -> pb.BeginUpdateResponse:
         """Opens an update; reads its files when the transport is file."""
         replica = self._replica
-        update_id = decode_update_id(request.update_id)
-        lease_s = decode_lease(request, max_s=replica.config.weights.max_lease_s)
-        tensors = decode_tensors(request.tensors)
-        transport = request.WhichOneof("transport")
-        if transport is None:
-            raise InvalidField("transport", "unset", "inline or file")
-        if transport == "collective":
-            raise CapabilityMissing(replica.engine.info.name, "collective_transport")
-        if transport == "file" and len(request.file.crc32) != len(tensors):
-            shown = f"{len(request.file.crc32)} checksums"
-            raise InvalidField("file.crc32", shown, f"one for each of {len(tensors)} tensors")
-        session = replica.begin_update(update_id, request.weight_version, tensors, lease_s)
-        if transport == "file":
-            await replica.stage_files(session, request.file.directory, list(request.file.crc32))
+        engine = replica.engine
+        begin = decode_begin(
+            request,
+            max_lease_s=replica.config.weights.max_lease_s,
+            num_workers=engine.info.num_workers,
+            loopback_only=not replica.config.insecure_allow_plaintext_beyond_loopback,
+        )
+        collective = isinstance(begin.source, CollectiveGroup)
+        if collective and not engine.info.capabilities.collective:
+            raise CapabilityMissing(engine.info.name, "collective_transport")
+        if (begin.delta is not None or begin.keep_base) and not delta.available():
+            raise CapabilityMissing(engine.info.name, "delta_encoding")
+        session = await replica.updates.begin(
+            begin.update_id,
+            begin.weight_version,
+            begin.tensors,
+            begin.lease_s,
+            in_place=begin.in_place,
+            source=begin.source,
+            delta=begin.delta,
+            keep_base=begin.keep_base,
+        )
         return pb.BeginUpdateResponse(
-            received_bytes=session.assembler.received,
+            received_bytes=session.received,
             max_chunk_bytes=replica.config.weights.max_chunk_bytes,
+            split_tensors=session.split_tensors,
         )
 
     async def PushWeights(
@@ -66,14 +76,27 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         if not isinstance(header, pb.PushHeader):
             raise InvalidField("payload", "no header", "a header as the first message")
         session = self._replica.slot.find(decode_update_id(header.update_id))
+        session.check_pushed()
         now = self._replica.clock.time
         received_bytes = 0
         async for chunk in request_iterator:
             if not isinstance(chunk, PushedChunk):
                 raise InvalidField("payload", "no chunk", "chunks after the header")
+            with session.working(self._replica.clock):
+                await session.room()
             session.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data, now=now())
             received_bytes += len(chunk.data)
         return pb.PushWeightsResponse(received_bytes=received_bytes)
+
+    async def PushBuckets(
+        self,
+        request_iterator: AsyncIterator[pb.PushBucketsRequest],
+        context: grpc.aio.ServicerContext[pb.PushBucketsRequest, pb.PushBucketsResponse],
+    ) -> AsyncGenerator[pb.PushBucketsResponse, None]:
+        """Reads the buckets of one sender on this host."""
+        async with aclosing(push_buckets(self._replica, request_iterator)) as responses:
+            async for response in responses:
+                yield response
 
     async def GetUpdate(
         self,
@@ -91,7 +114,15 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     ) -> pb.CommitUpdateResponse:
         """Switches versions."""
         update_id = decode_update_id(request.update_id)
-        version = await self._replica.commit(update_id, decode_in_flight(request.in_flight))
+        updates = self._replica.updates
+        version = self._replica.slot.committed_version(update_id)
+        if version is not None:  # An answer that got lost.
+            return pb.CommitUpdateResponse(weight_version=version)
+        self._replica.slot.find(update_id)  # One that is gone may have needed no policy.
+        if updates.is_in_place(update_id):
+            version = await updates.commit_in_place()
+        else:
+            version = await updates.commit(update_id, decode_in_flight(request.in_flight))
         return pb.CommitUpdateResponse(weight_version=version)
 
     async def AbortUpdate(
@@ -100,11 +131,11 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.AbortUpdateRequest, pb.AbortUpdateResponse],
     ) -> pb.AbortUpdateResponse:
         """Drops an update."""
-        self._replica.abort_update(decode_update_id(request.update_id))
+        await self._replica.updates.abort(decode_update_id(request.update_id))
         return pb.AbortUpdateResponse()
 
 
-def add_to_server(servicer: WeightSyncServicer, server: grpc.aio.Server) -> None:
+def add_to_server(servicer: WeightSyncServicer, server: Methods) -> None:
     """Serves every method as generated, but PushWeights without copying its chunks."""
     pb_grpc.add_WeightSyncServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     push = grpc.stream_unary_rpc_method_handler(

@@ -1,0 +1,54 @@
+from typing import Any
+
+import pytest
+
+from treadle.rollout.v1 import weight_sync_service_pb2 as pb
+from treadle.rollout_server.engine import CollectiveGroup
+from treadle.rollout_server.errors import InvalidField
+from treadle.rollout_server.services.collective_group import decode_group
+
+VALUES: dict[str, Any] = {
+    "backend": "gloo",
+    "rendezvous": "127.0.0.1:29500",
+    "group_name": "g",
+    "world_size": 6,
+    "first_rank": 2,
+    "bucket_bytes": 64,
+    "senders": [0, 1, 1],
+}
+
+
+def decode(*, loopback_only: bool = True, **changes: Any) -> CollectiveGroup:
+    """The group of `VALUES`, some of them changed, for an engine of two workers."""
+    transport = pb.CollectiveTransport(**VALUES | changes)
+    return decode_group(transport, num_tensors=3, num_workers=2, loopback_only=loopback_only)
+
+
+def test_a_group_is_taken_as_it_is() -> None:
+    assert decode() == CollectiveGroup(**VALUES | {"senders": (0, 1, 1)})
+    assert decode(first_rank=4).first_rank == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"first_rank": 1}, r"first_rank is 1, expected from 2 to 4: after the senders"),
+        ({"first_rank": 5}, r"first_rank is 5, expected from 2 to 4.*room for 2 workers"),
+        ({"senders": [0, 2, 2]}, r"senders is \[0, 2\], expected the 2 ranks from 0 on"),
+        ({"senders": [0, 1]}, "senders is 2 values, expected one for each of 3 tensors"),
+        ({"rendezvous": "10.0.0.1:29500"}, "on loopback.*insecure_allow_plaintext"),
+        ({"rendezvous": "10.0.0.1"}, "expected host:port"),
+    ],
+)
+def test_a_place_that_is_not_this_servers_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidField, match=says):
+        decode(**changes)
+
+
+@pytest.mark.parametrize("rendezvous", ["localhost:1", "[::1]:1", "127.8.9.1:1"])
+def test_loopback_has_many_names(rendezvous: str) -> None:
+    assert decode(rendezvous=rendezvous).rendezvous == rendezvous
+
+
+def test_a_trusted_network_is_allowed_when_said() -> None:
+    assert decode(rendezvous="10.0.0.1:29500", loopback_only=False).rendezvous == "10.0.0.1:29500"

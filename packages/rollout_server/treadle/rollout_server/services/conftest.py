@@ -1,0 +1,180 @@
+"""A server with the fake engine behind real gRPC, and the requests that tests send it."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from treadle.rollout.v1 import errors_pb2
+from treadle.rollout.v1 import generation_service_pb2 as gen
+from treadle.rollout.v1 import server_service_pb2 as srv
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.engine import ElementType, ModelInfo, TensorSpec
+from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.server import Server
+from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
+
+T = TypeVar("T")
+
+MODEL = ModelInfo(
+    architecture="fake",
+    vocab_size=64,
+    context_length=256,
+    eos_token_ids=frozenset({5, 2}),
+    tokenizer_sha256=b"\7" * 32,
+)
+
+
+PARAMETERS = (
+    TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(4, 8)),
+    TensorSpec(name="b", element_type=ElementType.FLOAT32, shape=()),
+)
+
+
+BYTES = (bytes(range(128)), b"abcd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    server: Server
+    engine: FakeEngine
+    clock: FakeClock
+    generation: Any
+    weights: Any
+    control: Any
+
+    async def generate(self, **fields: object) -> list[gen.GenerateResponse]:
+        return [message async for message in self.generation.Generate(want(**fields), timeout=10)]
+
+    async def settle(self) -> None:
+        """Answers one call, so that everything sent before it has been handled."""
+        await self.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+
+    async def tick(self, seconds: float = 0.001) -> None:
+        """So much of the engine's time."""
+        self.clock.advance(seconds)
+        await self.settle()
+
+    async def ticking(self, call: Awaitable[T], seconds: float = 0.001) -> T:
+        """What a call comes to while the engine's time goes on, tick by tick."""
+        waited = asyncio.ensure_future(call)
+        while not waited.done():
+            await self.tick(seconds)
+        return await waited
+
+
+@asynccontextmanager
+async def bench(
+    *, latency_s: float = 0.0, max_running: int = 8, config: ServerConfig | None = None
+) -> AsyncIterator[Bench]:
+    """With latency, the clock must be moved by hand."""
+    clock = FakeClock()
+    engine = FakeEngine(
+        model=MODEL,
+        parameters=PARAMETERS,
+        latency=FakeLatency(decode_s_per_token=latency_s),
+        max_running=max_running,
+        clock=clock,
+    )
+    async with (
+        serve_in_process(engine, config=config, clock=clock) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stubs = stubs_for(channel)
+        yield Bench(
+            server=server,
+            engine=engine,
+            clock=clock,
+            generation=stubs.generation,
+            weights=stubs.weights,
+            control=stubs.control,
+        )
+
+
+def want(**fields: object) -> gen.GenerateRequest:
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_token_ids": [1, 2, 3],
+        "sampling": gen.SamplingParams(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True),
+        "logprob_mode": gen.LOGPROB_MODE_SAMPLED,
+    } | fields
+    return gen.GenerateRequest(**values)
+
+
+def begin_request(version: int = 1, update_id: str = "u", **fields: Any) -> sync.BeginUpdateRequest:
+    values: dict[str, Any] = {
+        "tensors": [
+            sync.TensorSpec(name=s.name, element_type=sync.ELEMENT_TYPE_FLOAT32, shape=s.shape)
+            for s in PARAMETERS
+        ],
+        "lease": duration_pb2.Duration(seconds=60),
+        "inline": sync.InlineTransport(),
+    } | fields
+    return sync.BeginUpdateRequest(update_id=update_id, weight_version=version, **values)
+
+
+def chunk(
+    index: int, offset: int, data: bytes, crc32: int | None = None
+) -> sync.PushWeightsRequest:
+    return sync.PushWeightsRequest(
+        chunk=sync.WeightChunk(
+            tensor_index=index,
+            offset=offset,
+            data=data,
+            crc32=zlib.crc32(data) if crc32 is None else crc32,
+        )
+    )
+
+
+def push(update_id: str = "u") -> list[sync.PushWeightsRequest]:
+    header = sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
+    whole = BYTES[0]
+    return [header, chunk(0, 0, whole[:100]), chunk(1, 0, BYTES[1]), chunk(0, 100, whole[100:])]
+
+
+async def commit(
+    it: Bench, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN, update_id: str = "u"
+) -> int:
+    request = sync.CommitUpdateRequest(update_id=update_id, in_flight=policy)
+    response = await it.weights.CommitUpdate(request, timeout=10)
+    return int(response.weight_version)
+
+
+async def refusal(call: Awaitable[object]) -> tuple[str, str, list[Any]]:
+    """Status name, reason, and the other details of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    status = rpc_status.from_call(caught.value)
+    assert status is not None, caught.value.details()
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info) and info.domain == "treadle.rollout.v1"
+    details = []
+    for packed in status.details[1:]:
+        name = packed.type_url.rpartition(".")[2]
+        kind = getattr(errors_pb2, name, None) or getattr(error_details_pb2, name)
+        detail = kind()
+        packed.Unpack(detail)
+        details.append(detail)
+    return caught.value.code().name, info.reason, details
+
+
+def ids(messages: Sequence[gen.GenerateResponse]) -> list[int]:
+    return [i for message in messages for i in message.tokens.token_ids]
+
+
+async def read_all(call: Any) -> list[gen.GenerateResponse]:
+    """The rest of a stream that `read` has begun."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages

@@ -1,0 +1,301 @@
+"""Shared memory over real gRPC, in front of the fake engine."""
+
+import asyncio
+import os
+import threading
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.engine import CollectiveGroup
+from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.services import push_buckets
+from treadle.rollout_server.services.conftest import (
+    BYTES,
+    PARAMETERS,
+    Bench,
+    begin_request,
+    bench,
+    chunk,
+    commit,
+    ids,
+    push,
+    refusal,
+)
+from treadle.rollout_server.testing import stubs_for
+from treadle.rollout_server.testing.shared_segment import LAST, PAGE, Part, SharedSegment
+from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates.files import WeightFiles
+
+
+class Sender(SharedSegment):
+    """A segment whose buckets hold parts of `BYTES`."""
+
+    def of(self, slot: int, *parts: Part) -> sync.PushBucketsRequest:
+        return self.fill(slot, BYTES, *parts)
+
+
+@pytest.fixture
+def sender() -> Sender:
+    """Of update "u"."""
+    return Sender()
+
+
+_WHOLE = [[(0, 0, 128), (1, 0, 4)]]
+_CUT = [[(0, 0, 100)], [(1, 0, 4), (0, 100, 20), (0, 120, 8)]]
+
+
+def _begin(*, in_place: bool, update_id: str = "u") -> sync.BeginUpdateRequest:
+    how: dict[str, Any] = {"inline": None, "shared_memory": sync.SharedMemoryTransport()}
+    if in_place:
+        how["in_place"] = sync.InPlace(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)
+    return begin_request(update_id=update_id, **how)
+
+
+async def _push(it: Bench, *requests: sync.PushBucketsRequest) -> list[int]:
+    """The slots that were given back."""
+    return [answer.slot async for answer in it.weights.PushBuckets(iter(requests), timeout=10)]
+
+
+async def _until_dropped(it: Bench) -> None:
+    while it.server.replica.slot.session is not None:
+        await it.settle()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("buckets", [_WHOLE, _CUT])
+async def test_the_weights_are_those_that_an_inline_update_brings(
+    sender: Sender, in_place: bool, buckets: list[list[Part]]
+) -> None:
+    async with bench() as it:
+        await it.weights.BeginUpdate(begin_request(), timeout=10)
+        await it.weights.PushWeights(push(), timeout=10)
+        await commit(it)
+        wanted = ids(await it.generate())
+    async with bench() as it:
+        before = ids(await it.generate())
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        filled = [sender.of(slot, *parts) for slot, parts in enumerate(buckets)]
+        assert await _push(it, sender.header(), *filled, LAST) == [
+            *range(len(buckets)),
+            LAST.bucket.slot,
+        ]
+        assert await commit(it) == 1
+        assert before != ids(await it.generate()) == wanted
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_a_slot_may_be_filled_again_when_it_came_back(sender: Sender, in_place: bool) -> None:
+    came_back = asyncio.Event()
+
+    async def requests() -> AsyncIterator[sync.PushBucketsRequest]:
+        yield sender.header()
+        yield sender.of(1, (0, 0, 128))
+        await came_back.wait()
+        yield sender.of(1, (1, 0, 4))
+        yield LAST
+
+    async with bench() as it:
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        slots = []
+        async for answer in it.weights.PushBuckets(requests(), timeout=10):
+            slots.append(answer.slot)
+            came_back.set()
+        assert slots == [1, 1, LAST.bucket.slot]
+        assert await commit(it) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("how", ["cancelled", "closed", "finished"])
+async def test_a_stream_that_ends_without_its_last_bucket_ends_the_update(
+    sender: Sender, in_place: bool, how: str
+) -> None:
+    async with bench() as it, grpc.aio.insecure_channel(it.server.address) as channel:
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        stream = stubs_for(channel).weights.PushBuckets(timeout=10)
+        await stream.write(sender.header())
+        await stream.write(sender.of(0, (0, 0, 128)))
+        assert (await stream.read()).slot == 0
+        match how:
+            case "cancelled":
+                stream.cancel()
+            case "closed":
+                await channel.close()
+            case _:
+                await stream.done_writing()
+        await _until_dropped(it)
+        assert (await refusal(commit(it)))[1] == "UPDATE_UNKNOWN"
+        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="u"), timeout=10)
+        assert it.server.replica.state is (ServerState.LOADING if in_place else ServerState.SERVING)
+        again = Sender("v")
+        await it.weights.BeginUpdate(_begin(in_place=False, update_id="v"), timeout=10)
+        await _push(it, again.header(), again.of(0, *_WHOLE[0]), LAST)
+        assert await commit(it, update_id="v") == 1
+        assert it.server.replica.state is ServerState.SERVING
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("splits", [False, True])
+async def test_in_place_parts_may_be_less_than_tensors_where_begin_says_so(
+    sender: Sender, splits: bool
+) -> None:
+    async with bench() as it:
+        capabilities = replace(it.engine.info.capabilities, split_tensors=splits)
+        it.engine.info = replace(it.engine.info, capabilities=capabilities)
+        begun = await it.weights.BeginUpdate(_begin(in_place=True), timeout=10)
+        assert begun.split_tensors is splits
+        push = _push(it, sender.header(), sender.of(0, (0, 0, 100)), LAST)
+        if splits:
+            assert await push == [0, LAST.bucket.slot]
+        else:
+            code, reason, (detail,) = await refusal(push)
+            assert (code, reason, detail.field) == ("INVALID_ARGUMENT", "INVALID_FIELD", "length")
+
+
+@pytest.mark.asyncio
+async def test_bytes_of_a_tensor_may_come_by_both_ways(sender: Sender) -> None:
+    async with bench() as it:
+        await it.weights.BeginUpdate(begin_request(), timeout=10)
+        await it.weights.PushWeights(push(), timeout=10)
+        await commit(it)
+        wanted = ids(await it.generate())
+    async with bench() as it:
+        await it.weights.BeginUpdate(_begin(in_place=True), timeout=10)
+        await _push(it, sender.header(), sender.of(0, (0, 0, 30)), LAST)
+        chunks = [push()[0], chunk(0, 30, BYTES[0][30:61]), chunk(1, 0, BYTES[1])]
+        await it.weights.PushWeights(chunks, timeout=10)
+        await _push(it, sender.header(), sender.of(1, (0, 61, 67)), LAST)
+        assert await commit(it) == 1
+        assert ids(await it.generate()) == wanted
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ((0, 4, 124), "CHUNK_OUT_OF_ORDER"),
+        ((0, 4, 128), "CHUNK_OUT_OF_ORDER"),
+        ((7, 0, 1), "INVALID_FIELD"),
+        ((1, 0, 5), "INVALID_FIELD"),
+        ((1, 0, 0), "INVALID_FIELD"),
+    ],
+)
+async def test_a_part_without_a_place_ends_the_update(
+    part: Part, reason: str, in_place: bool
+) -> None:
+    index, offset, length = part
+    sender = Sender()
+    bad = sender.of(0)
+    bad.bucket.parts.add(tensor_index=index, offset=offset, length=length, start=PAGE)
+    async with bench() as it:
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        assert (await refusal(_push(it, sender.header(), bad)))[1] == reason
+        assert it.server.replica.slot.session is None
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_two_streams_bring_at_once_count_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = threading.Barrier(2, timeout=10)
+    write = Assembler.write
+
+    def meet(*arguments: Any) -> None:
+        write(*arguments)
+        both.wait()
+
+    monkeypatch.setattr(push_buckets, "_SHORT_BYTES", 0)
+    monkeypatch.setattr(Assembler, "write", meet)
+    senders = [Sender(), Sender()]
+    async with bench() as it:
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        pushes = (_push(it, each.header(), each.of(0, (0, 0, 64)), LAST) for each in senders)
+        results = await asyncio.gather(*pushes, return_exceptions=True)
+        assert any(isinstance(result, grpc.RpcError) for result in results)
+        assert (await refusal(commit(it)))[1] == "UPDATE_UNKNOWN"
+
+
+GROUP = CollectiveGroup(
+    backend="gloo",
+    rendezvous="127.0.0.1:1",
+    group_name="g",
+    world_size=2,
+    first_rank=1,
+    bucket_bytes=64,
+    senders=(0, 0),
+)
+FILES = WeightFiles(directory="1", crc32=(1, 2))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("source", [GROUP, FILES])
+async def test_what_comes_otherwise_takes_no_buckets(
+    sender: Sender, source: CollectiveGroup | WeightFiles
+) -> None:
+    async with bench() as it:
+        session = it.server.replica.slot.begin("u", 1, PARAMETERS, 60, in_place=True, source=source)
+        bucket = sender.of(0, (0, 0, 128))
+        assert (await refusal(_push(it, sender.header(), bucket)))[1] == "INVALID_FIELD"
+        assert session.state.ended
+
+
+@pytest.mark.asyncio
+async def test_a_delta_comes_in_buckets_too() -> None:
+    changed = BYTES[0][:4] + b"new!" + BYTES[0][8:]
+    encoded = (1).to_bytes(8, "little") + (1).to_bytes(4, "little") + b"new!"
+    async with bench() as it:
+        await it.weights.BeginUpdate(begin_request(keep_base=True), timeout=10)
+        await it.weights.PushWeights(push(), timeout=10)
+        await commit(it)
+        before = ids(await it.generate())
+        delta = sync.DeltaEncoding(
+            base_weight_version=1,
+            encoded_bytes=[len(encoded), 0],
+            crc32=[zlib.crc32(changed), zlib.crc32(BYTES[1])],
+        )
+        shared = {"inline": None, "shared_memory": sync.SharedMemoryTransport()}
+        sender = Sender("d")
+        await it.weights.BeginUpdate(begin_request(2, "d", delta=delta, **shared), timeout=10)
+        halves = [sync.PushBucketsRequest(bucket=sync.Bucket(slot=slot)) for slot in (0, 1)]
+        for slot, (start, stop) in enumerate([(0, 10), (10, len(encoded))]):
+            place = PAGE * (1 + slot)
+            os.pwrite(sender.fd, encoded[start:stop], place)
+            halves[slot].bucket.parts.add(
+                tensor_index=0, offset=start, length=stop - start, start=place
+            )
+        assert await _push(it, sender.header(), *halves, LAST) == [0, 1, LAST.bucket.slot]
+        assert await commit(it, update_id="d") == 2
+        assert ids(await it.generate()) != before
+
+
+@pytest.mark.asyncio
+async def test_a_segment_that_is_not_to_be_had_here_asks_for_another_transport() -> None:
+    other = Sender("another update")
+    other.update_id = "u"
+    async with bench() as it:
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        with pytest.raises(grpc.RpcError, match=r"is for update 'another update'.*=inline"):
+            await _push(it, other.header())
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        other.fd = 10**6
+        code, reason, _ = await refusal(_push(it, other.header()))
+    assert (code, reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
+
+@pytest.mark.asyncio
+async def test_a_stream_has_a_header_of_a_live_update_and_then_buckets(sender: Sender) -> None:
+    async with bench() as it:
+        assert (await refusal(_push(it, sender.header())))[1] == "UPDATE_UNKNOWN"
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        for requests in ([], [sender.of(0)], [sender.header(), sender.header()]):
+            _, reason, (detail,) = await refusal(_push(it, *requests))
+            assert (reason, detail.field) == ("INVALID_FIELD", "payload")
