@@ -17,7 +17,8 @@ from dataclasses import replace
 import pytest
 
 from treadle.rollout_server.engine import Engine, EngineRequest, InFlightPolicy, PromptImage
-from treadle.rollout_server.testing.engine_contract import LONG, Output, Reader, request, run
+from treadle.rollout_server.testing.contract_base import LONG
+from treadle.rollout_server.testing.reader import Output, Reader, request, run
 
 
 @pytest.mark.asyncio

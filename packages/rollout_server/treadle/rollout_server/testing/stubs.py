@@ -1,6 +1,7 @@
 """Plain gRPC stubs of one server's services."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -26,10 +27,24 @@ class Stubs:
     control: Any
 
 
-def stubs_for(channel: grpc.aio.Channel | grpc.Channel) -> Stubs:
-    """The stubs on one channel."""
+def stubs_for(
+    channel: grpc.aio.Channel | grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()
+) -> Stubs:
+    """The stubs on one channel, which send `metadata` with every call."""
     return Stubs(
-        generation=GenerationServiceStub(channel),  # type: ignore[no-untyped-call]
-        weights=WeightSyncServiceStub(channel),  # type: ignore[no-untyped-call]
-        control=ServerServiceStub(channel),  # type: ignore[no-untyped-call]
+        generation=_Sending(GenerationServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
+        weights=_Sending(WeightSyncServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
+        control=_Sending(ServerServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
     )
+
+
+class _Sending:
+    """A stub whose calls carry metadata."""
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._stub = stub
+        self._metadata = metadata
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._stub, name)
+        return partial(method, metadata=self._metadata) if self._metadata else method

@@ -1,0 +1,67 @@
+"""Changes of weights, and how a delta says them.
+
+Invariant: few elements change, spread over every tensor, so that a change of a large model is
+made and sent in no time, and so that every sequence notices it. Neither torch nor numpy is
+needed.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.engine import NamedTensor
+
+_EACH = 4096
+"""About so many elements of a tensor change, or all that it has."""
+
+
+def changed(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Old tensors with some elements of the new ones, evenly spread; in copies of their own."""
+    made: list[NamedTensor] = []
+    for before, after in zip(old, new, strict=True):
+        data = memoryview(bytearray(before.data))
+        for _, element in _some(before):
+            data[element] = after.data[element]
+        made.append(NamedTensor(spec=before.spec, data=data))
+    return made
+
+
+def encoded(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> list[bytes]:
+    """What a delta carries of each tensor, where `new` is `changed` from `old` or back."""
+    return [_encode(before, after) for before, after in zip(old, new, strict=True)]
+
+
+def delta_encoding(
+    base: int, changes: Sequence[bytes], new: Sequence[NamedTensor]
+) -> sync.DeltaEncoding:
+    """What an update by these changes of weights of version `base` announces."""
+    return sync.DeltaEncoding(
+        base_weight_version=base,
+        encoded_bytes=[len(change) for change in changes],
+        crc32=[zlib.crc32(tensor.data) for tensor in new],
+    )
+
+
+def encode(places: Sequence[int], values: Sequence[bytes]) -> bytes:
+    """The changes of one tensor; no bytes for none."""
+    if not places:
+        return b""
+    return struct.pack(f"<Q{len(places)}I", len(places), *places) + b"".join(values)
+
+
+def _encode(before: NamedTensor, after: NamedTensor) -> bytes:
+    differ = [
+        (place, bytes(after.data[element]))
+        for place, element in _some(before)
+        if before.data[element] != after.data[element]
+    ]
+    return encode([place for place, _ in differ], [value for _, value in differ])
+
+
+def _some(tensor: NamedTensor) -> Iterator[tuple[int, slice]]:
+    """Places of elements, and where their bytes are."""
+    size = tensor.spec.element_type.size_bytes
+    count = len(tensor.data) // size
+    for place in range(0, count, max(1, count // _EACH)):
+        yield place, slice(place * size, (place + 1) * size)

@@ -1,0 +1,194 @@
+"""The reader: one sequence of an `Engine`, read in a task of its own and held to its grammar.
+
+Invariant: what `output` returns began with one `Started`, went on with `Tokens` and ended with
+one `Finished`; anything else fails the test. Who waits: the test, for the first tokens or the
+end; the reader waits for the engine alone.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.rollout_server.engine import (
+    Engine,
+    EngineCounters,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    NamedTensor,
+    Sampling,
+    Started,
+    Tokens,
+)
+
+TRIES = 5
+"""How often something that a fast engine may outrun is tried."""
+
+OF_FEW: dict[str, Any] = {"temperature": 1.0, "top_k": 4}
+"""Draws that rounding, another one in each batch and cache, does not decide: between a few ids that
+are likely, and not among all those of a large vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Everything that one sequence yielded."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    cached_prompt_tokens: int
+    reason: FinishReason
+
+
+class Reader:
+    """Reads one sequence in a task, and tells when its first tokens are there."""
+
+    def __init__(self, engine: Engine, request: EngineRequest) -> None:
+        self._first = asyncio.Event()
+        self._task = asyncio.create_task(self._read(engine, request))
+
+    async def first_tokens(self) -> None:
+        """Waits until the sequence has yielded tokens."""
+        first = asyncio.create_task(self._first.wait())
+        await asyncio.wait({first, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        first.cancel()
+        if not self._first.is_set():
+            output = await self._task  # Raises what the engine raised.
+            raise AssertionError(f"the sequence ended without tokens: {output}")
+
+    @property
+    def done(self) -> bool:
+        """Whether the sequence ended."""
+        return self._task.done()
+
+    async def output(self) -> Output:
+        """Waits for the end of the sequence."""
+        return await self._task
+
+    async def abort(self) -> None:
+        """Cancels the reading task and waits for its end."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _read(self, engine: Engine, request: EngineRequest) -> Output:
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        started: Started | None = None
+        reason: FinishReason | None = None
+        async with aclosing(engine.generate(request)) as events:
+            async for event in events:
+                assert reason is None, f"{event} came after the end"
+                match event:
+                    case Started():
+                        assert started is None, "started twice"
+                        started = event
+                    case Tokens():
+                        assert started is not None, "tokens came before Started"
+                        assert event.token_ids, "an event without tokens"
+                        wanted = len(event.token_ids) if request.logprobs else 0
+                        assert len(event.logprobs) == wanted, (
+                            f"{len(event.logprobs)} log-probs came with "
+                            f"{len(event.token_ids)} tokens, expected {wanted}"
+                        )
+                        token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
+                        versions.extend([event.weight_version] * len(event.token_ids))
+                        self._first.set()
+                    case Finished():
+                        reason = event.reason
+        assert started is not None and reason is not None, "the stream ended without Finished"
+        return Output(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            cached_prompt_tokens=started.cached_prompt_tokens,
+            reason=reason,
+        )
+
+
+async def stream(tensors: Sequence[NamedTensor]) -> AsyncIterator[NamedTensor]:
+    """`tensors` as `Engine.load_weights` wants them."""
+    for tensor in tensors:
+        yield tensor
+
+
+async def update(engine: Engine, tensors: Sequence[NamedTensor], version: int) -> None:
+    """Loads weights with nothing in flight."""
+    await engine.pause(InFlightPolicy.DRAIN)
+    await engine.load_weights(stream(tensors), version=version)
+    await engine.resume()
+
+
+def request(
+    prompt: Sequence[int] = (5, 9, 13, 2),
+    *,
+    logprobs: bool = True,
+    name: str = "r",
+    priority: int = 0,
+    **sampling: object,
+) -> EngineRequest:
+    """A greedy request of 16 tokens that ignores end of sequence, unless told otherwise."""
+    values = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | sampling
+    return EngineRequest(
+        request_id=name,
+        prompt=tuple(prompt),
+        sampling=Sampling(**values),  # type: ignore[arg-type]
+        logprobs=logprobs,
+        priority=priority,
+    )
+
+
+async def run(engine: Engine, wanted: EngineRequest) -> Output:
+    """One sequence from start to end."""
+    return await Reader(engine, wanted).output()
+
+
+async def kept(engine: Engine, wanted: EngineRequest) -> Reader:
+    """A sequence that a pause with CONTINUE has just stopped on its way; nothing else runs.
+
+    An engine in another process may have sampled all of it when the pause arrives; then another
+    takes its turn.
+
+    Raises:
+        AssertionError: Each of `TRIES` ended before, or one of them did not end as it should.
+    """
+    for _ in range(TRIES):
+        reader = Reader(engine, wanted)
+        await reader.first_tokens()
+        await engine.pause(InFlightPolicy.CONTINUE)
+        if engine.counters.running:
+            assert not reader.done
+            return reader
+        ended = await reader.output()
+        assert ended.reason is FinishReason.LENGTH, f"it was not kept but ended: {ended}"
+        await engine.resume()
+    raise AssertionError(
+        f"{TRIES} sequences of {wanted.sampling.max_tokens} tokens ended before a pause that "
+        "came after their first: ask for longer ones"
+    )
+
+
+async def run_all(engine: Engine, wanted: Iterable[EngineRequest]) -> list[Output]:
+    """Sequences side by side, in their order."""
+    readers = [Reader(engine, one) for one in wanted]
+    return [await reader.output() for reader in readers]
+
+
+def drawn_prompt(length: int, vocab_size: int, *, seed: int = 0) -> tuple[int, ...]:
+    """Ids that look like text to no model: drawn evenly, the first four ids left out."""
+    return tuple(random.Random(seed).choices(range(4, vocab_size), k=length))
+
+
+def since(before: EngineCounters, after: EngineCounters) -> EngineCounters:
+    """What happened between two readings; `running` is the later one."""
+    return EngineCounters(
+        started=after.started - before.started,
+        finished=after.finished - before.finished,
+        aborted=after.aborted - before.aborted,
+        running=after.running,
+    )

@@ -1,0 +1,134 @@
+"""The reference: what transformers computes of a checkpoint, and the distributions it leads to.
+
+Invariant: nothing here is shared with any engine; the filters are written a second time, from
+the words of `Sampling`, over one row of float64 logits.
+
+Needs torch and transformers, and is therefore imported by itself.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from treadle.rollout_server.engine import Sampling
+
+_MODELS: Any = AutoModelForCausalLM
+
+
+class Reference:
+    """A checkpoint in transformers, in float32 on the CPU.
+
+    Args:
+        directory: Read by ``from_pretrained``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        model = _MODELS.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model.eval()
+
+    def logits(self, token_ids: Sequence[int], *, start: int) -> torch.Tensor:
+        """Logits of the ids that follow each of ``token_ids[start:]``, ``[T - start, V]``."""
+        with torch.no_grad():
+            found: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits
+        return found[0, start:].double()
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+        """What ``generate`` answers, past any end of sequence."""
+        inputs = torch.tensor([list(prompt)])
+        with torch.no_grad():
+            found = self._model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+                repetition_penalty=1.0,
+            )
+        return tuple(found[0, len(prompt) :].tolist())
+
+    def logprobs(
+        self, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling
+    ) -> list[float]:
+        """Log-probs of a completion's ids under the distributions they were drawn from."""
+        ids = (*prompt, *completion)
+        return _of_each(self.logits(ids[:-1], start=len(prompt) - 1), ids, len(prompt), sampling)
+
+    def continued_logprobs(
+        self,
+        before: "Reference",
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        sampling: Sampling,
+        *,
+        switched: int,
+    ) -> list[float]:
+        """Log-probs where other weights have read the beginning, and their keys and values stay.
+
+        Args:
+            before: The weights that sampled ``completion[:switched]``.
+            prompt: The prompt.
+            completion: All ids sampled.
+            sampling: How.
+            switched: At least 1: ids sampled before the switch. The last of them is the first
+                that these weights read.
+
+        Returns:
+            Of ``completion[switched:]``.
+        """
+        ids = (*prompt, *completion)
+        place = len(prompt) + switched
+        with torch.no_grad():
+            kept = before._model(torch.tensor([ids[: place - 1]]), use_cache=True)
+            rest = self._model(
+                torch.tensor([ids[place - 1 : -1]]),
+                past_key_values=kept.past_key_values,
+                use_cache=True,
+            )
+        return _of_each(rest.logits[0].double(), ids, place, sampling)
+
+
+@functools.lru_cache(maxsize=4)
+def reference(directory: Path) -> Reference:
+    """The reference of a directory, read once."""
+    return Reference(directory)
+
+
+def distribution(logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling) -> torch.Tensor:
+    """Log-probs of all ids, ``[V]``; minus infinity for ids that a filter drops.
+
+    Args:
+        logits_V: Of the model.
+        seen: Prompt and completion so far.
+        sampling: At a temperature above 0.
+    """
+    scores = logits_V.clone()
+    for token_id in set(seen):
+        score = scores[token_id]
+        penalty = sampling.repetition_penalty
+        scores[token_id] = score / penalty if score > 0 else score * penalty
+    probabilities = torch.softmax(scores / sampling.temperature, 0)
+    if sampling.top_k is not None and sampling.top_k < len(probabilities):
+        keep = probabilities.topk(sampling.top_k).indices
+        probabilities = torch.zeros_like(probabilities).index_copy(0, keep, probabilities[keep])
+    probabilities = probabilities / probabilities.sum()
+    likeliest = probabilities.sort(descending=True)
+    before = likeliest.values.cumsum(0) - likeliest.values
+    dropped = likeliest.indices[before >= sampling.top_p]
+    probabilities[dropped] = 0.0
+    probabilities[probabilities < sampling.min_p * probabilities.max()] = 0.0
+    return (probabilities / probabilities.sum()).log()
+
+
+def _of_each(
+    logits_TV: torch.Tensor, ids: Sequence[int], place: int, sampling: Sampling
+) -> list[float]:
+    """Log-probs of ``ids[place:]``, whose logits are the rows."""
+    return [
+        float(distribution(row_V, ids[: place + index], sampling)[ids[place + index]])
+        for index, row_V in enumerate(logits_TV)
+    ]

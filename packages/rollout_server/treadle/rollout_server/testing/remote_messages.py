@@ -1,0 +1,186 @@
+"""The messages of the contract, made from and read into the engine's own types, as clients do.
+
+Invariant: nothing is left to a server's defaults; what is unset here is unset because the
+contract says that this means something.
+"""
+
+import zlib
+from collections.abc import AsyncIterator, Sequence
+
+from google.protobuf import duration_pb2
+
+from treadle.rollout.v1 import generation_service_pb2 as gen
+from treadle.rollout.v1 import server_service_pb2 as srv
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.engine import (
+    CollectiveGroup,
+    ElementType,
+    EngineCapabilities,
+    EngineEvent,
+    EngineInfo,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    MemoryKind,
+    ModelInfo,
+    NamedTensor,
+    Started,
+    TensorSpec,
+    Tokens,
+)
+
+LEASE = duration_pb2.Duration(seconds=300)
+
+IN_FLIGHT = {
+    InFlightPolicy.DRAIN: sync.IN_FLIGHT_POLICY_DRAIN,
+    InFlightPolicy.INTERRUPT: sync.IN_FLIGHT_POLICY_INTERRUPT,
+    InFlightPolicy.CONTINUE: sync.IN_FLIGHT_POLICY_CONTINUE,
+}
+ELEMENT_TYPES = {
+    ElementType.FLOAT32: sync.ELEMENT_TYPE_FLOAT32,
+    ElementType.BFLOAT16: sync.ELEMENT_TYPE_BFLOAT16,
+    ElementType.FLOAT16: sync.ELEMENT_TYPE_FLOAT16,
+    ElementType.FLOAT8_E4M3FN: sync.ELEMENT_TYPE_FLOAT8_E4M3FN,
+}
+MEMORY_KINDS = {
+    MemoryKind.WEIGHTS: srv.MEMORY_KIND_WEIGHTS,
+    MemoryKind.KV_CACHE: srv.MEMORY_KIND_KV_CACHE,
+}
+_REASONS = {
+    gen.FINISH_REASON_STOP: FinishReason.STOP,
+    gen.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    gen.FINISH_REASON_INTERRUPTED: FinishReason.INTERRUPTED,
+}
+
+
+def read_info(
+    server: srv.GetServerInfoResponse, parameters: tuple[TensorSpec, ...] | None
+) -> EngineInfo:
+    """The handshake as an engine's own words."""
+    can, model = server.capabilities, server.model
+    return EngineInfo(
+        name=server.engine,
+        version=server.engine_version,
+        capabilities=EngineCapabilities(
+            sampled_logprobs=can.sampled_logprobs,
+            priority=can.priority,
+            in_flight_continue=can.in_flight_continue,
+            release_memory=can.release_memory,
+            images=can.images,
+            collective=can.collective_transport,
+        ),
+        model=ModelInfo(
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            eos_token_ids=frozenset(model.eos_token_ids),
+            tokenizer_sha256=model.tokenizer_sha256,
+        ),
+        parameters=parameters,
+        num_workers=server.num_workers,
+    )
+
+
+def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateRequest:
+    """The message of a request; every sampling field is set."""
+    sampling = request.sampling
+    return gen.GenerateRequest(
+        request_id=request_id,
+        session_id=request.session_id,
+        prompt_token_ids=request.prompt,
+        sampling=gen.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            stop_token_ids=sorted(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+        ),
+        logprob_mode=gen.LOGPROB_MODE_SAMPLED if request.logprobs else gen.LOGPROB_MODE_NONE,
+        priority=request.priority,
+        images=[
+            gen.PromptImage(
+                data=image.data,
+                media_type=image.media_type,
+                first_placeholder=image.start,
+                num_placeholders=image.num_tokens,
+            )
+            for image in request.images
+        ],
+    )
+
+
+def decode_event(response: gen.GenerateResponse) -> EngineEvent:
+    """The event of a message of the stream.
+
+    Raises:
+        AssertionError: It is none that the contract knows, or carries an unspecified reason.
+    """
+    match response.WhichOneof("event"):
+        case "started":
+            return Started(response.started.cached_prompt_tokens)
+        case "tokens":
+            chunk = response.tokens
+            return Tokens(tuple(chunk.token_ids), tuple(chunk.logprobs), chunk.weight_version)
+        case "finished":
+            reason = response.finished.reason
+            assert reason in _REASONS, f"finish reason {reason} is none of the contract's"
+            return Finished(_REASONS[reason])
+        case other:
+            raise AssertionError(f"a message with event {other!r}, which nobody asked for")
+
+
+def begin_request(
+    update_id: str, version: int, specs: Sequence[TensorSpec]
+) -> sync.BeginUpdateRequest:
+    """Opens a staged update over inline transport."""
+    return sync.BeginUpdateRequest(
+        update_id=update_id,
+        weight_version=version,
+        tensors=[
+            sync.TensorSpec(
+                name=spec.name, element_type=ELEMENT_TYPES[spec.element_type], shape=spec.shape
+            )
+            for spec in specs
+        ],
+        lease=LEASE,
+        inline=sync.InlineTransport(),
+    )
+
+
+def encode_group(group: CollectiveGroup) -> sync.CollectiveTransport:
+    """Where the workers meet the senders."""
+    return sync.CollectiveTransport(
+        backend=group.backend,
+        rendezvous=group.rendezvous,
+        group_name=group.group_name,
+        world_size=group.world_size,
+        first_rank=group.first_rank,
+        bucket_bytes=group.bucket_bytes,
+        senders=group.senders,
+    )
+
+
+async def push_messages(
+    update_id: str,
+    specs: Sequence[TensorSpec],
+    tensors: AsyncIterator[NamedTensor],
+    max_chunk_bytes: int,
+) -> AsyncIterator[sync.PushWeightsRequest]:
+    """One stream of PushWeights."""
+    places = {spec.name: index for index, spec in enumerate(specs)}
+    yield sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
+    async for tensor in tensors:
+        for offset in range(0, max(1, len(tensor.data)), max_chunk_bytes):
+            data = bytes(tensor.data[offset : offset + max_chunk_bytes])
+            chunk = sync.WeightChunk(
+                tensor_index=places[tensor.spec.name],
+                offset=offset,
+                crc32=zlib.crc32(data),
+                data=data,
+            )
+            yield sync.PushWeightsRequest(chunk=chunk)
