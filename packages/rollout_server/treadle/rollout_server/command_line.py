@@ -30,7 +30,10 @@ class ConfigError(ValueError):
 
 
 class _Command(ServerConfig, BaseSettings):
-    """Serves token generation and takes new weights, over gRPC."""
+    """Serves token generation and takes new weights, over gRPC.
+
+    With the word doctor before its options it checks whether it can work here, and ends.
+    """
 
     model_config = SettingsConfigDict(
         frozen=True,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.rollout_server.address import Address
 from treadle.rollout_server.command_line import ConfigError, parse
 from treadle.rollout_server.config import ServerConfig
 
@@ -11,7 +12,8 @@ from treadle.rollout_server.config import ServerConfig
 def test_nothing_given_is_the_defaults_on_loopback() -> None:
     config = parse([])
     assert config == ServerConfig()
-    assert config.on_loopback and config.port == 0
+    address = Address.parse(config.address)
+    assert address.on_loopback and address.port == 0
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
@@ -25,9 +27,21 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     )
 
 
+def test_engine_arguments_are_json_and_the_command_line_adds_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("engine_args: {block_size: 16, seed: 1}\n")
+    arguments = ["--config", str(path), "--engine_args", '{"seed": 2, "compilation": {"level": 0}}']
+    assert parse(arguments).engine_args == {
+        "block_size": 16,
+        "seed": 2,
+        "compilation": {"level": 0},
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--model.gpu_memory_utilization", "1.5"], "gpu_memory_utilization is '1.5'"),
         (["--admision.max_in_flight", "3"], "did you mean --admission.max_in_flight"),
         (["--admission.max_in_flight", "0"], "admission.max_in_flight is '0'"),
         (["--address", "7000"], "address is '7000', expected host:port"),
@@ -64,11 +78,11 @@ def test_beyond_loopback_needs_tls_and_token_or_the_flag() -> None:
             *("--security.tls_certificate", "c", "--security.token_file", "t"),
         ]
     )
-    assert not secured.on_loopback
+    assert not Address.parse(secured.address).on_loopback
     open_to_all = "--address 10.0.0.1:1 --insecure_allow_plaintext_beyond_loopback true"
-    assert parse(open_to_all.split()).host == "10.0.0.1"
+    assert Address.parse(parse(open_to_all.split()).address).host == "10.0.0.1"
     for host in ("localhost", "[::1]", "127.9.9.9"):
-        assert parse(["--address", f"{host}:1"]).on_loopback
+        assert Address.parse(parse(["--address", f"{host}:1"]).address).on_loopback
 
 
 def test_help_needs_neither_grpc_nor_torch() -> None:

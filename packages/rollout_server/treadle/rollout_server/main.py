@@ -1,4 +1,4 @@
-"""The process: configuration, signals, ready file, end.
+"""The process: configuration, signals, ready file, end; or, with `doctor`, what it would need.
 
 Invariant: exit code 0 only after a graceful shutdown; 2 for a configuration that is not
 valid; 1 for one that cannot be served, with one line that says why. The ready file exists
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from treadle.rollout_server import logs
 from treadle.rollout_server.command_line import PROGRAM, ConfigError, parse
 from treadle.rollout_server.config import ServerConfig
 
@@ -26,19 +27,25 @@ _PARENT_POLL_S = 1.0  # where the kernel has no pidfd
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server; returns the exit code."""
+    """Runs the server, or the doctor; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["doctor"]:
+        from treadle.rollout_server.doctor import command
+
+        return command.main(words[1:])
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(words)
     except ConfigError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
-    logging.basicConfig(
-        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.set_up(config.log_level, config.log_format)
+    # Late, so that --help does without. A third faster with gRPC than asyncio's own loop.
+    import uvloop
+
     try:
-        asyncio.run(_run(config))
+        uvloop.run(_run(config))
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        _log.critical("%s", error)
         return 1
     return 0
 

@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     ("arguments", "code", "message"),
     [
         (["--engin", "fake"], 2, "did you mean --engine"),
-        (["--engine", "vlm"], 1, "unknown engine 'vlm': use one of fake, torch"),
+        (["--engine", "vlm"], 1, "unknown engine 'vlm': use one of fake, sglang, torch, vllm"),
         (["--model.path", "/nowhere"], 1, "/nowhere/config.json"),
     ],
 )
@@ -100,3 +100,17 @@ def test_what_cannot_be_served_is_one_line_and_a_code(
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_with_the_json_format_a_failed_start_is_an_object_too() -> None:
+    done = run(["--engine", "vlm", "--log_format", "json"])
+    assert done.returncode == 1
+    line = json.loads(done.stderr)
+    assert line["level"] == "CRITICAL"
+    assert "unknown engine 'vlm'" in line["message"]
+
+
+def test_the_doctor_is_the_first_word() -> None:
+    done = run(["doctor", "--engine", "fake"])
+    assert done.returncode == 0, done.stdout
+    assert "FAIL" in done.stdout.splitlines()[-1]

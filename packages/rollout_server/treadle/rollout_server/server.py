@@ -12,9 +12,8 @@ Everything that runs is owned by that block; nothing survives it.
 
 import asyncio
 import logging
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -23,19 +22,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from treadle.rollout.v1 import generation_service_pb2 as gen_pb
-from treadle.rollout.v1 import generation_service_pb2_grpc as gen_grpc
 from treadle.rollout.v1 import server_service_pb2 as srv_pb
 from treadle.rollout.v1 import server_service_pb2_grpc as srv_grpc
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync_pb
+from treadle.rollout_server.address import Address
 from treadle.rollout_server.clock import Clock
 from treadle.rollout_server.config import ServerConfig
 from treadle.rollout_server.lifecycle import ServerState
 from treadle.rollout_server.registry import EngineFactory, engine_factory
 from treadle.rollout_server.replica import Replica
-from treadle.rollout_server.services import weight_sync
-from treadle.rollout_server.services.generation import GenerationServicer
+from treadle.rollout_server.services import generation, weight_sync
 from treadle.rollout_server.services.interceptors import Guard
+from treadle.rollout_server.services.methods import Methods
 from treadle.rollout_server.services.server import ServerServicer
+from treadle.rollout_server.tally import Tally
 from treadle.rollout_server.version import server_version
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,18 @@ _SERVICES = tuple(
 )
 
 
+_KEEPALIVE = (
+    # A caller whose host is gone says nothing, not even that: without pings its completions would
+    # run on, and its update hold the server until the lease ends.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # what gRPC 1.85 goes by
+    ("grpc.http2.max_pings_without_data", 0),
+    # Callers may ask as often; by default one that does is cut off.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
+
 class AddressUnavailable(OSError):
     """The address cannot be listened on."""
 
@@ -61,10 +73,12 @@ class Server:
     Attributes:
         address: host:port, with the port that was picked.
         replica: What is served.
+        metrics_address: The same of its metrics; None when it has none.
     """
 
     address: str
     replica: Replica
+    metrics_address: str | None = None
 
 
 @asynccontextmanager
@@ -80,6 +94,7 @@ async def serve(
 
     Raises:
         AddressUnavailable: The port is in use, or the host is not this machine.
+        OSError: Likewise that of the metrics.
         ValueError: There is no such engine, or it cannot be built as configured.
         OSError: A file named in the configuration cannot be read.
     """
@@ -89,27 +104,49 @@ async def serve(
         # Without this a second server on the same port starts and takes half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_request_bytes),
+        *_KEEPALIVE,
     )
-    grpc_server = grpc.aio.server(interceptors=(Guard(_token(config)),), options=options)
-    health_servicer = _assemble(grpc_server, replica)
+    token = _token(config)
+    tally = Tally()
+    tally.count_updates(replica.slot)
+    tally.time_switches(replica.lifecycle, replica.clock.time)
+    grpc_server = grpc.aio.server(interceptors=(Guard(token),), options=options)
+    health_servicer = _assemble(grpc_server, replica, tally)
     address = f"{config.address.rpartition(':')[0]}:{_bind(grpc_server, config)}"
     changed = asyncio.Event()
     replica.lifecycle.observe(lambda _: changed.set())
     await _set_health(health_servicer, replica.state)
-    await grpc_server.start()
-    reporter = asyncio.create_task(_report_health(health_servicer, replica, changed))
-    try:
-        replica.serve(await build(config))
-        await _set_health(health_servicer, replica.state)
-        _log.info("engine %s serves at %s", config.engine, address)
-        yield Server(address=address, replica=replica)
-    finally:
-        reporter.cancel()
-        await health_servicer.enter_graceful_shutdown()
-        replica.stop()
-        # Shielded: a second cancellation must not leave sequences and threads behind.
-        await asyncio.shield(_close(grpc_server, replica, config.shutdown_grace_s))
-        _log.info("stopped serving at %s", address)
+    with _metrics(config, replica, tally, token) as metrics_address:
+        await grpc_server.start()
+        reporter = asyncio.create_task(_report_health(health_servicer, replica, changed))
+        try:
+            replica.serve(await build(config))
+            await _set_health(health_servicer, replica.state)
+            _log.info("engine %s serves at %s", config.engine, address)
+            yield Server(address=address, replica=replica, metrics_address=metrics_address)
+        finally:
+            reporter.cancel()
+            await health_servicer.enter_graceful_shutdown()
+            replica.stop()
+            # Shielded: a second cancellation must not leave sequences and threads behind.
+            await asyncio.shield(_close(grpc_server, replica, config.shutdown_grace_s))
+            _log.info("stopped serving at %s", address)
+
+
+@contextmanager
+def _metrics(
+    config: ServerConfig, replica: Replica, tally: Tally, token: str | None
+) -> Iterator[str | None]:
+    if config.metrics_address is None:
+        yield None
+        return
+    # Late: it takes as long to import as a tenth of gRPC, and most servers start for a test.
+    from treadle.rollout_server.metrics import ReplicaCollector, serve_metrics
+
+    collector = ReplicaCollector(replica, tally)
+    address = Address.parse(config.metrics_address)
+    with serve_metrics(collector, address, config.security, token) as bound:
+        yield bound
 
 
 async def _close(grpc_server: grpc.aio.Server, replica: Replica, grace_s: float) -> None:
@@ -117,16 +154,18 @@ async def _close(grpc_server: grpc.aio.Server, replica: Replica, grace_s: float)
     await replica.aclose()
 
 
-def _assemble(grpc_server: grpc.aio.Server, replica: Replica) -> health.aio.HealthServicer:
+def _assemble(
+    grpc_server: grpc.aio.Server, replica: Replica, tally: Tally
+) -> health.aio.HealthServicer:
     health_servicer = health.aio.HealthServicer()
-    gen_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        GenerationServicer(replica), grpc_server
-    )
-    weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), grpc_server)
+    methods = Methods()
+    generation.add_to_server(generation.GenerationServicer(replica, tally), methods)
+    weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), methods)
     srv_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        ServerServicer(replica, server_version()), grpc_server
+        ServerServicer(replica, server_version()), methods
     )
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, grpc_server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, methods)
+    grpc_server.add_generic_rpc_handlers((methods,))
     names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, grpc_server)
     return health_servicer
@@ -140,24 +179,11 @@ def _bind(grpc_server: grpc.aio.Server, config: ServerConfig) -> int:
         pair = (security.tls_key.read_bytes(), security.tls_certificate.read_bytes())
         return grpc_server.add_secure_port(config.address, grpc.ssl_server_credentials([pair]))
     except RuntimeError as error:
-        cause = _why_not(config) or str(error)
+        cause = Address.parse(config.address).why_not() or str(error)
         raise AddressUnavailable(
             f"cannot listen on {config.address}: {cause}; choose another --address, "
             "port 0 picks a free one"
         ) from error
-
-
-def _why_not(config: ServerConfig) -> str | None:
-    """The system's own words for an address that gRPC could not bind."""
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(place)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def _token(config: ServerConfig) -> str | None:

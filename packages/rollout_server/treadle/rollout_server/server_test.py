@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,17 @@ from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.config import SecurityConfig, ServerConfig
-from treadle.rollout_server.engine import Engine, ModelInfo
+from treadle.rollout_server.engine import (
+    ElementType,
+    Engine,
+    InFlightPolicy,
+    ModelInfo,
+    NamedTensor,
+    TensorSpec,
+)
 from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.errors import EngineFailed, UpdateUnknown
+from treadle.rollout_server.lifecycle import ServerState
 from treadle.rollout_server.server import AddressUnavailable, serve
 from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
 
@@ -83,12 +92,18 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
         assert info.state == srv.SERVER_STATE_FAILED
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Held, so that nobody is given it who asks for a free one; who names it can listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 @pytest.mark.asyncio
-async def test_while_the_engine_loads_the_server_answers_loading() -> None:
+async def test_while_the_engine_loads_the_server_answers_loading(port: int) -> None:
     loading, loaded = asyncio.Event(), asyncio.Event()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     config = ServerConfig(address=f"127.0.0.1:{port}")
 
     async def factory(_: ServerConfig) -> Engine:
@@ -243,3 +258,49 @@ async def test_tls_with_a_certificate(tmp_path: Path) -> None:
         async with channel_to(server.address) as plain:
             with pytest.raises(grpc.aio.AioRpcError):
                 await health_of(plain)
+
+
+class Dying(FakeEngine):
+    """Breaks while nobody calls it."""
+
+    def __init__(self) -> None:
+        super().__init__(model=MODEL, clock=FakeClock())
+        self.cause: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    async def wait_failed(self) -> Exception:
+        return await asyncio.shield(self.cause)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_while_idle_takes_the_server_out_of_service() -> None:
+    engine = Dying()
+    async with serve_in_process(engine) as server, channel_to(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == STATUS.SERVING
+        engine.cause.set_result(RuntimeError("a worker was killed"))
+        assert (await watch.read()).status == STATUS.NOT_SERVING
+        watch.cancel()
+        with pytest.raises(grpc.aio.AioRpcError, match="RuntimeError: a worker was killed"):
+            async for _ in stubs_for(channel).generation.Generate(want(), timeout=10):
+                pass
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_during_an_update_in_place_ends_it() -> None:
+    engine = Dying()
+    async with serve_in_process(engine) as server:
+        updates = server.replica.updates
+        spec = TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(1,))
+        session = await updates.begin("u", 1, [spec], 60.0, in_place=InFlightPolicy.DRAIN)
+        engine.cause.set_result(RuntimeError("a worker was killed"))
+        with pytest.raises(UpdateUnknown):
+            assert session.hand_over is not None
+            session.hand_over.put(_tensor(spec), lambda: None)
+            await session.hand_over.caught_up()
+        with pytest.raises(EngineFailed):
+            await updates.begin("v", 1, [spec], 60.0)
+        assert server.replica.state is ServerState.FAILED
+
+
+def _tensor(spec: TensorSpec) -> NamedTensor:
+    return NamedTensor(spec=spec, data=memoryview(bytearray(spec.size_bytes)))
