@@ -146,6 +146,7 @@ async def test_an_interrupted_completion_is_resumed() -> None:
         completion = await ask(generator)
     assert [c.weight_version for c in completion.chunks] == [1, 2]
     assert completion.token_ids == (4, 5, 99)
+    assert completion.num_interruptions == 2
 
 
 async def test_endless_interruptions_are_an_error() -> None:
@@ -268,10 +269,14 @@ class Hanging:
 
 async def test_the_deadline_ends_the_call_on_both_sides() -> None:
     hanging = Hanging()
-    async with serving(ScriptedServer(hanging)) as addresses, connect(addresses) as generator:
-        with pytest.raises(GenerationTimeoutError, match="the deadline passed"):
-            await ask(generator, deadline=asyncio.get_running_loop().time() + 0.5)
-        await asyncio.wait_for(hanging.cancelled.wait(), 5)
+    server = ScriptedServer(*[hanging] * 8)
+    seconds = 0.5
+    async with serving(server) as addresses, connect(addresses) as generator:
+        while not hanging.began.is_set():  # a call on a busy machine may end before it arrives
+            with pytest.raises(GenerationTimeoutError, match="the deadline passed"):
+                await ask(generator, deadline=asyncio.get_running_loop().time() + seconds)
+            seconds *= 2
+        await hanging.cancelled.wait()
 
 
 async def test_a_deadline_that_has_passed_sends_nothing() -> None:
@@ -290,7 +295,7 @@ async def test_cancelling_reaches_the_server() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.wait_for(hanging.cancelled.wait(), 5)
+        await hanging.cancelled.wait()
 
 
 async def test_leaving_a_stream_early_cancels_it() -> None:
@@ -307,7 +312,7 @@ async def test_leaving_a_stream_early_cancels_it() -> None:
     async with serving(ScriptedServer(broken)) as addresses, connect(addresses) as generator:
         with pytest.raises(ContractError, match="tokens came before started"):
             await ask(generator)
-        await asyncio.wait_for(hanging.cancelled.wait(), 5)
+        await hanging.cancelled.wait()
 
 
 async def test_servers_that_do_not_fit_are_refused_at_start() -> None:

@@ -48,6 +48,7 @@ def encode_request(
             )
             for placed in images
         ],
+        batched=True,
     )
 
 
@@ -77,7 +78,7 @@ def encode_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
         repetition_penalty=params.repetition_penalty,
         seed=params.seed,
         stop_token_ids=params.stop_token_ids,
-        ignore_eos=True if params.ignore_eos else None,
+        ignore_eos=params.ignore_eos,
     )
 
 

@@ -75,23 +75,23 @@ class CompletionStream:
         Raises:
             ContractError: It cannot come here, or its numbers are wrong.
         """
-        kind = event.WhichOneof("event")
-        if self._finished:
-            self._refuse(f"{kind} came after finished")
-        match kind:
-            case "started" if not self._started:
-                self._started = True
-                self.cached_prompt_tokens = event.started.cached_prompt_tokens
-                self.queue_s = event.started.queue_time.ToNanoseconds() / 1e9
-            case "tokens" if self._started:
+        match event.WhichOneof("event"):
+            case "started":
+                self._take_start(event.started)
+            case "tokens":
                 self._take_tokens(event.tokens)
-            case "finished" if self._started:
+            case "finished":
                 self._take_finish(event.finished)
+            case "batch":
+                if event.batch.HasField("started"):
+                    self._take_start(event.batch.started)
+                for tokens in event.batch.tokens:
+                    self._take_tokens(tokens)
+                if event.batch.HasField("finished"):
+                    self._take_finish(event.batch.finished)
             case None:
                 # A message of a newer server; contract v1 only adds, so it may be passed over.
-                pass
-            case _:
-                self._refuse(f"{kind} came {'twice' if self._started else 'before started'}")
+                self._check_place("an unknown event", started=self._started)
 
     def end(self) -> FinishReason | None:
         """Says that the stream ended well; returns why, None when it was interrupted.
@@ -103,7 +103,21 @@ class CompletionStream:
             self._refuse("the stream ended without finished")
         return self._finish
 
+    def _check_place(self, event: str, *, started: bool) -> None:
+        """Checks that an event may come now, `started` or not yet."""
+        if self._finished:
+            self._refuse(f"{event} came after finished")
+        if self._started is not started:
+            self._refuse(f"{event} came {'twice' if self._started else 'before started'}")
+
+    def _take_start(self, begun: generation_pb2.GenerateStarted) -> None:
+        self._check_place("started", started=False)
+        self._started = True
+        self.cached_prompt_tokens = begun.cached_prompt_tokens
+        self.queue_s = begun.queue_time.ToNanoseconds() / 1e9
+
     def _take_tokens(self, tokens: generation_pb2.TokenChunk) -> None:
+        self._check_place("tokens", started=True)
         ids = tuple(tokens.token_ids)
         if not ids:
             self._refuse("a chunk holds no token")
@@ -135,6 +149,7 @@ class CompletionStream:
         )
 
     def _take_finish(self, finished: generation_pb2.GenerateFinished) -> None:
+        self._check_place("finished", started=True)
         if finished.num_tokens != self._num_tokens:
             self._refuse(f"{self._num_tokens} tokens came, finished says {finished.num_tokens}")
         self._finish = decode_finish(finished.reason)

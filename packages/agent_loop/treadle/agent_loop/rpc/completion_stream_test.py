@@ -95,3 +95,33 @@ def test_any_grouping_of_the_tokens_gives_the_same_ids(groups: list[list[int]]) 
     reader.accept(end(len(ids), pb.FINISH_REASON_LENGTH))
     assert reader.end() is FinishReason.LENGTH
     assert [i for c in reader.chunks for i in c.token_ids] == ids
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_events_that_come_in_batches_are_read_as_if_alone(sizes: list[int]) -> None:
+    events = [STARTED, chunk(1), chunk(2, 3), end(3, pb.FINISH_REASON_LENGTH)]
+    reader = stream()
+    for size in [*sizes, len(events)]:
+        batch = pb.GenerateBatch()
+        for event in events[:size]:
+            batch.MergeFrom(as_batch(event))
+        reader.accept(pb.GenerateResponse(batch=batch))
+        events = events[size:]
+    assert reader.end() is FinishReason.LENGTH
+    assert [c.token_ids for c in reader.chunks] == [(1,), (2, 3)]
+
+
+def as_batch(event: pb.GenerateResponse) -> pb.GenerateBatch:
+    match event.WhichOneof("event"):
+        case "started":
+            return pb.GenerateBatch(started=event.started)
+        case "tokens":
+            return pb.GenerateBatch(tokens=[event.tokens])
+        case _:
+            return pb.GenerateBatch(finished=event.finished)
+
+
+def test_a_batch_breaks_no_promise() -> None:
+    reader = stream()
+    with pytest.raises(ContractError, match="tokens came before started"):
+        reader.accept(pb.GenerateResponse(batch=pb.GenerateBatch(tokens=[chunk(1).tokens])))

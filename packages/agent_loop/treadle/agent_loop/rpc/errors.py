@@ -64,6 +64,7 @@ RULES: dict[errors_pb2.ErrorReason, Rule] = {
     errors_pb2.ERROR_REASON_CHUNK_OUT_OF_ORDER: _BUG,
     errors_pb2.ERROR_REASON_CHUNK_CORRUPT: _BUG,
     errors_pb2.ERROR_REASON_UPDATE_INCOMPLETE: _BUG,
+    errors_pb2.ERROR_REASON_DELTA_BASE_MISMATCH: _BUG,
     errors_pb2.ERROR_REASON_ENGINE_FAILED: Rule(EngineFailedError, Action.LEAVE),
     errors_pb2.ERROR_REASON_INVALID_FIELD: _BUG,
     errors_pb2.ERROR_REASON_CAPABILITY_MISSING: _BUG,

@@ -185,7 +185,7 @@ class RemoteRouter:
             if isinstance(answer, str):
                 return answer
             held_before = failure is not None and isinstance(failure.error, OverloadedError)
-            failure = answer
+            earlier, failure = failure, answer
             if isinstance(failure.error, OverloadedError):
                 await self._wait_until(self._clock.now(), deadline, None)  # it keeps its turn
             elif held_before and isinstance(failure.error, GenerationTimeoutError):
@@ -199,6 +199,8 @@ class RemoteRouter:
                 failure.error, GenerationTimeoutError
             ):
                 self._rest.fail(self._clock.now(), self._retry, failure.retry_after_s)
+                if earlier is not None and isinstance(failure.error, GenerationTimeoutError):
+                    failure = earlier  # what was wrong, rather than that too little time was left
             else:
                 raise failure.error
 

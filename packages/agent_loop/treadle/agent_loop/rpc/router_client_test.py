@@ -120,6 +120,17 @@ async def test_a_new_session_waits_longer_and_longer_until_its_deadline() -> Non
     assert clock.slept == [1.0, 2.0]
 
 
+async def test_a_last_call_that_has_too_little_time_does_not_hide_what_was_wrong() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        service.failures = [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED]
+        waiting = asyncio.create_task(ask(router, wait_s=2.5))
+        await clock.until_sleeping(1)
+        await clock.advance(1.0)
+        with pytest.raises(ReplicaUnavailableError, match=r"router 127.*UNAVAILABLE: told to"):
+            await waiting
+
+
 async def test_what_cannot_change_is_raised_at_once() -> None:
     service, clock = Router(), FakeClock()
     async with asking(service, clock) as router:

@@ -203,7 +203,12 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
     if config.state_file is not None:
         read_state(config.state_file, desk)
     server = grpc.aio.server(
-        interceptors=(RouterGuard(config.token),), options=(("grpc.so_reuseport", 0),)
+        interceptors=(RouterGuard(config.token),),
+        options=(
+            ("grpc.so_reuseport", 0),
+            # Workers ping every 20 s (`security`); by default those that do are cut off.
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ),
     )
     pb_grpc.add_RoutingServiceServicer_to_server(  # type: ignore[no-untyped-call]
         RoutingServicer(desk, config), server

@@ -11,14 +11,22 @@ import grpc.aio
 
 from treadle.agent_loop.errors import SetupError
 
-_OPTIONS = (
+CHANNEL_OPTIONS = (
     # Retries and waits are ours (`retry`), visible and tested; gRPC's own would multiply them.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # Named after a wait, it is the time that one attempt to connect may take, TLS included: enough
+    # for a busy server or a far one.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     # A proxy from the environment must not come between us and a server on this machine.
     ("grpc.enable_http_proxy", 0),
+    # A server whose host is gone says nothing, not even that: without pings a stream from there
+    # would hang until its deadline. Servers of this project allow one every ten seconds.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # what gRPC 1.85 goes by
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
@@ -43,18 +51,35 @@ class ChannelSecurity:
             SetupError: A token would travel in plain text.
         """
         if self.tls:
-            credentials = grpc.ssl_channel_credentials(self.root_certificates)
-            return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
-        if self.token is not None and not _is_loopback(address):
-            raise SetupError(
-                f"the token for {address} would travel in plain text: set tls=True, or drop it"
-            )
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+            return grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
+        self._check_plain(address)
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def open_blocking(self, address: str) -> grpc.Channel:
+        """The same for calls from threads.
+
+        Raises:
+            SetupError: A token would travel in plain text.
+        """
+        if self.tls:
+            return grpc.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
+        self._check_plain(address)
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Sent with every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    @property
+    def _credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.root_certificates)
+
+    def _check_plain(self, address: str) -> None:
+        if self.token is not None and not _is_loopback(address):
+            raise SetupError(
+                f"the token for {address} would travel in plain text: set tls=True, or drop it"
+            )
 
 
 def _is_loopback(address: str) -> bool:

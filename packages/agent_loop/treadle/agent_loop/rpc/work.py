@@ -89,6 +89,7 @@ class Work:
             cached_prompt_tokens=self.cached_prompt_tokens or 0,
             queue_s=self.queue_s,
             engine_s=self.engine_s,
+            num_interruptions=self.num_resumes,
         )
 
     def give_up(self, why: str, kind: type[GenerationTimeoutError] | None = None) -> NoReturn:
