@@ -275,8 +275,10 @@ class Conversation:
         ]
         findings = [finding for c in everyone for finding in c._findings]
         generate_s = sum(c._sampler.generate_s for c in everyone)
+        interruptions = sum(c._sampler.num_interruptions for c in everyone)
         own = (
             Metric("agent_loop/generate_s", generate_s, Reduce.MEAN),
+            Metric("agent_loop/interruptions", interruptions, Reduce.SUM),
             Metric("agent_loop/assistant_turns", self.all_assistant_turns, Reduce.MEAN),
             Metric("agent_loop/user_turns", self.all_user_turns, Reduce.MEAN),
             Metric("tool/parse_errors", len(findings), Reduce.SUM),

@@ -32,6 +32,7 @@ class TurnSampler:
         session_id: The same in every request; unique among attempts.
         num_requests: Requests so far, those under way included.
         generate_s: Seconds waited for completions; those of requests at the same time add up.
+        num_interruptions: Of completions that a server cut before they went on.
     """
 
     def __init__(self, task: AgentTask, services: Services) -> None:
@@ -42,6 +43,7 @@ class TurnSampler:
         self.session_id = f"{name}/{task.rollout_index}/{os.urandom(6).hex()}"
         self.num_requests = 0
         self.generate_s = 0.0
+        self.num_interruptions = 0
 
     @property
     def next_request_id(self) -> str:
@@ -85,6 +87,7 @@ class TurnSampler:
             )
             trace.set(tokens=completion.num_tokens, finish=completion.finish.value)
         self.generate_s += time.perf_counter() - started
+        self.num_interruptions += completion.num_interruptions
         self._services.pulse.beat(f"going on after {request.request_id}")
         _check(completion, params)
         return completion

@@ -266,6 +266,7 @@ class Completion:
         cached_prompt_tokens: Prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
         engine_s: Seconds in the engine.
+        num_interruptions: How often a server cut it, as for new weights, before it went on.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -273,6 +274,7 @@ class Completion:
     cached_prompt_tokens: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
+    num_interruptions: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -362,6 +362,7 @@ class CapturedSession:
         counts = (Metric(f"capture/{name}", self._counts[name], Reduce.SUM) for name in _COUNTS)
         return (
             Metric("agent_loop/generate_s", self._sampler.generate_s, Reduce.MEAN),
+            Metric("agent_loop/interruptions", self._sampler.num_interruptions, Reduce.SUM),
             Metric("agent_loop/assistant_turns", self._assistant_turns, Reduce.MEAN),
             Metric("agent_loop/user_turns", self._user_turns, Reduce.MEAN),
             Metric("tool/parse_errors", self._counts["parse_errors"], Reduce.SUM),

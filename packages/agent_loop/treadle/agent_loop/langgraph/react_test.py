@@ -36,6 +36,7 @@ from treadle.agent_loop.langgraph.agent import NewMessages
 from treadle.agent_loop.langgraph.react import Graph
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator, ScriptedTool
 from treadle.agent_loop.testing.byte_renderer import decode
+from treadle.agent_loop.testing.fake_clock import let_pass
 from treadle.agent_loop.testing.scripted import Reply
 
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": 1}}\n</tool_call>'
@@ -414,11 +415,13 @@ async def test_a_deadline_reaches_the_tools_and_the_runner_counts_it() -> None:
         LoopRegistry({"react_agent": ReactAgentLoop()}),
         kit,
         max_in_flight=1,
-        deadline_s=0.2,
+        deadline_s=60.0,
         strategy=Drop(),
     )
-    report = await runner.run([TASK], sink)
-    assert report.num_failed == 1
+    running = asyncio.create_task(runner.run([TASK], sink))
+    await lookup.until_called(1)
+    let_pass(60.0)
+    assert (await running).num_failed == 1
     assert isinstance(done[0].error, TrajectoryTimeoutError)
     assert (lookup.num_opened, lookup.num_closed) == (1, 1)
     assert len(generator.finished_sessions) == 1

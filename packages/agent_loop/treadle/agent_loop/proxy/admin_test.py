@@ -15,6 +15,7 @@ from treadle.agent_loop.proxy.admin import SessionAdmin
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.sessions import Sessions
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
+from treadle.agent_loop.testing.fake_clock import let_pass
 
 pytestmark = pytest.mark.asyncio
 
@@ -24,7 +25,7 @@ ASK = {"messages": [{"role": "user", "content": "u"}]}
 
 @asynccontextmanager
 async def serving(
-    generator: ScriptedGenerator, *, deadline_s: float = 60.0, max_sessions: int = 8
+    generator: ScriptedGenerator, *, max_sessions: int = 8
 ) -> AsyncIterator[httpx.AsyncClient]:
     sessions = Sessions(max_in_flight=8)
     services = Services(
@@ -38,7 +39,7 @@ async def serving(
         services,
         key="own",
         sampling=AgentSampling.REFUSE,
-        deadline_s=deadline_s,
+        deadline_s=60.0,
         max_sessions=max_sessions,
         max_session_requests=4,
     )
@@ -138,10 +139,13 @@ async def test_3c_bodies_are_bounded() -> None:
 async def test_4_a_session_that_is_too_old_is_thrown_away() -> None:
     generator = ScriptedGenerator(["one"])
     generator.hold()
-    async with serving(generator, deadline_s=0.05) as web:
+    async with serving(generator) as web:
         opened, key = await open_session(web)
         url = f"{opened['base_url']}/chat/completions"
-        assert (await web.post(url, json=ASK, headers=key)).status_code in (499, 504)
+        asking = asyncio.create_task(web.post(url, json=ASK, headers=key))
+        await generator.until_running(1)
+        let_pass(60.0)
+        assert (await asking).status_code in (499, 504)
         await generator.until_idle()
     assert len(generator.finished_sessions) == 1
 

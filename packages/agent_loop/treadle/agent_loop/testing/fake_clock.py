@@ -1,7 +1,7 @@
-"""A clock that moves only when the test says so.
+"""A clock that moves only when the test says so, and real time that passes when the test says so.
 
 Invariant: `sleep` ends when `advance` has moved the clock past its end, in the order of the ends;
-never by real time.
+never by real time. `let_pass` is for what takes its time from the event loop itself.
 """
 
 import asyncio
@@ -47,3 +47,14 @@ class FakeClock:
             if not woken.done():
                 woken.set_result(None)
         await asyncio.sleep(0)
+
+
+def let_pass(seconds: float) -> None:
+    """Sets the running event loop's clock forward: deadlines within that time have come.
+
+    Args:
+        seconds: From now.
+    """
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    loop.time = lambda: time() + seconds  # type: ignore[method-assign]
