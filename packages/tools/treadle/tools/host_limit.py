@@ -5,7 +5,8 @@ them: a slot is a lock on a byte of a file, which the kernel gives back with the
 process it is first come first served.
 
 Who waits: whoever enters `slot`. Who wakes: the process that leaves writes to the file, one that
-dies closes it, and both are seen through inotify; nobody polls.
+dies closes it, and both are seen through inotify. The kernel tells of a close a moment before it
+frees the locks, so the one of each process who waits first looks again by itself, rarely.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from treadle.agent_loop import SetupError
 
 _IN_MODIFY: Final = 0x2
 _IN_CLOSE_WRITE: Final = 0x8
+_LOOK_AGAIN_S: Final = 1.0
 
 
 class HostLimit:
@@ -93,7 +95,9 @@ class HostLimit:
         """Holds a slot for the block; waits until there is one."""
         async with self._turn:
             while (number := self._take()) is None:
-                await self._changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await self._changed.wait()
         try:
             yield
         finally:
