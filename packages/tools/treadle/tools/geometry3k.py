@@ -54,6 +54,7 @@ class Geometry3kTool(AnswerCheck):
 
 def _comparison() -> Callable[[tuple[str, str]], bool]:
     """The function of the process, which imports what it needs there."""
-    from treadle.tools.rewards.geometry3k import same
+    from treadle.tools.rewards.geometry3k import prepare, same
 
+    prepare()
     return lambda pair: same(*pair)

@@ -20,6 +20,11 @@ _FORM: Final = ("<think>", "</think>", r"\boxed{", "}")
 _ACCURACY_WEIGHT = 0.9
 
 
+def prepare() -> None:
+    """Loads the grammar, so that it does not count as the time of the first answer."""
+    same("1", r"\sqrt{2}")
+
+
 def same(answer: str, ground_truth: str) -> bool:
     """Whether two answers are the same mathematics."""
     if answer.strip() == ground_truth.strip():

@@ -13,7 +13,6 @@ Nobody waits here; what is scored in a process of its own is awaited by the runn
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
@@ -108,10 +107,8 @@ def _named(name: str, mode: str | None) -> RewardFn:
 
 
 def _prepared(name: str, mode: str | None) -> RewardFn:
-    """In a process of its own: importing the reward's library is no part of its time limit."""
-    needs = NAMED[name].needs
-    if needs is not None:
-        importlib.import_module(needs[0])
+    """In a process of its own: loading the reward's library is no part of its time limit."""
+    NAMED[name].prepare()
     return _named(name, mode)
 
 

@@ -34,12 +34,14 @@ class NamedReward:
         timeout_s: Set where scoring may take any time: it then always has this limit, or the
             configuration's.
         needs: The library that it needs and the extra that installs it.
+        prepare: Loads what is no part of the time limit.
     """
 
     modes: tuple[str, ...]
     score: Callable[[Trajectory, str], Score]
     timeout_s: float | None = None
     needs: tuple[str, str] | None = None
+    prepare: Callable[[], None] = lambda: None
 
 
 def _gsm8k(trajectory: Trajectory, mode: str) -> Score:
@@ -75,6 +77,12 @@ def _geometry3k(trajectory: Trajectory, mode: str) -> Score:
     )
 
 
+def _prepare_geometry3k() -> None:
+    from treadle.tools.rewards import geometry3k
+
+    geometry3k.prepare()
+
+
 def _hotpotqa(trajectory: Trajectory, mode: str) -> Score:
     text, truths = trajectory.final_text, _ground_truths(trajectory)
     value = hotpotqa.score(text, truths, mode=cast(hotpotqa.Mode, mode))
@@ -85,7 +93,11 @@ def _hotpotqa(trajectory: Trajectory, mode: str) -> Score:
 NAMED: Final[Mapping[str, NamedReward]] = MappingProxyType(
     {
         "geometry3k": NamedReward(
-            modes=("verl",), score=_geometry3k, timeout_s=10.0, needs=("math_verify", "math")
+            modes=("verl",),
+            score=_geometry3k,
+            timeout_s=10.0,
+            needs=("math_verify", "math"),
+            prepare=_prepare_geometry3k,
         ),
         "gsm8k": NamedReward(modes=gsm8k.MODES, score=_gsm8k),
         "hotpotqa": NamedReward(modes=hotpotqa.MODES, score=_hotpotqa),
