@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -296,10 +297,12 @@ async def test_a_server_over_http_and_its_time_limit() -> None:
 
     async with over_http(server) as url:
         config = ServerConfig(url=url, headers={"X-Team": "treadle"}, auth_token="secret")
-        found = await asyncio.to_thread(discover, {"http": config}, timeout_s=0.2)
+        found = await asyncio.to_thread(discover, {"http": config}, timeout_s=60.0)
+        assert [tool.timeout_s for tool in found] == [60.0, 60.0]
         tools = {tool.spec.name: tool for tool in found}
+        soon = replace(tools["wait"], timeout_s=0.2)
         task = a_task()
-        greeter, waiter = await tools["greet"].open(task), await tools["wait"].open(task)
+        greeter, waiter = await tools["greet"].open(task), await soon.open(task)
         assert (await greeter.call({"name": "Ada"})).content == "Hello, Ada!"
         with pytest.raises(ToolFailure, match=r"it did not end within 0\.2 s"):
             await waiter.call({})
