@@ -1,0 +1,285 @@
+"""The group: what one sending rank holds of its place among sending ranks and workers.
+
+Invariant: nothing here waits without an eye on the key "failed" of the group's store. Whoever
+leaves in the middle sets that key, so that the others follow within a second; who dies is noticed
+by the backend (gloo, at once) or by the timeout. What torch cannot interrupt, a thread waits for,
+and is left alone when nobody needs it.
+
+Ranks: the senders, 0 and up, by their rank in the policy; then every worker of every server. Each
+sender has a backend of its own with all the workers, in which it is rank 0: a sender never waits
+for another one. `docs/protocol.md` lists the keys in the store, which rank 0 serves.
+
+The store outlives its groups, whose names are prefixes in it; see `publish_collective.py` for when
+a group is made and ends.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Group", "GroupLost", "Membership", "RankStore"]
+
+_POLL_S = 0.001
+_LOOK_S = 0.2
+_DIST: Any = dist  # torch does not declare what is used of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """What all senders of a group know of it."""
+
+    name: str
+    """Never used before in its store."""
+    backend: Literal["gloo", "nccl"]
+    rendezvous: str
+    """`host:port` of rank 0's store."""
+    world_size: int
+    num_senders: int
+    timeout_s: float
+    """Longest wait for a member to come, and for one broadcast."""
+
+
+class GroupLost(Exception):
+    """The group cannot go on; the message says why.
+
+    Attributes:
+        missing: Ranks that did not come.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class RankStore:
+    """The store that rank 0 serves, at one address and a free port of it only."""
+
+    def __init__(self, host: str, *, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self.store = _DIST.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),  # the store's from here on
+        )
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def announce(self, name: str, timeout_s: float) -> None:
+        """Leaves the group's timeout for its workers, before they hear of the group."""
+        _DIST.PrefixStore(name, self.store).set("timeout_s", str(timeout_s))
+
+
+class Membership:
+    """One sender's place in a group, from `join` to `leave`.
+
+    Args:
+        group: The group.
+        rank: This sender's, in the group.
+        device: Where "nccl" takes the bytes from; "gloo" takes them from host memory.
+        store: Of this process, if it serves it.
+
+    Raises:
+        GroupLost: The store cannot be reached.
+    """
+
+    def __init__(
+        self, group: Group, rank: int, *, device: torch.device, store: RankStore | None
+    ) -> None:
+        self.group = group
+        self.device = torch.device("cpu") if group.backend == "gloo" else device
+        self._rank = rank
+        self._backends: list[Any] = []
+        host, port = _address(group.rendezvous)
+        timeout = timedelta(seconds=group.timeout_s)
+        try:
+            served = store.store if store is not None else _connect(host, port, timeout)
+        except RuntimeError as error:
+            raise GroupLost(f"the store at {group.rendezvous}: {error}") from error
+        self._store = _DIST.PrefixStore(group.name, served)
+
+    def join(self) -> None:
+        """Waits for all members, then connects with the workers.
+
+        Raises:
+            GroupLost: Some did not come, or left, or could not be connected with.
+        """
+        ranks = range(self.group.world_size)
+        keys = [f"here/{rank}" for rank in ranks]
+        deadline = time.monotonic() + self.group.timeout_s
+        try:
+            self._store.set(keys[self._rank], b"")
+            while not self._store.check(keys):
+                self._look()
+                if time.monotonic() >= deadline:
+                    missing = tuple(rank for rank in ranks if not self._store.check([keys[rank]]))
+                    waited = f"{self.group.timeout_s:g} s"
+                    raise GroupLost(f"ranks {missing} did not come within {waited}", missing)
+                time.sleep(20 * _POLL_S)
+            self._backends.append(self._connected())
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
+
+    def broadcast(self, flat: torch.Tensor) -> Any:
+        """Sends `flat` to all workers; returns torch's handle, for `wait`.
+
+        Raises:
+            GroupLost: The backend is broken.
+        """
+        options = _DIST.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.asyncOp = True
+        try:
+            return self._backends[0].broadcast([flat], options)
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
+
+    def wait(self, work: Any, failing: str = "a bucket was not taken") -> None:
+        """Returns when the memory of a broadcast may be written again.
+
+        Args:
+            work: Of the backend.
+            failing: What to say if it is not done in time.
+
+        Raises:
+            GroupLost: It took too long, or a member failed.
+        """
+        self._until(work.is_completed, failing)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
+
+    def wait_written(self) -> None:
+        """Returns when all workers have written all that was sent, and say so.
+
+        They say it through the backend, which notices one that dies instead.
+
+        Raises:
+            GroupLost: It took too long, or a member failed.
+        """
+        options = _DIST.GatherOptions()
+        options.rootRank, options.asyncOp = 0, True
+        members = 1 + self.group.world_size - self.group.num_senders
+        answers = list(torch.zeros(1 + members, 1, dtype=torch.uint8, device=self.device))
+        own = answers.pop()
+        try:
+            work = self._backends[0].gather([answers], [own], options)
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
+        self.wait(work, "the workers have not written the weights")
+
+    def failure(self) -> str:
+        """Why the group ended, by who said it first; empty: nobody has, or the store is gone."""
+        with suppress(RuntimeError):
+            if self._store.check(["failed"]):
+                cause: str = self._store.get("failed").decode()
+                return cause
+        return ""
+
+    def at_fault(self) -> tuple[int, ...]:
+        """The rank that failed by itself, not by another one's failure, if it said so."""
+        with suppress(RuntimeError):
+            if self._store.check(["at_fault"]):
+                return (int(self._store.get("at_fault")),)
+        return ()
+
+    def fail(self, cause: str) -> None:
+        """Has every member leave, unless one did before; nothing without a store."""
+        with suppress(RuntimeError):
+            self._store.compare_set("failed", "", f"rank {self._rank}: {cause}")
+
+    def leave(self) -> None:
+        """Lets go. What the backend still waits for is left to a thread, which ends with it."""
+        thread = threading.Thread(target=_let_go, args=(self._backends,), daemon=True)
+        self._backends = []
+        thread.start()
+
+    def _until(self, done: Callable[[], bool], what: str, *, poll_s: float = _POLL_S) -> None:
+        deadline = time.monotonic() + self.group.timeout_s
+        look = time.monotonic() + _LOOK_S
+        try:
+            while not done():
+                now = time.monotonic()
+                if now >= look:
+                    self._look()
+                    look = now + _LOOK_S
+                if now >= deadline:
+                    raise GroupLost(f"{what} within {self.group.timeout_s:g} s")
+                time.sleep(poll_s)
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
+
+    def _look(self) -> None:
+        if cause := self.failure():
+            raise GroupLost(cause)
+
+    def _connected(self) -> Any:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._connect())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        self._until(future.done, "the workers could not be connected with", poll_s=20 * _POLL_S)
+        return future.result()
+
+    def _connect(self) -> Any:
+        size = 1 + self.group.world_size - self.group.num_senders
+        timeout = timedelta(seconds=self.group.timeout_s)
+        # With a connection of its own: a store serves one call at a time, and this may wait long.
+        own = _connect(*_address(self.group.rendezvous), timeout)
+        store = _DIST.PrefixStore(f"{self.group.name}/{self._rank}", own)
+        if self.group.backend == "nccl":
+            if not dist.is_nccl_available():
+                raise GroupLost(
+                    "the trainer's torch was built without NCCL: set sync.transport.backend=gloo"
+                )
+            options = _DIST.ProcessGroupNCCL.Options()
+            options._timeout = 2 * timeout  # its watchdog ends the process; ours is to come first
+            return _DIST.ProcessGroupNCCL(store, 0, size, options)
+        options = _DIST.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        # Listens only where it can be reached from rank 0: on loopback, if that is there.
+        own = _own_address(*_address(self.group.rendezvous))
+        options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=own)]
+        return _DIST.ProcessGroupGloo(store, 0, size, options)
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> Any:
+    return _DIST.TCPStore(host, port, wait_for_workers=False, timeout=timeout)
+
+
+def _let_go(backends: list[Any]) -> None:
+    for backend in backends:
+        with suppress(RuntimeError):
+            backend.abort()
+    # The last reference goes here, and waits for what gloo cannot abort.
+
+
+def _address(rendezvous: str) -> tuple[str, int]:
+    host, _, port = rendezvous.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine that packets to `host` leave from; none is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
