@@ -1,25 +1,30 @@
-"""The control side of weight sync with one server: Begin, Get, Commit, Abort, and the handshake.
+"""The control side of one server: Begin, Get, Commit, Abort; pause and memory; the handshake.
 
 The bytes themselves come from the policy's ranks (`inline`, `file`). Every call has a deadline;
 a failure is a `WeightSyncError` that says what to do.
 """
 
-from collections.abc import Awaitable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal, TypeVar
 
 import grpc
-import grpc.aio
-from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 
+from treadle.agent_loop.rpc import ChannelSecurity
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import server_service_pb2_grpc as server_grpc
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from treadle.trainer.weight_sync.errors import explain
-from treadle.trainer.weight_sync.inline import CHANNEL_OPTIONS
+from treadle.trainer.weight_sync.errors import WeightSyncError, explain
 
-__all__ = ["WeightSyncClient"]
+__all__ = ["Memory", "WeightSyncClient"]
+
+Memory = Literal["weights", "kv_cache"]
+"""Device memory that a server can give away."""
+_KINDS: dict[Memory, server_pb.MemoryKind] = {
+    "weights": server_pb.MEMORY_KIND_WEIGHTS,
+    "kv_cache": server_pb.MEMORY_KIND_KV_CACHE,
+}
 
 T = TypeVar("T")
 
@@ -28,13 +33,26 @@ class WeightSyncClient:
     """One server, named in errors as `name (address)`."""
 
     def __init__(
-        self, name: str, address: str, *, control_deadline_s: float, commit_deadline_s: float
+        self,
+        name: str,
+        address: str,
+        *,
+        control_deadline_s: float,
+        commit_deadline_s: float,
+        security: ChannelSecurity | None = None,
     ) -> None:
+        """Opens a channel; plain where there is no `security`.
+
+        Raises:
+            SetupError: A token would travel in plain text.
+        """
         self.name = name
         self.address = address
         self._control_s = control_deadline_s
         self._commit_s = commit_deadline_s
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        security = security or ChannelSecurity()
+        self._channel = security.open(address)
+        self._metadata = security.metadata
         self._sync = pb_grpc.WeightSyncServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._server = server_grpc.ServerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -42,62 +60,74 @@ class WeightSyncClient:
         """What the server is and holds."""
         request = server_pb.GetServerInfoRequest(client="treadle-trainer")
         return await self._call(
-            "GetServerInfo", self._server.GetServerInfo(request, timeout=self._control_s)
+            "GetServerInfo", self._server.GetServerInfo, request, self._control_s
         )
 
-    async def begin(
-        self,
-        update_id: str,
-        version: int,
-        tensors: Sequence[pb.TensorSpec],
-        *,
-        lease_s: float,
-        directory: Path | None = None,
-        crc32: Sequence[int] = (),
-    ) -> pb.BeginUpdateResponse:
-        """Opens the update; with a directory its bytes are files there, else they are pushed."""
-        lease = duration_pb2.Duration()
-        lease.FromMilliseconds(round(lease_s * 1000))
-        request = pb.BeginUpdateRequest(
-            update_id=update_id, weight_version=version, tensors=tensors, lease=lease
+    async def engine_failed(self) -> bool:
+        """Whether its engine broke. A server that does not answer has not said so."""
+        try:
+            return (await self.info()).state == server_pb.SERVER_STATE_FAILED
+        except WeightSyncError:
+            return False
+
+    async def pause(self, *, interrupt: bool) -> None:
+        """Stops generation; what runs is interrupted, or else comes to its end. Idempotent."""
+        request = server_pb.PauseRequest(
+            in_flight=pb.IN_FLIGHT_POLICY_INTERRUPT if interrupt else pb.IN_FLIGHT_POLICY_DRAIN
         )
-        if directory is None:
-            request.inline.SetInParent()
-        else:
-            request.file.directory = str(directory)
-            request.file.crc32.extend(crc32)
-        # The server reads files before it answers, so this may take as long as a commit.
-        deadline_s = self._control_s if directory is None else self._commit_s
-        return await self._call("BeginUpdate", self._sync.BeginUpdate(request, timeout=deadline_s))
+        await self._call("Pause", self._server.Pause, request, self._commit_s)
+
+    async def resume(self) -> None:
+        """Starts generation. Idempotent."""
+        request = server_pb.ResumeRequest()
+        await self._call("Resume", self._server.Resume, request, self._control_s)
+
+    async def release_memory(self, kinds: Iterable[Memory]) -> None:
+        """Gives device memory away, while paused. Idempotent."""
+        request = server_pb.ReleaseMemoryRequest(kinds=[_KINDS[kind] for kind in kinds])
+        await self._call("ReleaseMemory", self._server.ReleaseMemory, request, self._commit_s)
+
+    async def restore_memory(self, kinds: Iterable[Memory]) -> None:
+        """Takes device memory back. Idempotent."""
+        request = server_pb.RestoreMemoryRequest(kinds=[_KINDS[kind] for kind in kinds])
+        await self._call("RestoreMemory", self._server.RestoreMemory, request, self._commit_s)
+
+    async def begin(self, request: pb.BeginUpdateRequest) -> pb.BeginUpdateResponse:
+        """Opens the update, or finds it: says how much of each tensor the server holds."""
+        # Before it answers, a server reads files, or ends its completions for an update in place,
+        # which may take as long as a commit.
+        long = request.HasField("file") or request.HasField("in_place")
+        deadline_s = self._commit_s if long else self._control_s
+        return await self._call("BeginUpdate", self._sync.BeginUpdate, request, deadline_s)
 
     async def received(self, update_id: str) -> tuple[int, ...]:
         """Bytes held of each tensor; renews the lease."""
         request = pb.GetUpdateRequest(update_id=update_id)
-        response = await self._call(
-            "GetUpdate", self._sync.GetUpdate(request, timeout=self._control_s)
-        )
+        response = await self._call("GetUpdate", self._sync.GetUpdate, request, self._control_s)
         return tuple(response.received_bytes)
 
-    async def commit(self, update_id: str) -> int:
-        """Switches to the new weights once running completions have ended; the version."""
-        request = pb.CommitUpdateRequest(update_id=update_id, in_flight=pb.IN_FLIGHT_POLICY_DRAIN)
+    async def commit(self, update_id: str, in_flight: pb.InFlightPolicy) -> int:
+        """Switches to the new weights, as the policy says with what runs; the version."""
+        request = pb.CommitUpdateRequest(update_id=update_id, in_flight=in_flight)
         response = await self._call(
-            "CommitUpdate", self._sync.CommitUpdate(request, timeout=self._commit_s)
+            "CommitUpdate", self._sync.CommitUpdate, request, self._commit_s
         )
         return int(response.weight_version)
 
     async def abort(self, update_id: str) -> None:
         """Drops the update."""
         request = pb.AbortUpdateRequest(update_id=update_id)
-        await self._call("AbortUpdate", self._sync.AbortUpdate(request, timeout=self._control_s))
+        await self._call("AbortUpdate", self._sync.AbortUpdate, request, self._control_s)
 
     async def aclose(self) -> None:
         """Closes the connection."""
         await self._channel.close()
 
-    async def _call(self, name: str, call: Awaitable[T]) -> T:
+    async def _call(
+        self, name: str, method: Callable[..., Awaitable[T]], request: Message, deadline_s: float
+    ) -> T:
         try:
-            return await call
+            return await method(request, timeout=deadline_s, metadata=self._metadata)
         except grpc.RpcError as error:
             server = f"{self.name} ({self.address})"
             raise explain(error, server=server, call=name) from None

@@ -1,6 +1,7 @@
 """A policy that only has weights, and a server that only takes them."""
 
 import asyncio
+import os
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -20,10 +21,12 @@ from safetensors.torch import load_file
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import Command, Push, Specs, WriteFiles
+from treadle.trainer.policy_commands import Command, Compare, Push, Share, Specs, WriteFiles
 from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.delta import DeltaSender
 from treadle.trainer.weight_sync.file import write_files
 from treadle.trainer.weight_sync.inline import push
+from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in its stub only
 
@@ -36,6 +39,8 @@ class Weights:
         shapes = {"a": (3, 5), "b": (700,), "empty": (0,), "scalar": ()}
         self.tensors = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
         self.exports = 0
+        self.sender = SharedMemorySender()
+        self.delta = DeltaSender()
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return tuple(
@@ -53,32 +58,54 @@ class Weights:
         match command:
             case Specs():
                 return [self.weight_specs()]
+            case Compare():
+                return [await asyncio.to_thread(self.delta.compare, self, command, rank=0)]
+            case Push(changes=True):
+                return [await asyncio.to_thread(self.delta.push, self, command, rank=0)]
             case Push():
                 return [await asyncio.to_thread(push, self, command, rank=0)]
+            case WriteFiles(base_version=int()):
+                return [await asyncio.to_thread(self.delta.write, self, command, rank=0)]
             case WriteFiles():
                 return [await asyncio.to_thread(write_files, self, command, rank=0)]
+            case Share():
+                return [await asyncio.to_thread(self.sender.push, self, command, rank=0)]
         raise NotImplementedError(command)
 
 
 class Taker(pb_grpc.WeightSyncServiceServicer):
     """Takes one update at a time; keeps what a real server would sample from.
 
-    `refuse` maps a method to the reason that its next call is refused with; `break_after` ends
-    the next push after so many bytes; a push reads nothing before `push_waits_for`, and GetUpdate
-    is not answered before `get_waits_for`.
+    `refuse` maps a method to the reason that its next call is refused with; `lose` has methods
+    whose next call is done, but not answered; `break_after` ends the next push after so many
+    bytes, or after the bucket that brings them; a push reads nothing before `push_waits_for`, and
+    Begin, GetUpdate, Commit and Abort are not answered before `begin_waits_for`,
+    `get_waits_for`, `commit_waits_for` and `abort_waits_for`.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.weights: dict[str, bytes] = {}
         self.refuse: dict[str, str] = {}
+        self.lose: set[str] = set()
         self.break_after: int | None = None
+        self.base: int | None = None
+        self.deltas: list[bool] = []
         self.calls: list[str] = []
+        self.in_flight: pb.InFlightPolicy | None = None
+        self.in_place: pb.InFlightPolicy | None = None
+        self.slots: list[int] = []
         self.largest_chunk = 0
         self.max_chunk_bytes = 1 << 20
+        self.split_tensors = False
+        self.part_offsets: list[int] = []
         self.renewed = asyncio.Event()
         self.push_waits_for: asyncio.Event | None = None
+        self.begin_waits_for: asyncio.Event | None = None
         self.get_waits_for: asyncio.Event | None = None
+        self.commit_waits_for: asyncio.Event | None = None
+        self.abort_waits_for: asyncio.Event | None = None
+        self.aborting = asyncio.Event()
         self._update: pb.BeginUpdateRequest | None = None
         self._staged: dict[int, bytearray] = {}
 
@@ -86,13 +113,21 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         self, request: pb.BeginUpdateRequest, context: Context
     ) -> pb.BeginUpdateResponse:
         await self._enter("BeginUpdate", context)
+        if self.begin_waits_for is not None:
+            await self.begin_waits_for.wait()
+        if request.HasField("delta") and request.delta.base_weight_version != self.base:
+            await self._refuse("DELTA_BASE_MISMATCH", context)
         if self._update is None or self._update.update_id != request.update_id:
             self._update = request
             self._staged = {index: bytearray() for index in range(len(request.tensors))}
+        self.in_place = request.in_place.in_flight if request.HasField("in_place") else None
         if request.HasField("file"):
             await asyncio.to_thread(self._read, request)
+        await self._leave("BeginUpdate", context)
         return pb.BeginUpdateResponse(
-            received_bytes=self._received(), max_chunk_bytes=self.max_chunk_bytes
+            received_bytes=self._received(),
+            max_chunk_bytes=self.max_chunk_bytes,
+            split_tensors=self.split_tensors,
         )
 
     async def PushWeights(
@@ -117,6 +152,35 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
         return pb.PushWeightsResponse(received_bytes=sum(self._received()))
 
+    async def PushBuckets(
+        self, requests: AsyncIterator[pb.PushBucketsRequest], context: Context
+    ) -> AsyncIterator[pb.PushBucketsResponse]:
+        await self._enter("PushBuckets", context)
+        header = (await anext(requests)).header
+        pushed = 0
+        segment = os.open(f"/proc/{header.pid}/fd/{header.fd}", os.O_RDONLY)
+        try:
+            assert os.pread(segment, 4096, 0).rstrip(b"\0").decode() == header.update_id
+            async for request in requests:
+                if self.push_waits_for is not None:
+                    await self.push_waits_for.wait()
+                for part in request.bucket.parts:
+                    assert part.start + part.length <= header.num_bytes
+                    data = os.pread(segment, part.length, part.start)
+                    self._staged[part.tensor_index] += data
+                    self.part_offsets.append(part.offset)
+                    pushed += part.length
+                last = not request.bucket.parts
+                self.slots.append(request.bucket.slot)
+                if self.break_after is not None and pushed >= self.break_after:
+                    self.break_after = None
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+                yield pb.PushBucketsResponse(slot=request.bucket.slot)
+                if last:
+                    return
+        finally:
+            os.close(segment)
+
     async def GetUpdate(
         self, request: pb.GetUpdateRequest, context: Context
     ) -> pb.GetUpdateResponse:
@@ -130,18 +194,43 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         self, request: pb.CommitUpdateRequest, context: Context
     ) -> pb.CommitUpdateResponse:
         await self._enter("CommitUpdate", context)
+        if self.commit_waits_for is not None:
+            await self.commit_waits_for.wait()
         assert self._update is not None
+        self.in_flight = request.in_flight
         specs = self._update.tensors
-        self.weights = {spec.name: bytes(self._staged[i]) for i, spec in enumerate(specs)}
+        for i, spec in enumerate(specs):
+            data = bytes(self._staged[i])
+            if self._update.HasField("delta"):
+                data = self._changed(self.weights[spec.name], data)
+                assert zlib.crc32(data) == self._update.delta.crc32[i]
+            self.weights[spec.name] = data
+        self.deltas.append(self._update.HasField("delta"))
+        self.base = self._update.weight_version if self._update.keep_base else None
         self.version = self._update.weight_version
+        await self._leave("CommitUpdate", context)
         return pb.CommitUpdateResponse(weight_version=self.version)
 
     async def AbortUpdate(
         self, request: pb.AbortUpdateRequest, context: Context
     ) -> pb.AbortUpdateResponse:
         await self._enter("AbortUpdate", context)
+        self.aborting.set()
+        if self.abort_waits_for is not None:
+            await self.abort_waits_for.wait()
         self._update = None
         return pb.AbortUpdateResponse()
+
+    @staticmethod
+    def _changed(old: bytes, encoded: bytes) -> bytes:
+        """`old` with the changes that `BeginUpdateRequest.delta` describes, of float32."""
+        new = bytearray(old)
+        count = int.from_bytes(encoded[:8], "little")
+        assert len(encoded) == (8 + count * 8 if count else 0)
+        for n in range(count):
+            place = int.from_bytes(encoded[8 + 4 * n :][:4], "little")
+            new[4 * place : 4 * place + 4] = encoded[8 + 4 * count + 4 * n :][:4]
+        return bytes(new)
 
     def _read(self, request: pb.BeginUpdateRequest) -> None:
         names = [spec.name for spec in request.tensors]
@@ -159,12 +248,21 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
         assert context.time_remaining() is not None
         reason = self.refuse.pop(method, None)
         if reason is not None:
-            packed = any_pb2.Any()
-            packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="treadle.rollout.v1"))
-            status = status_pb2.Status(
-                code=grpc.StatusCode.INTERNAL.value[0], message="no", details=[packed]
-            )
-            await context.abort_with_status(rpc_status.to_status(status))
+            await self._refuse(reason, context)
+
+    async def _leave(self, method: str, context: Context) -> None:
+        if method in self.lose:
+            self.lose.remove(method)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+
+    @staticmethod
+    async def _refuse(reason: str, context: Context) -> None:
+        packed = any_pb2.Any()
+        packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="treadle.rollout.v1"))
+        status = status_pb2.Status(
+            code=grpc.StatusCode.INTERNAL.value[0], message="no", details=[packed]
+        )
+        await context.abort_with_status(rpc_status.to_status(status))
 
 
 @pytest.fixture
@@ -188,7 +286,7 @@ async def serve() -> AsyncIterator[Serve]:
             await server.start()
             stack.push_async_callback(server.stop, None)
             client = WeightSyncClient(
-                name, f"127.0.0.1:{port}", control_deadline_s=10, commit_deadline_s=10
+                name, f"127.0.0.1:{port}", control_deadline_s=60, commit_deadline_s=60
             )
             stack.push_async_callback(client.aclose)
             return taker, client

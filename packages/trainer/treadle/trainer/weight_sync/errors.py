@@ -26,6 +26,8 @@ class Outcome(enum.Enum):
     """Ask how far the update got, and push the rest."""
     RESTART = "restart"
     """Begin the update again, under a new id."""
+    FULL = "full"
+    """Begin the update again without delta, under a new id."""
     REPLACE = "replace"
     """This server cannot go on; the others can. It leaves the rotation."""
     STOP = "stop"
@@ -57,6 +59,7 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "STATE_CONFLICT": Outcome.STOP,
         "IMAGE_UNREADABLE": Outcome.STOP,
         "IMAGE_PLACEHOLDERS": Outcome.STOP,
+        "DELTA_BASE_MISMATCH": Outcome.FULL,
     }
 )
 """By `ErrorReason` without its prefix."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from treadle.trainer.policy_commands import WriteFiles
@@ -14,8 +15,12 @@ from treadle.trainer.weight_sync.payload import tensor_bytes
 
 def test_the_library_reads_what_is_written(tmp_path: Path, weights: Weights) -> None:
     directory = tmp_path / "v1"
-    report = write_files(weights, WriteFiles(directory=directory, element_type="float32"), rank=0)
+    report = write_files(
+        weights, WriteFiles(directory=directory, element_type="float32", version=7), rank=0
+    )
     (file,) = directory.iterdir()
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"weight_version": "7"}
     read = load_file(file)
     assert list(read) == sorted(weights.tensors)
     for name, tensor in weights.tensors.items():
@@ -25,7 +30,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path, weights: Weights) -> 
 
 
 def test_weights_are_converted_on_the_way(tmp_path: Path, weights: Weights) -> None:
-    write_files(weights, WriteFiles(directory=tmp_path, element_type="bfloat16"), rank=0)
+    write_files(weights, WriteFiles(directory=tmp_path, element_type="bfloat16", version=7), rank=0)
     (file,) = tmp_path.iterdir()
     for name, tensor in load_file(file).items():
         assert torch.equal(tensor, weights.tensors[name].to(torch.bfloat16))
@@ -34,7 +39,9 @@ def test_weights_are_converted_on_the_way(tmp_path: Path, weights: Weights) -> N
 def test_a_rank_without_weights_of_its_own_only_takes_part(
     tmp_path: Path, weights: Weights
 ) -> None:
-    report = write_files(weights, WriteFiles(directory=tmp_path, element_type="float32"), rank=1)
+    report = write_files(
+        weights, WriteFiles(directory=tmp_path, element_type="float32", version=7), rank=1
+    )
     assert (report.num_bytes, list(tmp_path.iterdir())) == (0, [])
     assert weights.exports == 1
 
@@ -47,5 +54,7 @@ def test_no_file_appears_when_the_disk_is_full(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_files(weights, WriteFiles(directory=tmp_path, element_type="float32"), rank=0)
+        write_files(
+            weights, WriteFiles(directory=tmp_path, element_type="float32", version=7), rank=0
+        )
     assert list(tmp_path.iterdir()) == []

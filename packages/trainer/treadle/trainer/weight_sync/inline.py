@@ -7,7 +7,7 @@ the server how far it got and calls again (`PushTarget.received_bytes`).
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import grpc
 
@@ -17,9 +17,8 @@ from treadle.trainer.weight_sync.errors import explain
 from treadle.trainer.weight_sync.feed import Feed
 from treadle.trainer.weight_sync.payload import WeightSource, chunk_message, slices, tensor_bytes
 
-__all__ = ["CHANNEL_OPTIONS", "push"]
+__all__ = ["push", "push_bytes"]
 
-CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
 _MESSAGES_AHEAD = 4
 _PUSH_WEIGHTS = f"/{pb.DESCRIPTOR.services_by_name['WeightSyncService'].full_name}/PushWeights"
 
@@ -32,6 +31,7 @@ class _Stream:
         self.num_bytes = 0
         self.error: str | None = None
         self._deadline_s = command.deadline_s
+        self._security = command.security
         self._feed: Feed[bytes] = Feed(_MESSAGES_AHEAD)
         header = pb.PushWeightsRequest(header=pb.PushHeader(update_id=command.update_id))
         self._feed.put(header.SerializeToString())
@@ -40,15 +40,18 @@ class _Stream:
 
     def _run(self) -> None:
         try:
-            with grpc.insecure_channel(self.target.address, options=CHANNEL_OPTIONS) as channel:
+            security = self._security.read()
+            with security.open_blocking(self.target.address) as channel:
                 # Without a serializer: the feed's messages are serialized already.
                 call: grpc.StreamUnaryMultiCallable[bytes, pb.PushWeightsResponse]
                 call = channel.stream_unary(
                     _PUSH_WEIGHTS, response_deserializer=pb.PushWeightsResponse.FromString
                 )
-                call(self._feed, timeout=self._deadline_s)
+                call(self._feed, timeout=self._deadline_s, metadata=security.metadata)
         except grpc.RpcError as error:
             self.error = str(explain(error, server=self.target.name, call="PushWeights"))
+        except OSError as error:  # the certificate or the token could not be read
+            self.error = f"{self.target.name}: PushWeights: {error}"
         finally:
             self._feed.close()
 
@@ -75,15 +78,29 @@ def push(policy: WeightSource, command: Push, *, rank: int) -> SendReport:
     The weights are exported even when no target lacks one of this rank's, because the export is
     collective.
     """
+    return push_bytes(_weights(policy, command, rank), command)
+
+
+def _weights(policy: WeightSource, command: Push, rank: int) -> Iterator[tuple[int, memoryview]]:
+    """(place in the announcement, bytes) of this rank's weights."""
     specs = policy.weight_specs()
-    place = {spec.name: index for index, spec in enumerate(specs)}
-    mine = {index for index, spec in enumerate(specs) if spec.sender == rank}
-    streams = [_Stream(target, command) for target in command.targets] if mine else []
+    mine = {spec.name: index for index, spec in enumerate(specs) if spec.sender == rank}
+    for named in policy.export_weights():
+        if (index := mine.get(named.name)) is not None:
+            yield index, tensor_bytes(named.tensor, command.element_type)
+
+
+def push_bytes(tensors: Iterator[tuple[int, memoryview]], command: Push) -> SendReport:
+    """Sends what a rank has of each tensor, (place in the announcement, bytes), to every target.
+
+    A rank that has nothing calls no server. All of `tensors` is read in any case.
+    """
+    streams: list[_Stream] = []
     try:
-        for named in policy.export_weights():
-            index = place[named.name]
-            if index in mine:
-                _send(streams, index, tensor_bytes(named.tensor, command.element_type), command)
+        for index, data in tensors:
+            if not streams:
+                streams = [_Stream(target, command) for target in command.targets]
+            _send(streams, index, data, command)
     finally:
         for stream in streams:
             stream.join()

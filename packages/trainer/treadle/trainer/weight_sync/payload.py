@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WeightSource",
     "chunk_message",
+    "copy_into",
     "element_type_to_proto",
     "num_bytes",
     "slices",
@@ -64,9 +65,23 @@ def tensor_bytes(tensor: "Tensor", element_type: ElementType) -> memoryview:
     """[number of bytes]; shares the tensor's memory where no conversion is needed."""
     import torch
 
-    wanted = torch.float32 if element_type == "float32" else torch.bfloat16
+    wanted = getattr(torch, element_type)
     flat = tensor.detach().to(dtype=wanted, device="cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def copy_into(target: memoryview, tensor: "Tensor", element_type: ElementType) -> None:
+    """Writes the bytes of a weight, converting on the way: one pass over memory.
+
+    Args:
+        target: [number of bytes], writable, at least one.
+        tensor: On any device.
+        element_type: That the bytes become.
+    """
+    import torch
+
+    held = torch.frombuffer(target, dtype=getattr(torch, element_type))
+    held.view(tensor.shape).copy_(tensor.detach())
 
 
 def slices(data: memoryview, size: int) -> Iterator[tuple[int, memoryview]]:

@@ -3,24 +3,39 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
+from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.trainer.config.schema import (
     FileTransportConfig,
+    InFlight,
     InlineTransportConfig,
+    SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
 from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.server_security import ServerSecurity
 from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
-from treadle.trainer.weight_sync.errors import WeightSyncError
+from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import tensor_bytes
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 _INLINE = WeightSyncConfig(transport=InlineTransportConfig(chunk_bytes=4096))
 
 
-def _publisher(weights: Weights, config: WeightSyncConfig, directory: Path) -> WeightPublisher:
+def _publisher(
+    weights: Weights,
+    config: WeightSyncConfig,
+    directory: Path,
+    *,
+    security: ServerSecurity | None = None,
+) -> WeightPublisher:
     return WeightPublisher(
-        cast(PolicyGroup, weights), config, element_type="float32", directory=directory
+        cast(PolicyGroup, weights),
+        config,
+        element_type="float32",
+        directory=directory,
+        security=security,
     )
 
 
@@ -29,9 +44,14 @@ def _holds(taker: Taker, weights: Weights) -> bool:
     return taker.weights == wanted
 
 
+_SHARED = WeightSyncConfig(transport=SharedMemoryTransportConfig())
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "config", [_INLINE, WeightSyncConfig(transport=FileTransportConfig())], ids=["inline", "file"]
+    "config",
+    [_INLINE, WeightSyncConfig(transport=FileTransportConfig()), _SHARED],
+    ids=["inline", "file", "shared_memory"],
 )
 async def test_every_server_gets_every_byte(
     serve: Serve, weights: Weights, tmp_path: Path, config: WeightSyncConfig
@@ -72,6 +92,21 @@ async def test_a_broken_push_goes_on_where_it_broke(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("transport", ["inline", "file", "shared_memory"])
+@pytest.mark.parametrize("call", ["BeginUpdate", "CommitUpdate"])
+async def test_an_answer_that_got_lost_is_asked_for_again(
+    serve: Serve, weights: Weights, tmp_path: Path, transport: str, call: str
+) -> None:
+    (one, first), (two, second) = await serve("one"), await serve("two")
+    one.lose.add(call)
+    config = WeightSyncConfig.model_validate({"transport": transport})
+    report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
+    assert (report.served, report.failed) == (("one", "two"), {})
+    assert one.calls.count(call) == two.calls.count(call) + 1
+    assert _holds(one, weights)
+
+
+@pytest.mark.asyncio
 async def test_nobody_commits_before_all_hold_everything(
     serve: Serve, weights: Weights, tmp_path: Path
 ) -> None:
@@ -86,15 +121,96 @@ async def test_nobody_commits_before_all_hold_everything(
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_fails_its_commit_is_aborted_and_named(
-    serve: Serve, weights: Weights, tmp_path: Path
+@pytest.mark.parametrize("in_flight", ["drain", "interrupt", "continue"])
+async def test_servers_are_told_what_becomes_of_completions_in_flight(
+    serve: Serve, weights: Weights, tmp_path: Path, in_flight: InFlight
+) -> None:
+    taker, client = await serve("one")
+    config = WeightSyncConfig(in_flight=in_flight)
+    await _publisher(weights, config, tmp_path).publish(1, [client])
+    assert taker.in_flight == pb.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{in_flight.upper()}")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("transport", ["inline", "file", "shared_memory"])
+async def test_in_place_servers_are_told_at_begin(
+    serve: Serve, weights: Weights, tmp_path: Path, transport: str
+) -> None:
+    taker, client = await serve("one")
+    config = WeightSyncConfig.model_validate(
+        {"transport": transport, "in_place": True, "in_flight": "interrupt"}
+    )
+    await _publisher(weights, config, tmp_path).publish(1, [client])
+    assert taker.in_place == pb.IN_FLIGHT_POLICY_INTERRUPT
+    assert _holds(taker, weights)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("in_place", "can", "split"),
+    [
+        (True, (True, True), True),
+        (True, (True, False), False),
+        (False, (False, False), True),
+    ],
+)
+async def test_weights_are_split_over_buckets_where_every_server_takes_parts(
+    serve: Serve,
+    weights: Weights,
+    tmp_path: Path,
+    in_place: bool,
+    can: tuple[bool, bool],
+    split: bool,
 ) -> None:
     (one, first), (two, second) = await serve("one"), await serve("two")
-    one.refuse["CommitUpdate"] = "ENGINE_FAILED"
+    one.split_tensors, two.split_tensors = can
+    weights.tensors["large"] = torch.arange(20_000.0)
+    transport = SharedMemoryTransportConfig(bucket_bytes=1 << 16)
+    config = WeightSyncConfig(transport=transport, in_place=in_place)
+    await _publisher(weights, config, tmp_path).publish(1, [first, second])
+    assert any(one.part_offsets) is any(two.part_offsets) is split
+    assert _holds(one, weights) and _holds(two, weights)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_a_server_whose_stream_of_buckets_broke_is_begun_anew_and_gets_everything(
+    serve: Serve, weights: Weights, tmp_path: Path, in_place: bool
+) -> None:
+    (one, first), (two, second) = await serve("one"), await serve("two")
+    one.break_after = 1
+    config = _SHARED.model_copy(update={"in_place": in_place})
+    report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
+    assert (set(report.served), report.failed) == ({"one", "two"}, {})
+    assert _holds(one, weights)
+    assert _holds(two, weights)
+    assert one.calls.count("BeginUpdate") == 2
+    assert one.calls.index("AbortUpdate") < one.calls.index("CommitUpdate")
+    assert two.calls.count("BeginUpdate") == 1
+
+
+@pytest.mark.asyncio
+async def test_a_server_on_another_host_ends_the_run_and_says_what_to_do(
+    serve: Serve, weights: Weights, tmp_path: Path
+) -> None:
+    one, first = await serve("one")
+    one.refuse["PushBuckets"] = "CAPABILITY_MISSING"
+    with pytest.raises(WeightSyncError, match="PushBuckets was refused") as caught:
+        await _publisher(weights, _SHARED, tmp_path).publish(1, [first])
+    assert caught.value.outcome is Outcome.STOP
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reason", ["ENGINE_FAILED", "UPDATE_UNKNOWN"])  # unknown: started again
+async def test_a_server_that_fails_its_commit_is_aborted_and_named(
+    serve: Serve, weights: Weights, tmp_path: Path, reason: str
+) -> None:
+    (one, first), (two, second) = await serve("one"), await serve("two")
+    one.refuse["CommitUpdate"] = reason
     report = await _publisher(weights, _INLINE, tmp_path).publish(1, [first, second])
     assert report.served == ("two",)
     assert "one" in report.failed["one"]
-    assert "ENGINE_FAILED" in report.failed["one"]
+    assert reason in report.failed["one"]
     assert one.calls[-1] == "AbortUpdate"
     assert two.version == 1
 
@@ -167,3 +283,40 @@ async def test_a_server_that_hangs_does_not_cost_the_others_their_leases(
     report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
     assert report.served == ("hanging", "other")
     assert "lease not renewed" not in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("transport", ["inline", "file", "shared_memory"])
+async def test_a_server_that_begins_late_does_not_cost_the_others_their_leases(
+    serve: Serve, weights: Weights, tmp_path: Path, transport: str
+) -> None:
+    (late, first), (taker, second) = await serve("late"), await serve("other")
+    late.begin_waits_for = taker.renewed
+    config = WeightSyncConfig.model_validate({"transport": transport, "lease_s": 1})
+    report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
+    assert set(report.served) == {"late", "other"}
+
+
+@pytest.mark.asyncio
+async def test_servers_that_failed_are_freed_at_once_and_not_one_after_another(
+    serve: Serve, weights: Weights, tmp_path: Path
+) -> None:
+    (one, first), (two, second) = await serve("one"), await serve("two")
+    (three, third) = await serve("three")
+    one.refuse["BeginUpdate"] = two.refuse["BeginUpdate"] = "ENGINE_FAILED"
+    one.abort_waits_for, two.abort_waits_for = two.aborting, one.aborting
+    report = await _publisher(weights, _INLINE, tmp_path).publish(1, [first, second, third])
+    assert (report.served, set(report.failed)) == (("three",), {"one", "two"})
+    assert _holds(three, weights)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("config", [_INLINE, _SHARED], ids=["inline", "shared_memory"])
+async def test_a_token_that_cannot_be_read_is_named(
+    serve: Serve, weights: Weights, tmp_path: Path, config: WeightSyncConfig
+) -> None:
+    _, client = await serve("one")
+    security = ServerSecurity(tls=False, token=tmp_path / "token")
+    publisher = _publisher(weights, config, tmp_path, security=security)
+    with pytest.raises(WeightSyncError, match=r"one: Push.*No such file.*token"):
+        await publisher.publish(1, [client])
