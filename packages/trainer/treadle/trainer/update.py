@@ -7,10 +7,13 @@ of the reference, where the loss does; then `epochs` x `mini_batches` optimizer 
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from treadle.trainer.algorithms.loss import policy_loss
+from treadle.trainer.algorithms.mismatch import mismatch_metrics
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy import PolicyBackend, TrainSequence
 from treadle.trainer.policy_commands import UpdateStats
@@ -38,10 +41,16 @@ def run_update(
     algorithm: AlgorithmConfig,
     *,
     temperature: float,
+    free_memory: bool = False,
 ) -> UpdateStats:
-    """Trains on the batch, which was sampled with `temperature`; see the module."""
+    """Trains on the batch, which was sampled with `temperature`; see the module.
+
+    With `free_memory` device memory that is only cached is given back at the end, for others.
+    """
     started = time.perf_counter()
     prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
+    computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
+    mismatch = _mismatch(prepared) if computed else None
     if algorithm.needs_reference:
         reference = policy.reference_logprobs(prepared, temperature=temperature)
         prepared = [
@@ -61,7 +70,9 @@ def run_update(
         for _ in range(algorithm.epochs)
         for part in cut(prepared, algorithm.mini_batches)
     )
-    return UpdateStats(steps=steps, logprobs_s=logprobs_s)
+    if free_memory:
+        torch.cuda.empty_cache()  # does nothing where no CUDA is in use
+    return UpdateStats(steps=steps, logprobs_s=logprobs_s, mismatch=mismatch)
 
 
 def _with_old_logprobs(
@@ -79,3 +90,18 @@ def _with_old_logprobs(
         replace(sequence, old_logprobs=logprobs)
         for sequence, logprobs in zip(sequences, old, strict=True)
     ]
+
+
+def _mismatch(sequences: Sequence[TrainSequence]) -> Mapping[str, float] | None:
+    """Of sequences that have old log-probabilities; None where no engine sampled them."""
+    gaps: list[float] = []
+    stale: list[bool] = []
+    for sequence in sequences:
+        ours, theirs = sequence.old_logprobs, sequence.rollout_logprobs
+        if ours is None or theirs is None:
+            return None
+        flags = sequence.stale or (False,) * len(sequence.ids)
+        places = [t for t, masked in enumerate(sequence.loss_mask) if masked]
+        gaps += [ours[t] - theirs[t] for t in places]
+        stale += [flags[t] for t in places]
+    return mismatch_metrics(torch.tensor(gaps), torch.tensor(stale)) if gaps else None

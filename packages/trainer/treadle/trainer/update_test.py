@@ -98,6 +98,19 @@ def test_several_updates_are_measured_against_the_policy_that_began() -> None:
     assert all(s.old_logprobs == (-1.0, -1.0) for part in policy.trained for s in part)
 
 
+def test_the_whole_batch_is_compared_with_the_rollout_where_it_was_computed_anyway() -> None:
+    old = replace(_SEQUENCES[0], stale=(False, True), rollout_logprobs=(9.0, -3.0))
+    stats = run_update(
+        _Policy(), (*_SEQUENCES, old), AlgorithmConfig(mini_batches=2), temperature=1.0
+    )
+    assert stats.mismatch is not None
+    assert stats.mismatch["rollout/logprob_diff_mean"] == 0.875  # three times 0.5, and 2
+    assert stats.mismatch["rollout/stale_tokens"] == 0.25
+    assert stats.mismatch["rollout/logprob_diff_fresh_max"] == 0.5
+    alone = run_update(_Policy(), _SEQUENCES, AlgorithmConfig(), temperature=1.0)
+    assert alone.mismatch is None
+
+
 def test_everything_is_measured_at_the_temperature_of_the_sampling() -> None:
     policy = _Policy()
     run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, kl_coef=0.1), temperature=0.7)

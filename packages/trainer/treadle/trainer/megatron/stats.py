@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from treadle.trainer.algorithms.mismatch import mismatch_metrics
 from treadle.trainer.policy import LossInputs
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class StatsCollector:
         self._world = world
         self._names = ["actor/entropy", *_metric_names(loss)]
         self._slots_M = packer.slots(computed)
+        self._stale_M = packer.stale(computed)
         at = self._slots_M.device
         self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=at)
         self._gaps_M = torch.zeros(packer.num_loss_tokens, device=at)
@@ -72,28 +73,8 @@ class StatsCollector:
         metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
         if self._has_rollout:
             dist.all_reduce(self._gaps_M)
-            metrics |= rollout_metrics(self._gaps_M[self._slots_M])
+            metrics |= mismatch_metrics(self._gaps_M[self._slots_M], self._stale_M)
         return Collected(loss=loss, num_micro_batches=int(count), metrics=metrics)
-
-
-def rollout_metrics(gaps_M: Tensor) -> dict[str, float]:
-    """How far the trainer's probabilities are from those the rollout engine sampled with.
-
-    Args:
-        gaps_M: log p_trainer - log p_rollout of each sampled token, nats, not empty.
-
-    Returns:
-        Mean, 99th percentile and maximum of the absolute gap, and the k3 estimate of
-        KL(rollout || trainer) (see `treadle.trainer.algorithms.kl`).
-    """
-    absolute_M = gaps_M.abs()
-    nearest = min(len(absolute_M), -(-99 * len(absolute_M) // 100))  # nearest-rank percentile
-    return {
-        "rollout/logprob_diff_mean": float(absolute_M.mean()),
-        "rollout/logprob_diff_p99": float(absolute_M.kthvalue(nearest).values),
-        "rollout/logprob_diff_max": float(absolute_M.max()),
-        "rollout/kl": float((gaps_M.exp() - 1.0 - gaps_M).mean()),
-    }
 
 
 def _metric_names(loss: LossFn) -> list[str]:
