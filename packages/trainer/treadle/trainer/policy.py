@@ -54,13 +54,16 @@ class TrainSequence:
     trajectory: int | None = None
     """Number of the trajectory in its batch that this is a sample of. The samples of one count as
     one sequence in the loss, and stay in one mini-batch. None: it has no other sample."""
+    stale: tuple[bool, ...] | None = None
+    """True for tokens in which weights older than the policy's had a part: sampled from them, or
+    after such a token in one completion, whose cache they made. None: there are none."""
 
     def __post_init__(self) -> None:
         """Check the alignment that the docstring promises."""
         length = len(self.ids)
         if length < 2:
             raise ValueError(f"a sequence needs at least 2 ids, got {length}")
-        for name in ("loss_mask", "advantages", *LOGPROB_FIELDS):
+        for name in ("loss_mask", "advantages", "stale", *LOGPROB_FIELDS):
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise ValueError(f"{name} has {len(values)} entries for {length} ids")

@@ -6,26 +6,34 @@ authenticated connection between processes of one run.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.policy import ElementType, StepStats, TrainSequence
+from treadle.trainer.server_security import ServerSecurity
 
 __all__ = [
     "AUTHKEY_VARIABLE",
+    "Broadcast",
+    "BroadcastReport",
     "Build",
     "Command",
+    "Compare",
+    "DeltaReport",
     "Done",
     "Failed",
     "Load",
     "Meet",
+    "OpenGroup",
     "Push",
     "PushTarget",
     "Save",
     "SendReport",
+    "Share",
+    "ShareTarget",
     "Specs",
     "Stop",
     "Update",
@@ -39,7 +47,7 @@ AUTHKEY_VARIABLE = "TREADLE_AUTHKEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meet:
-    """Asks a rank for a port at which the others can find it. Answer: its `host:port`."""
+    """Lets a rank listen for the others, before it is built. Answer: its `host:port`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,8 @@ class Update:
     algorithm: AlgorithmConfig
     temperature: float
     """What the sequences were sampled with."""
+    free_memory: bool = False
+    """Whether to give device memory that is only cached back afterwards, for others to use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +83,9 @@ class UpdateStats:
     steps: tuple[StepStats, ...]
     logprobs_s: float
     """Seconds spent on old and reference log-probabilities; 0 where none was needed."""
+    mismatch: Mapping[str, float] | None = None
+    """See `algorithms.mismatch`, over the whole batch; None: the first step's metrics have it, of
+    what that step computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +112,31 @@ class Push:
     targets: tuple[PushTarget, ...]
     chunk_bytes: int
     deadline_s: float
+    changes: bool = False
+    """Send what the last `Compare` found to have changed, instead of the weights."""
+    security: ServerSecurity = field(default_factory=ServerSecurity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare:
+    """Keep a copy of the weights, and find what changed. Answer: `DeltaReport`, of this rank's."""
+
+    version: int
+    """Name of the weights."""
+    base_version: int | None
+    """That they are compared with, if this rank keeps it."""
+    element_type: ElementType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaReport:
+    """What changed in one rank's weights. By tensor name."""
+
+    fits: bool
+    """Whether the base was there, and no weight has too many elements for the encoding."""
+    encoded_bytes: Mapping[str, int]
+    crc32: Mapping[str, int]
+    """Of the whole weight, now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +145,33 @@ class WriteFiles:
 
     directory: Path
     element_type: ElementType
+    version: int
+    """Name of the weights."""
+    base_version: int | None = None
+    """Write what the last `Compare`, with this one, found to have changed, instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareTarget:
+    """One server of this host."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Hand the weights to the targets in shared memory. Answer: `SendReport`, of this rank's."""
+
+    update_id: str
+    element_type: ElementType
+    targets: tuple[ShareTarget, ...]
+    bucket_bytes: int
+    """Without `split_tensors`, a bucket may be larger, for one weight."""
+    deadline_s: float
+    split_tensors: bool = False
+    """Whether a weight may lie in several buckets."""
+    security: ServerSecurity = field(default_factory=ServerSecurity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +179,48 @@ class SendReport:
     """What one rank sent or wrote."""
 
     num_bytes: int
-    """Sent to all targets together, or written."""
+    """Sent to all targets together, or written, or shared."""
     crc32: Mapping[str, int]
     """Tensor name -> CRC-32 of its bytes; of files only."""
     errors: Mapping[str, str]
     """Target name -> why its push broke."""
+    misfits: tuple[str, ...] = ()
+    """Names of `errors` that no attempt can help: trainer and servers do not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """Open the place where a collective group meets. Answer: its `host:port`; of others, None."""
+
+    rank: int
+    """The lowest sender."""
+    group_name: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """Send the weights through a group, joining it if need be. Answer: `BroadcastReport`."""
+
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+    rendezvous: str
+    world_size: int
+    """Senders and workers."""
+    bucket_bytes: int
+    element_type: ElementType
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastReport:
+    """What one rank sent; a group that failed is gone."""
+
+    num_bytes: int
+    """Once, whatever the number of workers."""
+    error: str | None
+    lost: tuple[int, ...]
+    """Ranks of the group that did not come, or that failed by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +242,21 @@ class Stop:
     """Leave the other ranks and exit. Answer: None."""
 
 
-Command = Meet | Build | Update | Specs | Push | WriteFiles | Save | Load | Stop
+Command = (
+    Meet
+    | Build
+    | Update
+    | Specs
+    | Compare
+    | Push
+    | WriteFiles
+    | Share
+    | OpenGroup
+    | Broadcast
+    | Save
+    | Load
+    | Stop
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

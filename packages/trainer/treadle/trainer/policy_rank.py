@@ -21,14 +21,18 @@ from treadle.trainer.launch.environment import read_authkey
 from treadle.trainer.launch.process import watch_parent, write_ready
 from treadle.trainer.policy import CheckpointError
 from treadle.trainer.policy_commands import (
+    Broadcast,
     Build,
     Command,
+    Compare,
     Done,
     Failed,
     Load,
     Meet,
+    OpenGroup,
     Push,
     Save,
+    Share,
     Specs,
     Stop,
     Update,
@@ -37,6 +41,9 @@ from treadle.trainer.policy_commands import (
 
 if TYPE_CHECKING:
     from treadle.trainer.megatron.backend import MegatronPolicy
+    from treadle.trainer.weight_sync.collective import CollectiveSender
+    from treadle.trainer.weight_sync.delta import DeltaSender
+    from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
 
 __all__ = ["main"]
 
@@ -47,16 +54,23 @@ class PolicyRank:
     def __init__(self, host: str) -> None:
         self._host = host
         self._rank = 0
+        self._listener: socket.socket | None = None
         self._policy: MegatronPolicy | None = None
+        self._sender: SharedMemorySender | None = None
+        self._collective: CollectiveSender | None = None
+        self._delta: DeltaSender | None = None
 
     def execute(self, command: Command) -> object:
         """The command's answer."""
         match command:
             case Meet():
-                return f"{self._host}:{_free_port(self._host)}"
+                self._listener = socket.create_server((self._host, 0))
+                return f"{self._host}:{self._listener.getsockname()[1]}"
             case Build():
                 return self._build(command)
             case Stop():
+                if self._collective is not None:
+                    self._collective.close()
                 if self._policy is not None:
                     self._policy.close()
                 return None
@@ -71,23 +85,53 @@ class PolicyRank:
                     command.sequences,
                     command.algorithm,
                     temperature=command.temperature,
+                    free_memory=command.free_memory,
                 )
             case Specs():
                 return policy.weight_specs()
+            case Compare():
+                return self._delta_sender().compare(policy, command, rank=self._rank)
+            case Push(changes=True):
+                return self._delta_sender().push(policy, command, rank=self._rank)
             case Push():
                 from treadle.trainer.weight_sync.inline import push
 
                 return push(policy, command, rank=self._rank)
+            case WriteFiles(base_version=int()):
+                return self._delta_sender().write(policy, command, rank=self._rank)
             case WriteFiles():
                 from treadle.trainer.weight_sync.file import write_files
 
                 return write_files(policy, command, rank=self._rank)
+            case Share():
+                from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
+
+                self._sender = self._sender or SharedMemorySender()
+                return self._sender.push(policy, command, rank=self._rank)
+            case OpenGroup():
+                return self._collective_sender().open_group(command)
+            case Broadcast():
+                return self._collective_sender().broadcast(policy, command)
             case Save():
                 policy.save(command.directory)
                 return None
             case Load():
                 policy.load(command.directory)
                 return policy.step
+
+    def _delta_sender(self) -> "DeltaSender":
+        from treadle.trainer.weight_sync.delta import DeltaSender
+
+        self._delta = self._delta or DeltaSender()
+        return self._delta
+
+    def _collective_sender(self) -> "CollectiveSender":
+        from treadle.trainer.megatron.device import device
+        from treadle.trainer.weight_sync.collective import CollectiveSender
+
+        if self._collective is None:
+            self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device())
+        return self._collective
 
     def _build(self, command: Build) -> int:
         from treadle.trainer.megatron.backend import MegatronPolicy
@@ -102,6 +146,7 @@ class PolicyRank:
                 world_size=command.world_size,
                 master_addr=command.master_addr,
                 master_port=command.master_port,
+                listener=self._listener.detach() if self._listener is not None else None,
                 local_rank=command.local_rank,
             ),
             keep_reference=command.with_reference,
@@ -144,14 +189,11 @@ def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", 
     if isinstance(command, Build) and isinstance(error, ValueError | FileNotFoundError):
         return "input"
     lowered = str(error).lower()
-    lost = ("connection closed by peer", "connection reset", "timed out", "gloo", "nccl")
+    lost = (
+        *("connection closed by peer", "connection reset", "connection was likely closed"),
+        *("timed out", "gloo", "nccl"),
+    )
     return "peer" if isinstance(error, RuntimeError) and any(w in lowered for w in lost) else "bug"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def main(argv: Sequence[str]) -> int:

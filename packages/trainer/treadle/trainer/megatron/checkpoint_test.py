@@ -123,7 +123,6 @@ def resharded(task: RankTask) -> dict[str, Any]:
             rank=task.rank - first,
             world_size=size,
             shared_file=task.folder / name.replace(" ", ""),
-            timeout_s=100.0,
         )
         return MegatronPolicy(settings, model, place)
 
@@ -168,7 +167,6 @@ def full_disk(policy: MegatronPolicy, folder: Path, mine_is_full: bool) -> list[
     return [message, *sorted(p.name for p in folder.iterdir())]
 
 
-@pytest.mark.timeout(300)
 def test_checkpoints_reshard_and_survive_a_full_disk(
     model: Path, tmp_path: Path, opened: list[MegatronPolicy]
 ) -> None:

@@ -75,7 +75,6 @@ def over_ranks(task: RankTask) -> list[Any]:
             rank=task.rank,
             world_size=task.num_ranks,
             shared_file=task.folder / "meet",
-            timeout_s=60.0,
         ),
     )
     hidden, head, targets = problem(columns=task.argument * task.num_ranks)
@@ -89,7 +88,6 @@ def over_ranks(task: RankTask) -> list[Any]:
     return [value.detach().numpy() for value in values]
 
 
-@pytest.mark.timeout(120)
 def test_vocabulary_parallel_values_and_gradients() -> None:
     columns = 14  # the second rank has padding only
     hidden, head, targets = problem(columns=2 * columns)

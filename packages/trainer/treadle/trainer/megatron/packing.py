@@ -110,6 +110,16 @@ class Packer:
         runs = (range(self._offsets[i], self._offsets[i + 1]) for i in indices)
         return self._tensor(list(chain.from_iterable(runs)), torch.int64)
 
+    def stale(self, indices: Sequence[int]) -> Tensor:
+        """Of each slot of some sequences, whether older weights had a part in it; bool."""
+        flags = [
+            stale is not None and stale[t]
+            for i in indices
+            for stale in (self._sequences[i].stale,)
+            for t in self._positions[i]
+        ]
+        return self._tensor(flags, torch.bool)
+
     def micro_batch(self, indices: Sequence[int]) -> MicroBatch:
         """Pack some sequences, in the order given, which must be of ascending length."""
         chosen = [(self._sequences[i], self._positions[i]) for i in indices]

@@ -34,6 +34,8 @@ class Rendezvous:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Rank 0 listens here until all have come. Not used with `shared_file` or by a world of one."""
+    listener: int | None = None
+    """Of rank 0: the socket that listens there already, which becomes the store's."""
     shared_file: Path | None = None
     """For ranks on one machine: a path that does not exist yet."""
     local_rank: int = 0
@@ -55,6 +57,7 @@ class Rendezvous:
             self.world_size,
             is_master=self.rank == 0,
             timeout=timedelta(seconds=self.timeout_s),
+            master_listen_fd=self.listener,
         )
 
 

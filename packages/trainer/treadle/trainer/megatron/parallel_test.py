@@ -86,7 +86,6 @@ def run(task: RankTask) -> list[dict[str, Any]]:
                     rank=task.rank - first,
                     world_size=size,
                     shared_file=task.folder / f"{number}-{first}",
-                    timeout_s=100.0,
                 )
                 results.append(train(c, task.argument, place))
             first += size
@@ -120,7 +119,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("round_", "first", "case"), PLACES, ids=[f"{r}-{name_of(c)}" for r, _, c in PLACES]
 )

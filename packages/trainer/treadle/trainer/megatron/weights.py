@@ -75,6 +75,11 @@ class _Same:
         return shards[0]
 
 
+def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """Without a copy where there is one shard, so that an export costs no more than its sending."""
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
+
+
 class _InputColumns(_Same):
     """One tensor cut along its input dimension: projections back to the hidden size."""
 
@@ -82,7 +87,7 @@ class _InputColumns(_Same):
         return whole.chunk(ranks, 1)[rank]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(shards), 1)
+        return _cat(shards, 1)
 
 
 class _Qkv(_Same):
@@ -101,7 +106,7 @@ class _Qkv(_Same):
         return whole.chunk(ranks, 0)[rank]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(shards), 0)
+        return _cat(shards, 0)
 
 
 class _GateAndUp(_Same):
@@ -117,7 +122,7 @@ class _GateAndUp(_Same):
         return whole.chunk(ranks, 1)[rank].flatten(0, 1)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat([s.reshape(2, -1, s.shape[-1]) for s in shards], 1)
+        return _cat([s.reshape(2, -1, s.shape[-1]) for s in shards], 1)
 
 
 class _Vocabulary(_Same):
@@ -133,7 +138,7 @@ class _Vocabulary(_Same):
         return padded
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(shards), 0)
+        return _cat(shards, 0)
 
 
 _SAME, _COLUMNS, _QKV = _Same(), _InputColumns(), _Qkv()

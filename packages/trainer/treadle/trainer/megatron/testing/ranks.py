@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+# Eight of them on two busy cores take minutes; a wait without end would say nothing.
+_TIMEOUT_S: Final = 900.0
 _BOOT: Final = (
     "import sys; sys.path[:] = sys.argv[1].split('\\n'); "
     "from treadle.trainer.megatron.testing.ranks import run_rank; run_rank(*sys.argv[2:])"
@@ -38,16 +40,13 @@ class RankTask:
     argument: Any
 
 
-def run_ranks(
-    function: str, num_ranks: int, argument: Any, *, timeout_s: float = 240.0
-) -> list[Any]:
+def run_ranks(function: str, num_ranks: int, argument: Any) -> list[Any]:
     """Call `function(RankTask)` in `num_ranks` processes.
 
     Args:
         function: "module:name", importable with this process's `sys.path`.
         num_ranks: Processes.
         argument: Pickled and given to each.
-        timeout_s: For all of them together.
 
     Returns:
         What each returned, by rank.
@@ -70,7 +69,7 @@ def run_ranks(
                     subprocess.Popen([*command, str(folder / str(rank))], stdout=log, stderr=log)
                 )
         try:
-            _wait(processes, folder, timeout_s)
+            _wait(processes, folder)
         finally:
             for process in processes:
                 process.kill()
@@ -89,8 +88,8 @@ def run_rank(function: str, stem: str) -> None:
     Path(f"{stem}.result").write_bytes(pickle.dumps(result))
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
     for rank, process in enumerate(processes):
         try:
             code = process.wait(max(0.1, deadline - time.monotonic()))
@@ -101,4 +100,4 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s:
                 f"--- rank {r} (exit {p.poll()})\n{(folder / f'{r}.log').read_text()[-3000:]}"
                 for r, p in enumerate(processes)
             )
-            raise AssertionError(f"rank {rank} ended with {code} of {timeout_s} s:\n{logs}")
+            raise AssertionError(f"rank {rank} ended with {code} of {_TIMEOUT_S} s:\n{logs}")
