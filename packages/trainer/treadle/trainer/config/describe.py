@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from pydantic import JsonValue
 
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, flatten
 from treadle.trainer.config.load import LoadedConfig
@@ -101,6 +102,7 @@ def _type_name(member: Any) -> str:
         return f"list of {_type_name(get_args(member)[0])}"
     names = {
         Any: "values",
+        JsonValue: "values",
         bool: "true or false",
         int: "integer",
         float: "number",

@@ -157,13 +157,15 @@ def leaf_of(key: str) -> Leaf | None:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a dumped configuration by key."""
+    """The values of a dumped configuration by key; an entry of a table may be a mapping."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            values |= flatten(value, f"{prefix}{name}.")
+        key = f"{prefix}{name}"
+        leaf = leaf_of(key)
+        if isinstance(value, Mapping) and (leaf is None or leaf.key == key):
+            values |= flatten(value, f"{key}.")
         else:
-            values[f"{prefix}{name}"] = value
+            values[key] = value
     return values
 
 

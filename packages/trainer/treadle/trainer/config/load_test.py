@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.trainer.config.describe import value_listing
 from treadle.trainer.config.load import ConfigError, load_config
 from treadle.trainer.config.schema import FileTransportConfig, InlineTransportConfig
 
@@ -166,3 +167,22 @@ def test_a_table_grows_by_its_entries(tmp_path: Path) -> None:
 def test_what_a_table_cannot_hold_is_refused(argument: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load_config([], [*_LEAST, argument])
+
+
+def test_an_entry_of_a_table_may_be_a_mapping_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("rollout: {engine_args: {compilation_config: {level: 0}, block_size: 16}}")
+    loaded = load_config([file], ["model.path=/m", "data.train_files=/t.jsonl"])
+    assert loaded.config.rollout.engine_args == {
+        "compilation_config": {"level": 0},
+        "block_size": 16,
+    }
+    assert "rollout.engine_args.compilation_config = {level: 0}" in value_listing(loaded)
+
+
+def test_memory_that_is_released_keeps_no_completions() -> None:
+    paths = ["model.path=/m", "data.train_files=/t.jsonl"]
+    with pytest.raises(ConfigError, match=r"in_flight=continue keeps completions in it: set"):
+        load_config([], [*paths, "rollout.release_memory=true", "sync.in_flight=continue"])
+    with pytest.raises(ConfigError, match=r"set rollout\.release_memory=true"):
+        load_config([], [*paths, "rollout.multi_stage_wake_up=true"])

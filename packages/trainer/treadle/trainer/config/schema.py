@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from treadle.agent_loop.parsers import PARSER_NAMES
 from treadle.trainer.config.algorithm import AlgorithmConfig
@@ -19,8 +19,10 @@ from treadle.trainer.config.policy import PolicyConfig
 __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
+    "CollectiveTransportConfig",
     "DataConfig",
     "FileTransportConfig",
+    "InFlight",
     "InlineTransportConfig",
     "LocalLaunchConfig",
     "ModelConfig",
@@ -31,6 +33,7 @@ __all__ = [
     "RunConfig",
     "RunDirConfig",
     "ScheduleConfig",
+    "SharedMemoryTransportConfig",
     "TracingConfig",
     "ValidationSamplingConfig",
     "WeightSyncConfig",
@@ -38,6 +41,7 @@ __all__ = [
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+InFlight = Literal["drain", "interrupt", "continue"]
 
 
 def _kind_alone(value: object) -> object:
@@ -167,8 +171,14 @@ class ValidationSamplingConfig(Section):
 class RolloutConfig(Section):
     """The rollout servers and how training samples from them."""
 
-    name: Literal["fake", "torch"] = "torch"
+    name: Literal["fake", "torch", "vllm", "sglang"] = "torch"
     """The engine. fake: deterministic, without a model, for trying out a configuration."""
+    server_command: tuple[str, ...] = ()
+    """Program and leading arguments that start a server in its engine's own environment, as
+    /opt/vllm/bin/treadle-rollout-server; it sees nothing of the trainer's Python. With Ray it must
+    be on every node. Empty: this run's interpreter, which must then have the engine."""
+    start_deadline_s: Seconds = 600.0
+    """Longest wait for a server to load its engine and model."""
     num_replicas: Count = 1
     """Rollout servers; trajectories spread over them."""
     samples_per_prompt: Count = 8
@@ -195,6 +205,41 @@ class RolloutConfig(Section):
     """Number format of the servers' weights, and of the weights pushed to them."""
     threads: Count | None = None
     """CPU threads of one server. Null: all CPUs, divided by the replicas."""
+    tls_certificate: Path | None = None
+    """PEM file of a certificate that names the servers' hosts. Servers then speak TLS, to the
+    agent loops and for weights. Here, as with the next three, it must be on every node."""
+    tls_key: Path | None = None
+    """PEM file of the certificate's key."""
+    tls_roots: Path | None = None
+    """PEM file of what the certificate is checked against. Null: the system's certificates."""
+    token_file: Path | None = None
+    """File of a bearer token that the servers want with every call."""
+    tensor_model_parallel_size: Count = 1
+    """Devices that one copy of the weights is split over, in one server (vllm, sglang)."""
+    data_parallel_size: Count = 1
+    """Copies of the weights in one server (vllm, sglang)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory for weights and KV cache (vllm, sglang). Null: the engine's own
+    choice."""
+    kv_cache_bytes: Count | None = None
+    """Memory of the KV cache where there is no GPU (vllm, sglang). Null: the engine's own
+    choice."""
+    max_num_batched_tokens: Count | None = None
+    """Most tokens, prompts' included, that one step of the engine reads (vllm, sglang). Null: the
+    engine's own choice."""
+    enforce_eager: bool = False
+    """Compile and capture nothing, for a faster start (vllm, sglang)."""
+    enable_prefix_caching: bool = True
+    """Keep what was computed for a prompt for the next turn, and for prompts that begin alike."""
+    engine_args: Mapping[str, JsonValue] = {}
+    """Arguments of the engine's own (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here
+    sets; the server refuses what its engine does not have."""
+    release_memory: bool = False
+    """Let the servers give their device memory away while the policy trains, for a trainer on the
+    same devices: weights and KV cache go after the rollout, and are back before the next one."""
+    multi_stage_wake_up: bool = False
+    """With release_memory: take the weights back, update them, and only then the KV cache, so that
+    the cache is not there while the update is. False: take both back before the update."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often in a run a server that died is started again; then the run goes on with the
     replicas that are left, and fails when none is."""
@@ -205,6 +250,28 @@ class RolloutConfig(Section):
     def context_length(self) -> int:
         """Tokens of the longest trajectory."""
         return self.prompt_length + self.response_length
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError(
+                f"tls_certificate={self.tls_certificate} and tls_key={self.tls_key} belong "
+                "together: set both, or neither"
+            )
+        if self.tls_roots is not None and self.tls_certificate is None:
+            raise ValueError(
+                f"tls_roots={self.tls_roots} checks a certificate, and tls_certificate is null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _wakes_up_from_something(self) -> Self:
+        if self.multi_stage_wake_up and not self.release_memory:
+            raise ValueError(
+                "multi_stage_wake_up=true says how released memory is taken back, and "
+                "release_memory=false releases none: set rollout.release_memory=true"
+            )
+        return self
 
 
 class InlineTransportConfig(Section):
@@ -223,14 +290,68 @@ class FileTransportConfig(Section):
     """Where the files are written; the servers read below it only. Null: in the run directory."""
 
 
+class SharedMemoryTransportConfig(Section):
+    """Weights travel in memory that policy ranks and servers of one host share; the fastest way."""
+
+    kind: Literal["shared_memory"] = "shared_memory"
+    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 16 << 20
+    """Most bytes of a bucket, unless a single weight is larger. With shared_memory (default 16 MiB)
+    each rank that sends holds two, with collective (256 MiB) each member of the group. In shared
+    memory a larger weight is split, but for vLLM and SGLang in place, which take it whole."""
+
+
+class CollectiveTransportConfig(Section):
+    """Weights travel through a torch.distributed group, always in place; for GPUs, many servers."""
+
+    kind: Literal["collective"] = "collective"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """gloo: through host memory, everywhere. nccl: from GPU to GPU, of which each policy rank and
+    each worker of a server must have its own. Neither encrypts."""
+    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 28
+    """Most bytes of a bucket, unless a single weight is larger. With shared_memory (default 16 MiB)
+    each rank that sends holds two, with collective (256 MiB) each member of the group. In shared
+    memory a larger weight is split, but for vLLM and SGLang in place, which take it whole."""
+    timeout_s: Annotated[float, Field(gt=0, le=300)] = 60.0
+    """Longest wait for all members to come, and for each broadcast. Then the update begins again
+    without the servers that are gone."""
+
+
+class DeltaConfig(Section):
+    """Sending only the elements that changed since the version before."""
+
+    enabled: bool = False
+    """Each policy rank then keeps a copy of its weights in host memory, each server one of all of
+    them. A server that does not hold the version before gets everything. With transport inline or
+    file, not in place."""
+    full_every: Count = 50
+    """Deltas that may follow one another; then all servers get everything once."""
+
+
 class WeightSyncConfig(Section):
     """How new weights reach the rollout servers."""
 
     transport: Annotated[
-        Annotated[InlineTransportConfig | FileTransportConfig, Field(discriminator="kind")],
+        Annotated[
+            InlineTransportConfig
+            | FileTransportConfig
+            | SharedMemoryTransportConfig
+            | CollectiveTransportConfig,
+            Field(discriminator="kind"),
+        ],
         BeforeValidator(_kind_alone),
     ] = InlineTransportConfig()
     """What carries the bytes."""
+    in_place: bool = False
+    """Overwrite the servers' weights one by one as they come, instead of holding a second copy
+    until all are there. Completions then wait from the first byte on, as in_flight says, and a
+    server whose update breaks samples nothing until a later one succeeds."""
+    in_flight: InFlight = "drain"
+    """What becomes of completions that run when new weights come. drain: they end first, on the
+    weights they began with. interrupt: they stop, and are sent again with what they have.
+    continue: they stand still and go on with the new weights, where the engine can. Either way
+    each token is labelled with the weights that sampled it."""
+    delta: DeltaConfig = DeltaConfig()
+    """Sending only what changed."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
     """A server drops an update after so long without a sign of life from the trainer."""
     control_deadline_s: Seconds = 10.0
@@ -238,9 +359,27 @@ class WeightSyncConfig(Section):
     push_deadline_s: Seconds = 30.0
     """Deadline of one Push, to which a second per 50 MB is added."""
     commit_deadline_s: Seconds = 120.0
-    """Deadline of Commit, in which the server finishes its running completions."""
+    """Deadline of Commit, in which the server ends its running completions as in_flight says."""
     max_push_attempts: Count = 3
-    """Pushes of one update to one server; a broken one resumes where it broke."""
+    """Pushes of one update to one server; a broken one resumes where it broke. Begin and Commit are
+    asked as often, where their answer got lost."""
+
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether servers overwrite their weights as new ones come."""
+        return self.in_place or isinstance(self.transport, CollectiveTransportConfig)
+
+    @model_validator(mode="after")
+    def _delta_fits(self) -> Self:
+        fits = isinstance(self.transport, InlineTransportConfig | FileTransportConfig)
+        if self.delta.enabled and (self.in_place or not fits):
+            raise ValueError(
+                "sync.delta.enabled goes with sync.transport.kind=inline or file, and with "
+                f"sync.in_place=false, not with {self.transport.kind} and in_place="
+                f"{self.in_place}: on one host, shared_memory sends everything faster than a "
+                "delta is made"
+            )
+        return self
 
 
 class ScheduleConfig(Section):
@@ -267,7 +406,7 @@ class _LaunchConfig(Section):
     """CPU threads of one policy rank. Null: all CPUs, divided by the ranks; trainer and servers
     take turns, so they share them."""
     start_deadline_s: Seconds = 300.0
-    """Longest wait for a process to start and, if it is a server, to load its model."""
+    """Longest wait for a policy rank to start; servers have rollout.start_deadline_s."""
 
 
 class LocalLaunchConfig(_LaunchConfig):
@@ -348,5 +487,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"schedule.val_every={self.schedule.val_every} asks for validation, but "
                 "data.val_files is empty: name a file or set schedule.val_every=null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _released_memory_keeps_nothing(self) -> Self:
+        if self.rollout.release_memory and self.sync.in_flight == "continue":
+            raise ValueError(
+                "rollout.release_memory=true gives the KV cache away, and sync.in_flight=continue "
+                "keeps completions in it: set sync.in_flight=drain or interrupt"
             )
         return self

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from treadle.trainer.config import verl_keys
+from treadle.trainer.config import verl_keys, verl_table
 from treadle.trainer.config.keys import all_leaves
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
 
-# The arguments of a published verl command line for multi-turn GRPO, with the values that ask
+# The arguments of a published verl command line for multi-turn GRPO, with the one value that asks
 # for what is not part of this release replaced.
 _COMMAND = """
 algorithm.adv_estimator=grpo
@@ -36,10 +36,10 @@ actor_rollout_ref.actor.use_dynamic_bsz=False
 actor_rollout_ref.actor.ppo_mini_batch_size=8
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024
-actor_rollout_ref.rollout.name=torch
+actor_rollout_ref.rollout.name=sglang
 actor_rollout_ref.rollout.mode=async
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
-actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.rollout.gpu_memory_utilization=0.85
 actor_rollout_ref.rollout.multi_stage_wake_up=True
 actor_rollout_ref.rollout.multi_turn.enable=True
@@ -76,6 +76,11 @@ def test_a_command_line_of_verl_means_here_what_it_meant_there() -> None:
     assert config.data.overlong_prompts == "drop"
     assert (config.rollout.prompt_length, config.rollout.response_length) == (2048, 5000)
     assert config.rollout.samples_per_prompt == 8
+    assert config.rollout.name == "sglang"
+    assert config.rollout.tensor_model_parallel_size == 2
+    assert config.rollout.gpu_memory_utilization == 0.85
+    assert config.rollout.release_memory
+    assert config.rollout.multi_stage_wake_up
     assert config.reward.name == "/recipe/retool.py:compute_score"
     assert config.algorithm.mini_batches == 4
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
@@ -91,7 +96,7 @@ def test_a_command_line_of_verl_means_here_what_it_meant_there() -> None:
 
 
 def test_every_target_of_the_table_exists() -> None:
-    assert set(verl_keys._RENAMED.values()) <= set(all_leaves())
+    assert set(verl_table.RENAMED.values()) <= set(all_leaves())
 
 
 def test_each_key_is_in_one_part_of_the_table() -> None:
@@ -110,7 +115,8 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
         ("algorithm.adv_estimator=gae", "'gae' is not available .only grpo"),
         ("algorithm.use_kl_in_reward=True", "algorithm.kl_coef"),
         ("algorithm.dynamic_filter.enable=True", "not part of this release"),
-        ("actor_rollout_ref.rollout.name=sglang", "set rollout.name=torch"),
+        ("actor_rollout_ref.rollout.name=hf", "only torch, vllm, sglang, fake.: set rollout.name"),
+        ("actor_rollout_ref.rollout.expert_parallel_size=2", "set the engine's own argument in"),
         ("actor_rollout_ref.rollout.mode=sync", "only async"),
         ("actor_rollout_ref.rollout.trace.backend=weave", "tracing.backend=jsonl"),
         ("data.custom_cls.path=a.py", r"\.jsonl or \.parquet"),
@@ -157,6 +163,40 @@ def test_micro_batches_by_tokens_need_their_switch() -> None:
     assert _load(key).config.policy.micro_batch_tokens == 8192
     on = _load(key, "actor_rollout_ref.actor.use_dynamic_bsz=True")
     assert on.config.policy.micro_batch_tokens == 1024
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_settings_of_the_engine_go_to_the_engine_that_runs() -> None:
+    loaded = _load(
+        f"{_ROLLOUT}.name=vllm",
+        f"{_ROLLOUT}.enforce_eager=True",
+        f"{_ROLLOUT}.enable_prefix_caching=False",
+        f"{_ROLLOUT}.max_num_batched_tokens=8192",
+        f"{_ROLLOUT}.max_num_seqs=256",
+        f"+{_ROLLOUT}.engine_kwargs.vllm.swap_space=4",
+        f"+{_ROLLOUT}.engine_kwargs.vllm.cpu_offload_gb=null",
+        f"+{_ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3",
+    )
+    rollout = loaded.config.rollout
+    assert rollout.engine_args == {"swap_space": 4}
+    assert (rollout.enforce_eager, rollout.enable_prefix_caching) == (True, False)
+    assert (rollout.max_num_batched_tokens, rollout.max_in_flight) == (8192, 256)
+    assert loaded.notes == (
+        f"{_ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3 has no effect: "
+        "rollout.name is another engine",
+    )
+
+
+def test_memory_is_released_when_verl_was_asked_to() -> None:
+    assert not _load().config.rollout.release_memory
+    assert _load(f"{_ROLLOUT}.free_cache_engine=True").config.rollout.release_memory
+    assert not _load(f"{_ROLLOUT}.free_cache_engine=False").config.rollout.release_memory
+    staged = _load(f"{_ROLLOUT}.multi_stage_wake_up=True").config.rollout
+    assert staged.release_memory and staged.multi_stage_wake_up
+    with pytest.raises(ConfigError, match="wakes up nothing"):
+        _load(f"{_ROLLOUT}.multi_stage_wake_up=True", f"{_ROLLOUT}.free_cache_engine=False")
 
 
 def test_off_is_null() -> None:
