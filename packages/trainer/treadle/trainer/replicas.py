@@ -2,26 +2,32 @@
 
 Invariant: a replica that is `live` was serving when it was last looked at, and has taken every
 weight version that was published since it joined. A replica that dies leaves the rotation; it is
-started again, as often as the configuration allows, by `revive`, which its caller follows with a
-publication of the present weights. Nobody routes to a replica between its start and that.
+started again, as often as the configuration allows, by a task of its own, so that the others go on
+meanwhile: a real engine takes minutes. `revive` lets in those that have started since, and its
+caller follows with a publication of the present weights. Nobody routes to a replica before that.
+
+`revive` waits where nothing could go on: for the first to start when none is live, and for all
+where servers lend their memory, since a start in the middle of a loan would take it.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from treadle.agent_loop.aio import concurrently
-from treadle.trainer.config.schema import FileTransportConfig, RunConfig
-from treadle.trainer.launch.environment import cpu_count, thread_variables
+from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.launch.local import describe_exit
-from treadle.trainer.launch.process import Launcher, Process, ProcessError, ProcessSpec
+from treadle.trainer.launch.process import Launcher, Process, ProcessError, poll_until_ended
+from treadle.trainer.server_process import server_spec
+from treadle.trainer.server_security import ServerSecurity
 from treadle.trainer.weight_sync.client import WeightSyncClient
 
 __all__ = ["Replica", "ReplicaSet", "ReplicasLostError"]
 
+_END_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +54,10 @@ class ReplicaSet:
         self._weights_directory = weights_directory
         self._live: dict[str, Replica] = {}
         self._dead: dict[str, str] = {}
+        self._starting: dict[str, asyncio.Task[Replica]] = {}
         self._restarts = 0
+        self._lost = 0  # both since `take_metrics`
+        self._restarted = 0
         self._incarnations: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -64,7 +73,12 @@ class ReplicaSet:
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Ends all servers."""
-        await asyncio.gather(*(self._end(replica) for replica in self._live.values()))
+        for task in self._starting.values():
+            task.cancel()
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        started = [task.result() for task in self._starting.values() if _succeeded(task)]
+        self._starting = {}
+        await asyncio.gather(*(self._end(replica) for replica in (*self._live.values(), *started)))
         self._live = {}
 
     @property
@@ -82,15 +96,38 @@ class ReplicaSet:
         """Of those in the rotation, by name."""
         return [replica.client for replica in self.live]
 
-    async def look(self) -> Sequence[str]:
-        """Takes servers that died out of the rotation; a sentence about each."""
+    def take_metrics(self) -> dict[str, float]:
+        """How many serve now, and how many were lost and came back since the last call."""
+        taken = {
+            "servers/live": float(len(self._live)),
+            "servers/lost": float(self._lost),
+            "servers/restarted": float(self._restarted),
+        }
+        self._lost = self._restarted = 0
+        return taken
+
+    async def look(self, *, after_failure: bool = False) -> Sequence[str]:
+        """Takes servers that died, or whose engine did, out of the rotation; a sentence on each.
+
+        Args:
+            after_failure: Some did not do what they were asked. A connection ends a moment before
+                its process does, so those that live are looked at for that long.
+        """
+        if after_failure:
+            ends = (poll_until_ended(replica.process, _END_S) for replica in self.live)
+            await asyncio.gather(*ends)
         said = []
         for replica in self.live:
             status = await replica.process.poll()
             if status is not None:
-                tail = await replica.process.log_tail(10)
-                said.append(f"{replica.name} ({replica.address}) {describe_exit(status)}")
-                await self.drop(replica.name, f"{said[-1]}; its log ends with:\n{tail}")
+                end = describe_exit(status)
+            elif await replica.client.engine_failed():
+                end = "lost its engine"
+            else:
+                continue
+            tail = await replica.process.log_tail(10)
+            said.append(f"{replica.name} ({replica.address}) {end}")
+            await self.drop(replica.name, f"{said[-1]}; its log ends with:\n{tail}")
         return said
 
     async def drop(self, name: str, cause: str) -> None:
@@ -98,29 +135,23 @@ class ReplicaSet:
         _log.warning("rollout server lost: %s", cause)
         replica = self._live.pop(name)
         self._dead[name] = cause
+        self._lost += 1
         await self._end(replica)
 
     async def revive(self) -> Sequence[str]:
-        """Starts dead replicas again while restarts are left; the names of those that serve.
+        """Starts dead replicas again while restarts are left; the names of those that now serve.
 
         They hold the weights of the model directory, until the caller publishes.
 
         Raises:
             ReplicasLostError: none is left, and none may be started.
         """
-        revived = []
-        for name in list(self._dead):
-            if self._restarts >= self._config.rollout.max_restarts:
-                break
-            self._restarts += 1
-            try:
-                self._live[name] = await self._start(name)
-            except ProcessError as error:
-                self._dead[name] = str(error)
-                _log.warning("rollout server did not start again: %s", error)
-                continue
-            del self._dead[name]
-            revived.append(name)
+        self._start_again()
+        revived = await self._let_in()
+        while self._starting and (self._config.rollout.release_memory or not self._live):
+            await asyncio.wait(self._starting.values(), return_when=asyncio.FIRST_COMPLETED)
+            revived += await self._let_in()
+            self._start_again()
         if not self._live:
             raise ReplicasLostError(
                 f"no rollout server is left, after {self._restarts} restarts "
@@ -129,57 +160,62 @@ class ReplicaSet:
             )
         return revived
 
+    def _start_again(self) -> None:
+        for name in self._dead:
+            if name in self._starting:
+                continue
+            if self._restarts >= self._config.rollout.max_restarts:
+                break
+            self._restarts += 1
+            self._starting[name] = asyncio.create_task(self._start(name), name=f"start {name}")
+
+    async def _let_in(self) -> list[str]:
+        """Those whose start has ended, and well."""
+        revived = []
+        for name, task in list(self._starting.items()):
+            if not task.done():
+                continue
+            del self._starting[name]
+            try:
+                self._live[name] = await task
+            except ProcessError as error:
+                self._dead[name] = str(error)
+                _log.warning("rollout server did not start again: %s", error)
+                continue
+            del self._dead[name]
+            self._restarted += 1
+            revived.append(name)
+        return revived
+
     async def _start(self, name: str) -> Replica:
         incarnation = self._incarnations.get(name, 0)
         self._incarnations[name] = incarnation + 1
         process = await self._launcher.start(
-            ProcessSpec(
-                name=name if not incarnation else f"{name}-restart-{incarnation}",
-                module="treadle.rollout_server",
-                args=self._arguments(),
-                env=self._environment(),
-                gpus=getattr(self._config.launch, "gpus_per_replica", 0.0),
+            server_spec(
+                self._config,
+                name if not incarnation else f"{name}-restart-{incarnation}",
+                weights_directory=self._weights_directory,
             )
         )
-        address = await process.ready(self._config.launch.start_deadline_s)
+        try:
+            address = await process.ready(self._config.rollout.start_deadline_s)
+        except ProcessError:
+            await process.stop()  # else one that is only late would hold its memory
+            raise
         client = WeightSyncClient(
             name,
             address,
             control_deadline_s=self._config.sync.control_deadline_s,
             commit_deadline_s=self._config.sync.commit_deadline_s,
+            security=ServerSecurity.of(self._config.rollout).read(),
         )
         return Replica(name, address, process, client)
-
-    @property
-    def _threads(self) -> int:
-        rollout = self._config.rollout
-        return rollout.threads or max(1, cpu_count() // rollout.num_replicas)
-
-    def _environment(self) -> Mapping[str, str]:
-        return thread_variables(self._threads)
-
-    def _arguments(self) -> tuple[str, ...]:
-        rollout = self._config.rollout
-        # Any one server must be able to queue what all have in flight: the others may die.
-        most = rollout.max_in_flight * rollout.num_replicas
-        args = {
-            "engine": rollout.name,
-            "address": "{host}:0",
-            "model.path": str(self._config.model.path),
-            "model.dtype": rollout.dtype,
-            "model.context_length": str(rollout.context_length),
-            "model.num_threads": str(self._threads),
-            "model.max_num_seqs": str(rollout.max_in_flight),
-            "admission.max_in_flight": str(rollout.max_in_flight),
-            "admission.max_queued": str(most),
-        }
-        if isinstance(self._config.sync.transport, FileTransportConfig):
-            args["weights.directory"] = str(self._weights_directory)
-        if getattr(self._config.launch, "allow_plaintext_on_network", False):
-            args["insecure_allow_plaintext_beyond_loopback"] = "true"
-        return tuple(part for key, value in args.items() for part in (f"--{key}", value))
 
     @staticmethod
     async def _end(replica: Replica) -> None:
         await replica.client.aclose()
         await replica.process.stop()
+
+
+def _succeeded(task: "asyncio.Task[Replica]") -> bool:
+    return not task.cancelled() and task.exception() is None

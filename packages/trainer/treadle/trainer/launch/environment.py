@@ -1,10 +1,22 @@
 """The environment variables that the trainer reads and sets: all of them are here."""
 
 import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 
 from treadle.trainer.policy_commands import AUTHKEY_VARIABLE
 
-__all__ = ["cpu_count", "read_authkey", "thread_variables"]
+__all__ = [
+    "child_environment",
+    "cpu_count",
+    "foreign_environment",
+    "read_authkey",
+    "thread_variables",
+]
+
+_OF_PYTHON = ("PYTHON", "PEX_", "VIRTUAL_ENV", "CONDA_", "__PYVENV_LAUNCHER__")
+_KEPT = frozenset({"PEX_ROOT"})  # where any pex unpacks itself; says nothing of what to import
 
 
 def read_authkey() -> bytes:
@@ -35,3 +47,27 @@ def thread_variables(threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def child_environment(python_path: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """Of a child that runs this process's interpreter, with `python_path` to import from."""
+    return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", **extra}
+
+
+def foreign_environment(program: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """Of a child that brings its own Python and packages.
+
+    Nothing that tells an interpreter or a pex what to run or import gets there from this
+    process; the tools that lie beside the program are found first, as if its environment were
+    activated.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(_OF_PYTHON)
+    }
+    found = shutil.which(program)
+    searched = kept.get("PATH", os.defpath).split(os.pathsep)
+    if found is not None and (beside := str(Path(found).absolute().parent)) not in searched:
+        kept["PATH"] = os.pathsep.join([beside, *searched])
+    return {**kept, "PYTHONUNBUFFERED": "1", **extra}

@@ -1,18 +1,20 @@
 """The local launcher: children of this process on this machine.
 
-Children run the interpreter of this process with its import path, print into `directory`, and
-are ended when the launcher closes; when this process is killed they notice by themselves.
+Children run the interpreter of this process with its import path, or a command in an environment
+of its own. They print into `directory`, and are ended with everything that they started when the
+launcher closes; when this process is killed they notice by themselves.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
 
 __all__ = ["LocalLauncher", "LocalProcess", "describe_exit"]
@@ -54,30 +56,32 @@ class LocalProcess:
         """Starts it; called once.
 
         Raises:
-            ProcessError: the interpreter cannot be run.
+            ProcessError: the interpreter or the command cannot be run.
         """
         self._ready_path.unlink(missing_ok=True)
         args = [argument.replace("{host}", host) for argument in self._spec.args]
         own = ["--parent_pid", str(os.getpid()), "--ready_file", str(self._ready_path)]
+        command, extra = self._spec.command, self._spec.env
+        if command:
+            environment = foreign_environment(command[0], extra)
+        else:
+            command = (self._executable, "-P", "-m", self._spec.module)
+            environment = child_environment(self._python_path, extra)
         with self.log_path.open("ab") as log:
             try:
                 self._child = await asyncio.create_subprocess_exec(
-                    self._executable,
-                    "-P",
-                    "-m",
-                    self._spec.module,
+                    *command,
                     *args,
                     *own,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=_environment(self._python_path, self._spec.env),
-                    start_new_session=True,  # Ctrl-C is for the driver, which ends its children
+                    env=environment,
+                    # Ctrl-C is for the driver, which ends its children, and theirs as one group.
+                    start_new_session=True,
                 )
             except OSError as error:
-                raise ProcessError(
-                    f"{self.name}: cannot run {self._executable}: {error}"
-                ) from error
+                raise ProcessError(f"{self.name}: cannot run {command[0]}: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -119,15 +123,16 @@ class LocalProcess:
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """See `Process.stop`."""
-        if self._child is None or self._child.returncode is not None:
+        if self._child is None:
             return
-        self._child.terminate()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._child.wait()
-        except TimeoutError:
-            self._child.kill()
-            await self._child.wait()
+        if self._child.returncode is None:
+            self._child.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._child.wait()
+        with contextlib.suppress(ProcessLookupError):  # none of its group is left
+            os.killpg(self._child.pid, signal.SIGKILL)
+        await self._child.wait()
 
 
 class LocalLauncher:
@@ -155,7 +160,3 @@ class LocalLauncher:
         self._processes.append(process)
         await process.start(self.host)
         return process
-
-
-def _environment(python_path: str, extra: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", **extra}

@@ -9,6 +9,7 @@ A program that others must reach writes `{"address": "host:port", "pid": n}` to 
 `--ready_file`, by rename; `Process.ready` waits for it, or for the process's end.
 """
 
+import asyncio
 import json
 import os
 import select
@@ -26,9 +27,12 @@ __all__ = [
     "ProcessError",
     "ProcessSpec",
     "child_python_path",
+    "poll_until_ended",
     "watch_parent",
     "write_ready",
 ]
+
+_POLL_S = 0.05
 
 
 class ProcessError(RuntimeError):
@@ -42,6 +46,9 @@ class ProcessSpec:
     name: str
     """Unique in the run; names the log."""
     module: str
+    command: tuple[str, ...] = ()
+    """Program and leading arguments that start the module in an environment of its own, in place
+    of `python -m module`; it sees nothing of this interpreter's. Empty: this interpreter."""
     args: tuple[str, ...] = ()
     """`{host}` stands for the address at which the process's machine is reached."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +102,19 @@ class Launcher(Protocol):
     async def __aexit__(self, *exc_info: object) -> None:
         """Ends every process that still runs."""
         ...
+
+
+async def poll_until_ended(process: Process, within_s: float) -> int | None:
+    """Exit status of a process whose connection broke, since that happens before it has ended.
+
+    Returns:
+        As `Process.poll`; None: it still runs after so long.
+    """
+    for _ in range(round(within_s / _POLL_S)):
+        if (status := await process.poll()) is not None:
+            return status
+        await asyncio.sleep(_POLL_S)
+    return await process.poll()
 
 
 def child_python_path() -> str:

@@ -3,7 +3,8 @@
 Ray places processes and carries neither tokens nor weights. The process is the same program that
 the local launcher starts, run by the *driver's* interpreter with the driver's import path; start
 fails, with both sides shown, where that interpreter is missing or sees other packages. (Ray
-itself runs actors with whatever interpreter its node was started with.)
+itself runs actors with whatever interpreter its node was started with.) A process that has a
+command of its own needs that program on its node, and nothing else.
 
 Invariant: a process lives no longer than its actor, whose pid it watches, and Ray ends the actors
 of a driver that died. A Ray that this launcher started is shut down with it.
@@ -59,10 +60,11 @@ class _Keeper:
         self._process: LocalProcess | None = None
 
     async def start(self, spec: ProcessSpec, directory: Path, host: str | None) -> None:
-        """Checks the interpreter and starts the process."""
+        """Checks the interpreter that it needs, and starts the process."""
         import ray
 
-        await self._check_interpreter()
+        if not spec.command:  # which brings its own interpreter
+            await self._check_interpreter()
         await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         self._process = LocalProcess(
             spec, directory, executable=self._executable, python_path=self._python_path

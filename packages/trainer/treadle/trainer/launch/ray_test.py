@@ -35,21 +35,22 @@ def _spec(name: str) -> ProcessSpec:
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "treadle_ray_test_program.py").write_text(_PROGRAM)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = RayLaunchConfig(start_deadline_s=60.0)
+    config = RayLaunchConfig(start_deadline_s=300.0)
     async with RayLauncher(config, tmp_path / "logs") as launcher:
         process = await launcher.start(_spec("child"))
-        assert await process.ready(30) == "127.0.0.1:1"
+        assert await process.ready(300) == "127.0.0.1:1"
         assert await process.poll() is None
         assert f"runs on {sys.executable} with 42" in await process.log_tail()
         await process.stop()
         assert await process.poll() is not None
-        assert "no log" in await process.log_tail()
+        while "no log" not in await process.log_tail():
+            pass  # Ray ends the actor in its own time.
 
         real = sys.executable
         monkeypatch.setattr(sys, "executable", "/nowhere/python")

@@ -1,0 +1,155 @@
+"""The server process: the program that serves one replica, and what it is told.
+
+Invariant: a setting that the configuration leaves at its default is not on the command line, so
+that the server's own default holds and any server of the contract can be started. The engine's
+environment is found before anything is started; whether its server knows what it will be told is
+asked by `--dry-run`, which starts nothing else.
+"""
+
+import importlib.util
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from treadle.trainer.config.schema import FileTransportConfig, RolloutConfig, RunConfig
+from treadle.trainer.config.verl_keys import ConfigError
+from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
+from treadle.trainer.launch.process import ProcessSpec
+
+__all__ = ["ask_server_command", "check_server_command", "engine_settings", "server_spec"]
+
+_OWN_ENVIRONMENT = ("vllm", "sglang")
+_HELP_DEADLINE_S = 120.0
+# Ours -> the server's; where ours is at its default, the server is not told.
+_MODEL_KEYS = (
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "gpu_memory_utilization",
+    "kv_cache_bytes",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "enable_prefix_caching",
+)
+
+
+def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
+    """What was set of the keys that configure an engine, by key."""
+    keys = (*_MODEL_KEYS, "engine_args")
+    values = {key: getattr(rollout, key) for key in keys}
+    fields = RolloutConfig.model_fields
+    return {key: value for key, value in values.items() if value != fields[key].default}
+
+
+def server_spec(config: RunConfig, name: str, *, weights_directory: Path) -> ProcessSpec:
+    """What starts the server of one replica.
+
+    Args:
+        config: Of the run.
+        name: Of the process.
+        weights_directory: Where the files of the file transport are.
+    """
+    arguments = dict(_arguments(config, weights_directory))
+    return ProcessSpec(
+        name=name,
+        module="treadle.rollout_server",
+        command=config.rollout.server_command,
+        args=tuple(part for key, value in arguments.items() for part in (f"--{key}", value)),
+        env=thread_variables(_threads(config.rollout)),
+        gpus=getattr(config.launch, "gpus_per_replica", 0.0),
+    )
+
+
+def check_server_command(config: RunConfig) -> None:
+    """Checks that there is something to start.
+
+    Raises:
+        ConfigError: a file of TLS or the token's is not there, or the engine is not in this
+            interpreter's environment and no command names another one, or the command is not on
+            this machine, where the servers will be.
+    """
+    rollout = config.rollout
+    for key in ("tls_certificate", "tls_key", "tls_roots", "token_file"):
+        path = getattr(rollout, key)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"rollout.{key}={path}: there is no such file on this machine")
+    if rollout.server_command:
+        program = rollout.server_command[0]
+        if config.launch.kind == "local" and shutil.which(program) is None:
+            raise ConfigError(
+                f"rollout.server_command={list(rollout.server_command)}: there is no program "
+                f"{program!r} on this machine"
+            )
+    elif rollout.name in _OWN_ENVIRONMENT and importlib.util.find_spec(rollout.name) is None:
+        raise ConfigError(
+            f"rollout.name={rollout.name}, and this interpreter has no {rollout.name}: set "
+            "rollout.server_command to what starts a server in its environment, as "
+            f"/opt/{rollout.name}/bin/treadle-rollout-server"
+        )
+
+
+def ask_server_command(config: RunConfig) -> str:
+    """Runs the command with `--help`; a line on what it answered.
+
+    Raises:
+        ConfigError: it does not run, or does not know a setting that it would be given.
+    """
+    command = config.rollout.server_command
+    wanted = [key for key, _ in _arguments(config, Path("weights"))]
+    shown = shlex.join((*command, "--help"))
+    try:
+        answer = subprocess.run(
+            (*command, "--help"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_HELP_DEADLINE_S,
+            env=foreign_environment(command[0], {}),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.server_command: `{shown}` does not run: {error}") from None
+    if answer.returncode:
+        said = "\n".join((answer.stdout + answer.stderr).splitlines()[-10:])
+        raise ConfigError(
+            f"rollout.server_command: `{shown}` exited with status {answer.returncode}:\n{said}"
+        )
+    if missing := [f"--{key}" for key in wanted if f"--{key} " not in answer.stdout]:
+        raise ConfigError(
+            f"rollout.server_command: the server of `{shown}` does not know {', '.join(missing)}, "
+            "which this run would give it: install the release of treadle-rollout-server that "
+            "belongs to this trainer there"
+        )
+    return f"`{shown}` knows all {len(wanted)} settings that a server of this run is given"
+
+
+def _arguments(config: RunConfig, weights_directory: Path) -> Iterator[tuple[str, str]]:
+    rollout = config.rollout
+    yield "engine", rollout.name
+    yield "address", "{host}:0"
+    yield "model.path", str(config.model.path)
+    yield "model.dtype", rollout.dtype
+    yield "model.context_length", str(rollout.context_length)
+    yield "model.num_threads", str(_threads(rollout))
+    yield "model.max_num_seqs", str(rollout.max_in_flight)
+    for key, value in engine_settings(rollout).items():
+        yield (key if key == "engine_args" else f"model.{key}"), json.dumps(value)
+    yield "admission.max_in_flight", str(rollout.max_in_flight)
+    # Any one server must be able to queue what all have in flight: the others may die.
+    yield "admission.max_queued", str(rollout.max_in_flight * rollout.num_replicas)
+    if isinstance(config.sync.transport, FileTransportConfig):
+        yield "weights.directory", str(weights_directory)
+    for option in ("tls_certificate", "tls_key", "token_file"):
+        if (path := getattr(rollout, option)) is not None:
+            yield f"security.{option}", str(path)
+    if getattr(config.launch, "allow_plaintext_on_network", False):
+        yield "insecure_allow_plaintext_beyond_loopback", "true"
+
+
+def _threads(rollout: RolloutConfig) -> int:
+    return rollout.threads or max(1, cpu_count() // rollout.num_replicas)
