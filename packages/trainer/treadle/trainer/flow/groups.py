@@ -61,12 +61,13 @@ class StepBatch:
         }
 
 
-def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> StepBatch:
+def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version: int) -> StepBatch:
     """The batch of a step.
 
     Args:
         trajectories: In the order of the step's tasks, so that groups are adjacent.
         norm_by_std: See `group_advantages`.
+        version: Of the policy's weights; tokens of older ones are marked.
 
     Raises:
         NoGroupLeftError: no group has enough survivors.
@@ -90,7 +91,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool) -> Step
         [_reward(t) for t in members], [t.task.task_id for t in members], norm_by_std=norm_by_std
     )
     sequences = tuple(
-        _sequence(sample, advantage, number if len(trajectory.samples) > 1 else None)
+        _sequence(sample, advantage, number if len(trajectory.samples) > 1 else None, version)
         for number, (trajectory, advantage) in enumerate(zip(members, advantages, strict=True))
         for sample in trajectory.samples
         if sample.num_sampled_tokens
@@ -118,14 +119,31 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sequence(tokens: Tokens, advantage: float, trajectory: int | None) -> TrainSequence:
+def _sequence(
+    tokens: Tokens, advantage: float, trajectory: int | None, version: int
+) -> TrainSequence:
     return TrainSequence(
         ids=tokens.ids,
         loss_mask=tokens.loss_mask,
         rollout_logprobs=tokens.logprobs,
         advantages=(advantage,) * len(tokens.ids),
         trajectory=trajectory,
+        stale=_stale(tokens, version),
     )
+
+
+def _stale(tokens: Tokens, version: int) -> tuple[bool, ...] | None:
+    """Per token; spans that touch are one completion, to which updates came in between."""
+    stale = [False] * len(tokens.ids)
+    last_stop = -1
+    for span in tokens.spans:
+        if span.weight_version is None:
+            continue
+        older = span.weight_version < version
+        goes_on = span.start == last_stop and stale[last_stop - 1]
+        stale[span.start : span.stop] = [older or goes_on] * (span.stop - span.start)
+        last_stop = span.stop
+    return tuple(stale) if any(stale) else None
 
 
 def _causes(failed: Iterable[Trajectory]) -> Iterable[str]:

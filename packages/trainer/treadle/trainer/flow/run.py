@@ -16,6 +16,7 @@ from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
 from treadle.trainer.checkpoint import Checkpoints
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import DataOrder, Prompt
+from treadle.trainer.flow.hand_over import HandOver
 from treadle.trainer.policy import TrainSequence
 from treadle.trainer.policy_commands import Save, Update, UpdateStats
 from treadle.trainer.policy_group import PolicyGroup
@@ -64,6 +65,8 @@ class Run:
     replicas: ReplicaSet
     rollout: Rollout
     publisher: WeightPublisher
+    hand_over: HandOver | None
+    """None: the servers keep their memory while the policy trains."""
     checkpoints: Checkpoints
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
@@ -116,6 +119,12 @@ class Run:
                         f"{task.rollout_index}: {finding.text}"
                     )
 
+    async def release_memory(self) -> None:
+        """Lends the servers' device memory to the policy, until `publish`, if that was asked."""
+        if self.hand_over is not None:
+            with self.progress.phase("release"):
+                await self.hand_over.give()
+
     async def train_on(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
         """The optimizer steps that one batch gives."""
         with self.progress.phase("train"):
@@ -123,22 +132,48 @@ class Run:
                 sequences=tuple(sequences),
                 algorithm=self.config.algorithm,
                 temperature=self.config.rollout.temperature,
+                free_memory=self.hand_over is not None,
             )
             stats = (await self.policy.call(command))[0]
         assert isinstance(stats, UpdateStats)
         return stats
 
-    async def publish(self, version: int) -> float:
-        """Gives the policy's weights to all replicas, as `version`; the bytes of one copy."""
+    async def publish(self, version: int) -> dict[str, float]:
+        """Gives the policy's weights to all replicas, as `version`; metrics of the bytes.
+
+        Replicas that have all died are started again first, also if they die on the way.
+
+        Raises:
+            ReplicasLostError: none is left, and none may be started.
+            WeightSyncError: none took the weights, and some of them live.
+        """
         with self.progress.phase("sync"):
-            await self.replicas.look()
-            if revived := await self.replicas.revive():  # they are given `version` with the others
-                self.progress.note(f"started again: {', '.join(revived)}")
-            report = await self.publisher.publish(version, self.replicas.clients)
-            for name, cause in report.failed.items():
-                await self.replicas.drop(name, cause)
+            report = None
+            while report is None:
+                await self.replicas.look()
+                if revived := await self.replicas.revive():  # given `version` with the others
+                    self.progress.note(f"started again: {', '.join(revived)}")
+                if self.hand_over is not None:
+                    await self.hand_over.take_weights()
+                try:
+                    report = await self.publisher.publish(version, self.replicas.clients)
+                except WeightSyncError as error:
+                    await self.replicas.look(after_failure=True)
+                    if error.outcome is Outcome.STOP or self.replicas.live:
+                        raise
+            if report.failed:
+                await self.replicas.look(after_failure=True)
+            for replica in self.replicas.live:
+                if replica.name in report.failed:
+                    await self.replicas.drop(replica.name, report.failed[replica.name])
+            if self.hand_over is not None:
+                await self.hand_over.take_rest()
         self.version = version
-        return float(report.num_bytes)
+        return {
+            "weights/bytes": float(report.num_bytes),
+            "sync/bytes": float(report.sent_bytes),
+            "sync/delta_ratio": report.sent_bytes / max(1, report.num_bytes),
+        }
 
     async def republish(self, names: Sequence[str]) -> None:
         """Gives the present weights to the replicas of these names, started again just now.

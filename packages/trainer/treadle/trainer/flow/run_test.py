@@ -1,4 +1,4 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +17,7 @@ class _Replicas:
 
     names: list[str]
     dead: list[str] = field(default_factory=list)
+    dying: Sequence[str] = ()
 
     @property
     def live(self) -> list[Any]:
@@ -26,8 +27,10 @@ class _Replicas:
     def clients(self) -> list[Any]:
         return [replica.client for replica in self.live]
 
-    async def look(self) -> None:
-        pass
+    async def look(self, **options: bool) -> None:
+        for name in [name for name in self.names if name in self.dying]:
+            await self.drop(name, "ended")
+            self.dead.append(name.removesuffix("-"))
 
     async def revive(self) -> list[str]:
         revived, self.dead = self.dead, []
@@ -44,14 +47,16 @@ class _Publisher:
 
     published: list[tuple[int, list[str]]] = field(default_factory=list)
     outcome: Outcome = Outcome.REPLACE
+    before: Callable[[], None] = lambda: None
 
     async def publish(self, version: int, servers: Sequence[Any]) -> Any:
+        self.before()
         names = [server.name for server in servers]
         self.published.append((version, names))
         failed: Mapping[str, str] = {name: "refused" for name in names if "-" in name}
         if len(failed) == len(names):
             raise WeightSyncError("no server took it", self.outcome)
-        return SimpleNamespace(failed=failed, num_bytes=10)
+        return SimpleNamespace(failed=failed, num_bytes=10, sent_bytes=5)
 
 
 def _run(replicas: _Replicas, publisher: _Publisher) -> Run:
@@ -71,7 +76,7 @@ class _phase:
 async def test_a_server_that_came_back_is_given_the_new_version_with_the_others() -> None:
     replicas, publisher = _Replicas(["a"], dead=["b"]), _Publisher()
     run = _run(replicas, publisher)
-    assert await run.publish(4) == 10
+    assert (await run.publish(4))["sync/delta_ratio"] == 0.5
     assert publisher.published == [(4, ["a", "b"])]
     assert run.version == 4
 
@@ -81,6 +86,20 @@ async def test_a_server_that_does_not_take_the_version_leaves_the_rotation() -> 
     replicas = _Replicas(["a", "b-"])
     await _run(replicas, _Publisher()).publish(4)
     assert replicas.names == ["a"]
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_dies_in_the_update_is_started_again_if_it_is_the_last() -> None:
+    replicas, publisher = _Replicas(["a-"]), _Publisher()
+    publisher.before = lambda: setattr(replicas, "dying", ["a-"])
+    await _run(replicas, publisher).publish(4)
+    assert publisher.published == [(4, ["a-"]), (4, ["a"])]
+
+
+@pytest.mark.asyncio
+async def test_servers_that_take_nothing_and_live_end_the_run() -> None:
+    with pytest.raises(WeightSyncError):
+        await _run(_Replicas(["a-", "b-"]), _Publisher()).publish(4)
 
 
 @pytest.mark.asyncio

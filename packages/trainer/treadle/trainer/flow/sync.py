@@ -2,6 +2,7 @@
 
 Invariant: the weights that sample step s are exactly those after step s - 1, so every token is
 on-policy. Trainer and servers take turns; nothing of step s + 1 begins before step s is logged.
+Where they share devices, the servers lend their memory between rollout and update (`hand_over`).
 Order at the end of a step: publish, validate, checkpoint (which carries the metrics), log. A
 trainer that is killed anywhere resumes after the newest checkpoint and repeats what came after,
 with the same rows and the same seeds.
@@ -31,7 +32,7 @@ async def run_sync(run: Run, *, first_step: int) -> None:
     if first_step == 1 and run.val and run.config.schedule.val_before_train:
         timer = Timer()
         metrics = await validate(run, step=0, timer=timer)
-        _log_step(run, 0, {**metrics, **timer.seconds})
+        _log_step(run, 0, {**metrics, **run.replicas.take_metrics(), **timer.seconds})
     for step in range(first_step, run.total_steps + 1):
         await _train_step(run, step)
 
@@ -47,8 +48,11 @@ async def _train_step(run: Run, step: int) -> None:
     ]
     with timer.phase("rollout"):
         trajectories = await run.sample("train", step, tasks)
-    batch = make_batch(trajectories, norm_by_std=config.algorithm.norm_by_std)
+    batch = make_batch(trajectories, norm_by_std=config.algorithm.norm_by_std, version=run.version)
     _report_losses(run, step, batch)
+    if config.rollout.release_memory:
+        with timer.phase("release"):
+            await run.release_memory()
     with timer.phase("train"):
         stats = await run.train_on(batch.sequences)
     if skipped := sum(update.skipped for update in stats.steps):
@@ -57,18 +61,19 @@ async def _train_step(run: Run, step: int) -> None:
             "gradient was not finite"
         )
     with timer.phase("sync"):
-        num_bytes = await run.publish(step)
+        sync_metrics = await run.publish(step)
     metrics = {
         **rollout_metrics(trajectories),
         **batch.metrics(),
         **update_metrics(stats),
         "weights/version": float(run.version),
-        "weights/bytes": num_bytes,
+        **sync_metrics,
         "data/epoch": float(run.order.epoch(step)),
     }
     last = step == run.total_steps
     if run.val and _due(config.schedule.val_every, step, last=last):
         metrics |= await validate(run, step=step, timer=timer)
+    metrics |= run.replicas.take_metrics()
     if _due(config.schedule.save_every, step, last=last):
         with timer.phase("save"):
             await run.save(step, {**metrics, **timer.metrics()})
@@ -98,14 +103,16 @@ def _report_losses(run: Run, step: int, batch: StepBatch) -> None:
 def update_metrics(stats: UpdateStats) -> dict[str, float]:
     """Means over the optimizer steps of one batch that have the number; sums of counts.
 
-    `rollout/*`, the difference between engine and trainer, is that of the first such step: the
-    later ones also show what the batch itself has changed.
+    `rollout/*`, the difference between engine and trainer, is that of the batch's first moment:
+    later steps also show what the batch itself has changed.
     """
     steps = stats.steps
-    metrics: dict[str, float] = {}
+    before = steps[0].metrics if stats.mismatch is None else stats.mismatch
+    metrics = {name: value for name, value in before.items() if _is_mismatch(name)}
     for name in sorted({name for step in steps for name in step.metrics}):
-        values = [step.metrics[name] for step in steps if name in step.metrics]
-        metrics[name] = values[0] if name.startswith("rollout/") else sum(values) / len(values)
+        if not _is_mismatch(name):
+            values = [step.metrics[name] for step in steps if name in step.metrics]
+            metrics[name] = sum(values) / len(values)
     return metrics | {
         "actor/loss": sum(step.loss for step in steps) / len(steps),
         "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
@@ -117,3 +124,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "tokens/loss": float(sum(step.num_loss_tokens for step in steps)),
         "actor/logprobs_s": stats.logprobs_s,
     }
+
+
+def _is_mismatch(name: str) -> bool:
+    return name.startswith("rollout/")
