@@ -13,9 +13,15 @@ from pathlib import Path
 
 from treadle.trainer.report.metrics import (
     ACCURACY,
+    FRESH_MISMATCH,
+    KL,
+    MISMATCH,
     REWARD,
     ROLLOUT_S,
     SAMPLED_TOKENS,
+    SERVERS_LOST,
+    SERVERS_RESTARTED,
+    STALE_TOKENS,
     STEP,
     STEP_S,
     TOOL_RATE,
@@ -37,6 +43,26 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far the servers' log-probabilities were from the policy's, in nats.
+
+    Attributes:
+        mean: Of the steps' means.
+        p99: Of the worst step.
+        max: Of the worst token.
+        kl: Mean of the steps' estimates of KL(servers || policy).
+        stale: Share of the tokens, 0 to 1, in which older weights had a part; the others alone
+            are in mean, p99 and max.
+    """
+
+    mean: float
+    p99: float
+    max: float
+    kl: float
+    stale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What a run reached.
 
@@ -47,6 +73,9 @@ class Summary:
         tool_rate: Share of the training trajectories, 0 to 1, that called a tool.
         accuracy: First and last validation.
         val_tool_rate: Share of the validation trajectories that called a tool, likewise.
+        mismatch: Between servers and policy.
+        servers_lost: Rollout servers that died or failed.
+        servers_restarted: Those of them that were started again.
         rollout_tokens_per_s: Sampled tokens over the seconds of the rollout phases.
         train_tokens_per_s: Trained tokens over the seconds of the training phases.
         total_s: Seconds of all steps and of the validation before them.
@@ -59,6 +88,9 @@ class Summary:
     tool_rate: Change
     accuracy: Change
     val_tool_rate: Change
+    mismatch: Mismatch | None
+    servers_lost: int
+    servers_restarted: int
     rollout_tokens_per_s: float | None
     train_tokens_per_s: float | None
     total_s: float
@@ -76,6 +108,9 @@ def summarize(records: Sequence[Record]) -> Summary:
         tool_rate=_means(steps, TOOL_RATE, window),
         accuracy=_means(records, ACCURACY, 1),
         val_tool_rate=_means(records, VAL_TOOL_RATE, 1),
+        mismatch=_mismatch(steps),
+        servers_lost=round(sum(_values(records, SERVERS_LOST))),
+        servers_restarted=round(sum(_values(records, SERVERS_RESTARTED))),
         rollout_tokens_per_s=_rate(steps, SAMPLED_TOKENS, ROLLOUT_S),
         train_tokens_per_s=_rate(steps, TRAINED_TOKENS, TRAIN_S),
         total_s=sum(map(_duration, records)),
@@ -105,6 +140,8 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
             _share(summary.val_tool_rate.start),
             _share(summary.val_tool_rate.end),
         ),
+        ("servers and policy", "", _apart(summary.mismatch)),
+        ("rollout servers", "", _lost(summary)),
         ("rollout", "", _per_second(summary.rollout_tokens_per_s)),
         ("training", "", _per_second(summary.train_tokens_per_s)),
         ("time", "", f"{format_seconds(summary.total_s)} for {summary.num_steps} steps"),
@@ -173,6 +210,39 @@ def _rate(records: Sequence[Record], tokens: str, seconds: str) -> float | None:
     total_s = sum(_values(records, seconds))
     counts = _values(records, tokens)
     return sum(counts) / total_s if counts and total_s > 0 else None
+
+
+def _mismatch(steps: Sequence[Record]) -> Mismatch | None:
+    measured = [step for step in steps if math.isfinite(step.get(f"{MISMATCH}_max", math.nan))]
+    if not measured:
+        return None
+
+    def of(step: Record, what: str) -> float:
+        return step.get(f"{FRESH_MISMATCH}_{what}", step[f"{MISMATCH}_{what}"])
+
+    return Mismatch(
+        mean=sum(of(step, "mean") for step in measured) / len(measured),
+        p99=max(of(step, "p99") for step in measured),
+        max=max(of(step, "max") for step in measured),
+        kl=sum(step[KL] for step in measured) / len(measured),
+        stale=sum(step.get(STALE_TOKENS, 0.0) for step in measured) / len(measured),
+    )
+
+
+def _apart(mismatch: Mismatch | None) -> str:
+    if mismatch is None:
+        return "-"
+    stale = f" without the {mismatch.stale:.1%} of older weights" if mismatch.stale else ""
+    return (
+        f"log-probabilities {mismatch.mean:.1e} nats apart, p99 {mismatch.p99:.1e}, "
+        f"max {mismatch.max:.1e}{stale}; KL {mismatch.kl:.1e}"
+    )
+
+
+def _lost(summary: Summary) -> str:
+    if not summary.servers_lost:
+        return "none lost"
+    return f"{summary.servers_lost} lost, {summary.servers_restarted} started again"
 
 
 def _number(value: float | None) -> str:

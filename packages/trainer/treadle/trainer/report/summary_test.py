@@ -1,4 +1,5 @@
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,47 @@ def test_what_was_not_measured_is_a_dash_and_not_a_zero() -> None:
     assert rows["held-out accuracy"] == ("-", "-")
     assert rows["rollout"] == ("", "-")
     assert rows["where it went"] == ("", "-")
+
+
+def _apart(
+    step: int, mean: float, *, stale: float = 0.0, fresh: Mapping[str, float] = {}
+) -> Record:
+    sizes = {"mean": mean, "p99": 2 * mean, "max": 3 * mean}
+    return {
+        "step": step,
+        **{f"rollout/logprob_diff_{what}": value for what, value in sizes.items()},
+        **{f"rollout/logprob_diff_fresh_{what}": value for what, value in fresh.items()},
+        "rollout/kl": mean**2,
+        "rollout/stale_tokens": stale,
+    }
+
+
+def test_the_mismatch_is_the_worst_tokens_and_the_mean_of_means() -> None:
+    summary = summarize([_apart(1, 1e-6), {"step": 2}, _apart(3, 3e-6)])
+    assert summary.mismatch is not None
+    assert summary.mismatch.mean == pytest.approx(2e-6)
+    assert summary.mismatch.max == pytest.approx(9e-6)
+    rows = {what: end for what, _, end in summary_rows(summary, Path("runs/a"))}
+    assert rows["servers and policy"] == (
+        "log-probabilities 2.0e-06 nats apart, p99 6.0e-06, max 9.0e-06; KL 5.0e-12"
+    )
+    assert rows["rollout servers"] == "none lost"
+
+
+def test_tokens_of_older_weights_are_left_out_of_the_mismatch() -> None:
+    fresh = {"mean": 1e-6, "p99": 2e-6, "max": 3e-6}
+    summary = summarize([_apart(1, 0.1, stale=0.25, fresh=fresh)])
+    rows = {what: end for what, _, end in summary_rows(summary, Path("runs/a"))}
+    assert "max 3.0e-06 without the 25.0% of older weights" in rows["servers and policy"]
+
+
+def test_servers_that_were_lost_are_counted_over_all_steps() -> None:
+    lost: list[Record] = [
+        {"step": 1, "servers/lost": 1.0, "servers/restarted": 0.0},
+        {"step": 2, "servers/lost": 1.0, "servers/restarted": 1.0},
+    ]
+    rows = {what: end for what, _, end in summary_rows(summarize(lost), Path("runs/a"))}
+    assert rows["rollout servers"] == "2 lost, 1 started again"
 
 
 def test_a_run_without_a_step_has_a_summary() -> None:
