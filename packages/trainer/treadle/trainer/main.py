@@ -96,8 +96,9 @@ def _dry_run(loaded: LoadedConfig) -> int:
     from treadle.trainer.data import DataError, check_rows, read_rows
     from treadle.trainer.launch.environment import cpu_count
     from treadle.trainer.plan import make_plan
+    from treadle.trainer.server_process import ask_server_command, check_server_command
 
-    data = loaded.config.data
+    data, answer = loaded.config.data, None
     try:
         train_rows = read_rows(data.train_files)
         val_rows = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
@@ -110,9 +111,14 @@ def _dry_run(loaded: LoadedConfig) -> int:
             num_val_rows=len(val_rows),
             cpus=cpu_count(),
         )
+        check_server_command(loaded.config)
+        if loaded.config.rollout.server_command and loaded.config.launch.kind == "local":
+            answer = ask_server_command(loaded.config)
     except (ConfigError, DataError, SetupError) as error:
         return _fail(error)
     _say(plan.text())
+    if answer is not None:
+        _say(answer)
     return 0
 
 

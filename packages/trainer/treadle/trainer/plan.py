@@ -3,11 +3,13 @@
 It is printed at the start of a run and by `--dry-run`.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.config.verl_keys import ConfigError
+from treadle.trainer.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]
 
@@ -80,11 +82,31 @@ class Plan:
             f"{rollout.num_replicas} x {rollout.name}, {rollout.max_in_flight} completions at a "
             f"time each, {rollout.dtype}",
         )
+        yield "server command", self._server_command()
+        if settings := engine_settings(rollout):
+            yield "engine", ", ".join(f"{key}={value}" for key, value in settings.items())
+        if rollout.top_p < 1 or rollout.top_k is not None:
+            yield (
+                "mismatch",
+                "servers report the distribution that top_p and top_k leave, the policy has the "
+                "whole: rollout/logprob_diff_* and rollout/kl show that too",
+            )
+        if rollout.release_memory:
+            yield "server memory", self._hand_over()
         yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
         yield "launcher", config.launch.kind
         yield "validation", self._validation()
         yield "checkpoints", _every(config.schedule.save_every)
         yield "seed", str(config.run.seed)
+
+    def _server_command(self) -> str:
+        command = self.config.rollout.server_command
+        return shlex.join(command) if command else "this interpreter's own environment"
+
+    def _hand_over(self) -> str:
+        if self.config.rollout.multi_stage_wake_up:
+            return "released while the policy trains; weights back, update, then the KV cache"
+        return "released while the policy trains; all of it back, then the update"
 
     def _validation(self) -> str:
         if not self.num_val_rows:

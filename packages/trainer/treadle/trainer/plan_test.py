@@ -4,7 +4,13 @@ import pytest
 
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.load import ConfigError
-from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from treadle.trainer.config.schema import (
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from treadle.trainer.plan import make_plan
 
 
@@ -27,6 +33,24 @@ def test_total_steps_overrides_epochs() -> None:
     assert plan.total_steps == 7
     assert "a step" in plan.text()
     assert "4 prompts x 8 samples = 32 trajectories" in plan.text()
+
+
+def test_the_servers_are_shown_with_their_command_and_what_is_set_of_the_engine() -> None:
+    rollout = RolloutConfig(
+        name="vllm",
+        server_command=("/opt/vllm/bin/treadle-rollout-server",),
+        tensor_model_parallel_size=2,
+        engine_args={"block_size": 16},
+        top_p=0.9,
+        release_memory=True,
+    )
+    config = _config(total_steps=1).model_copy(update={"rollout": rollout})
+    text = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
+    assert "1 x vllm, 64 completions at a time" in text
+    assert "server command   /opt/vllm/bin/treadle-rollout-server\n" in text
+    assert "tensor_model_parallel_size=2, engine_args={'block_size': 16}\n" in text
+    assert "released while the policy trains; all of it back, then the update\n" in text
+    assert "the distribution that top_p and top_k leave" in text
 
 
 def test_more_updates_than_trajectories_are_refused() -> None:

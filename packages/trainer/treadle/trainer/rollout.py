@@ -29,19 +29,32 @@ from treadle.agent_loop import (
     TokenGenerator,
     Trajectory,
 )
-from treadle.agent_loop.rpc import Requirements, connect
+from treadle.agent_loop.rpc import ChannelSecurity, Requirements, connect
 from treadle.trainer.agents import loop_limits
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import PromptRules
 from treadle.trainer.replicas import ReplicaSet
+from treadle.trainer.server_security import ServerSecurity
 
-__all__ = ["Republish", "Rollout"]
+__all__ = ["Republish", "Rollout", "needed_capabilities"]
 
 _LOOK_EVERY_S = 0.5
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 Republish = Callable[[Sequence[str]], Awaitable[None]]
+
+
+def needed_capabilities(config: RunConfig) -> frozenset[str]:
+    """What the servers of a run must be able to do, by the names in the contract."""
+    needed = {"sampled_logprobs", f"{config.sync.transport.kind}_transport"}
+    if config.sync.updates_in_place:
+        needed.add("in_place_update")
+    if config.sync.in_flight == "continue":
+        needed.add("in_flight_continue")
+    if config.rollout.release_memory:
+        needed.add("release_memory")
+    return frozenset(needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,17 @@ class Rollout:
     rules: PromptRules
     reward: RewardFn
     republish: Republish
+
+    async def check_servers(self) -> None:
+        """Compares what the servers are with what the run needs, before anything is sampled.
+
+        Raises:
+            SetupError: one of them does not fit; tokenizer, vocabulary, context, capabilities.
+        """
+        async with connect(
+            self.replicas.addresses, requirements=self.requirements, security=self._security
+        ):
+            pass
 
     async def run(
         self,
@@ -136,7 +160,10 @@ class Rollout:
         async def run() -> None:
             policy = StickySession(cache_tokens=self.config.rollout.cache_tokens)
             async with connect(
-                self.replicas.addresses, requirements=self.requirements, policy=policy
+                self.replicas.addresses,
+                requirements=self.requirements,
+                security=self._security,
+                policy=policy,
             ) as generator:
                 connected.set()
                 await self._runner(generator, sampling, min_weight_version).run(tasks, sink)
@@ -174,6 +201,10 @@ class Rollout:
             strategy=Retry(max_attempts=self.config.agent.max_attempts),
             watchdog_s=self.config.agent.watchdog_s,
         )
+
+    @property
+    def _security(self) -> ChannelSecurity:
+        return ServerSecurity.of(self.config.rollout).read()
 
     async def _lost(self, connected: asyncio.Event) -> None:
         """Returns when no replica is alive, or when one is not that is still to be connected to.

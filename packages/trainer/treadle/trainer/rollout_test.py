@@ -14,7 +14,8 @@ from treadle.agent_loop import (
     ToolError,
     Trajectory,
 )
-from treadle.trainer.rollout import Rollout
+from treadle.trainer.config.load import load_config
+from treadle.trainer.rollout import Rollout, needed_capabilities
 
 
 @dataclass(slots=True)
@@ -86,3 +87,18 @@ async def test_each_trajectory_ends_once_however_often_it_was_attempted(
     assert [trajectory.task for trajectory in trajectories] == tasks
     assert story.num_attempts == num_attempts
     assert len(ends) == len(tasks)
+
+
+def test_servers_must_be_able_to_do_what_the_configuration_asks_of_them() -> None:
+    paths = ["model.path=/m", "data.train_files=/t.jsonl"]
+    plain = load_config([], paths).config
+    assert needed_capabilities(plain) == {"sampled_logprobs", "inline_transport"}
+    asked = ("sync.transport=shared_memory", "sync.in_place=true", "rollout.release_memory=true")
+    assert needed_capabilities(load_config([], [*paths, *asked]).config) == {
+        "sampled_logprobs",
+        "shared_memory_transport",
+        "in_place_update",
+        "release_memory",
+    }
+    kept = load_config([], [*paths, "sync.in_flight=continue"]).config
+    assert "in_flight_continue" in needed_capabilities(kept)

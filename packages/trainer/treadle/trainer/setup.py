@@ -15,6 +15,7 @@ from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import FileTransportConfig, RunConfig
 from treadle.trainer.data import DataOrder, PromptRules
+from treadle.trainer.flow.hand_over import HandOver
 from treadle.trainer.flow.run import Run
 from treadle.trainer.inputs import Inputs, Rows, prepare
 from treadle.trainer.launch.local import LocalLauncher
@@ -24,7 +25,8 @@ from treadle.trainer.policy_commands import Load
 from treadle.trainer.policy_group import PolicyGroup
 from treadle.trainer.replicas import ReplicaSet
 from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
-from treadle.trainer.rollout import Republish, Rollout
+from treadle.trainer.rollout import Republish, Rollout, needed_capabilities
+from treadle.trainer.server_security import ServerSecurity
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 __all__ = ["Setup"]
@@ -69,6 +71,7 @@ class Setup:
                 await policy.call(Load(directory=self.checkpoint.policy_directory))
             trajectory_log = stack.enter_context(self._trajectory_log(inputs))
             run = self._run(inputs, policy, replicas, metrics_log, trajectory_log)
+            await run.rollout.check_servers()
             if run.version:
                 await run.publish(run.version)
             yield run
@@ -134,6 +137,7 @@ class Setup:
             config.sync,
             element_type=config.rollout.dtype,
             directory=self._weights_directory,
+            security=ServerSecurity.of(config.rollout),
         )
 
         async def republish(names: Sequence[str]) -> None:
@@ -155,12 +159,24 @@ class Setup:
             replicas=replicas,
             rollout=self._rollout(inputs, replicas, republish),
             publisher=publisher,
+            hand_over=self._hand_over(replicas),
             checkpoints=self.checkpoints,
             metrics_log=metrics_log,
             trajectory_log=trajectory_log,
             progress=self.progress,
         )
         return run
+
+    def _hand_over(self, replicas: ReplicaSet) -> HandOver | None:
+        rollout, sync = self.config.rollout, self.config.sync
+        if not rollout.release_memory:
+            return None
+        return HandOver(
+            replicas,
+            multi_stage=rollout.multi_stage_wake_up,
+            interrupt=sync.in_flight == "interrupt",
+            max_attempts=sync.max_push_attempts,
+        )
 
     def _total_steps(self, inputs: Inputs) -> int:
         """Of the plan, less what the rows that were left out would have made."""
@@ -181,6 +197,7 @@ class Setup:
                 tokenizer_sha256=inputs.renderer.tokenizer_sha256,
                 vocab_size=inputs.renderer.vocab_size,
                 context_length=self.config.rollout.context_length,
+                capabilities=needed_capabilities(self.config),
             ),
             rules=inputs.rules,
             reward=inputs.reward,

@@ -22,6 +22,7 @@ from treadle.trainer.inputs import Rows
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.plan import make_plan
 from treadle.trainer.report import Progress, Summary, open_progress, write_reports
+from treadle.trainer.server_process import check_server_command
 from treadle.trainer.setup import Setup
 
 __all__ = ["train"]
@@ -37,6 +38,7 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
 
     Raises:
         DataError: a row asks for what is not there.
+        ConfigError: no environment of the engine's is there.
         SetupError: the configuration names what is not there.
         RunDirectoryError: the directory is in use, holds another run, or cannot be written.
         Exception: see `run_sync` and the modules of the pieces.
@@ -47,6 +49,7 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
     plan = make_plan(
         config, num_train_rows=len(rows.train), num_val_rows=len(rows.val), cpus=cpu_count()
     )
+    check_server_command(config)
     with RunDirectory(run_dir) as directory:
         checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.schedule.keep_checkpoints)
         changes = _begin_or_resume(directory, config)
