@@ -1,0 +1,46 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines.smollm2 import SmolUnavailable, smollm2
+from engines.tiny_model import write_tiny_model
+
+from treadle.rollout_server.testing.engine_command import engine_command
+from treadle.rollout_server.testing.process import running_server
+from treadle.rollout_server.testing.remote_contract import Target
+
+CONTEXT_LENGTH = "1024"
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sets of weights of the tiny model."""
+    first, second = (tmp_path_factory.mktemp(f"tiny-{seed}") for seed in (0, 1))
+    return write_tiny_model(first, seed=0), write_tiny_model(second, seed=1)
+
+
+@pytest.fixture(scope="session")
+def smollm2_models() -> tuple[Path, Path]:
+    """SmolLM2-135M-Instruct, and the same with its weights off by a few percent."""
+    try:
+        return smollm2(0), smollm2(1)
+    except SmolUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """One server for the module, with the engine, models and arguments that the module names."""
+    engine: str = request.module.ENGINE
+    command = engine_command(engine)
+    models: tuple[Path, Path] = request.getfixturevalue(request.module.MODELS)
+    settings = {
+        "engine": engine,
+        "model.path": str(models[0]),
+        "model.context_length": CONTEXT_LENGTH,
+        "model.num_threads": "1",
+        "model.max_num_seqs": "8",
+    }
+    flags = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    with running_server(*flags, *request.module.ARGUMENTS, command=command) as server:
+        yield Target(address=server.address, checkpoints=models, pid=server.popen.pid)

@@ -1,0 +1,35 @@
+"""All of the engine contract, from outside, for a server with a real model."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from treadle.rollout_server.engine import Engine
+from treadle.rollout_server.testing.descendants import descendants
+from treadle.rollout_server.testing.engine_contract import EngineContract
+from treadle.rollout_server.testing.model_contract import ModelContract
+from treadle.rollout_server.testing.remote_contract import RemoteContract
+
+
+class RemoteModelContract(RemoteContract, EngineContract, ModelContract):
+    """Inherit, and name `ENGINE`, `MODELS` and `ARGUMENTS` in the module; see conftest.py."""
+
+    # An engine in another process runs ahead of a reader on a busy machine.
+    long = 600
+    places = 8
+
+    def checkpoint(self, which: int) -> Path:
+        assert self.target.checkpoints is not None
+        return self.target.checkpoints[which]
+
+
+class WorkerContract(RemoteModelContract):
+    """For engines that run their model in other processes, which can die."""
+
+    async def break_engine(self, engine: Engine) -> None:
+        """Kills every process that the server started."""
+        assert self.target.pid is not None
+        for pid in descendants(self.target.pid):
+            with contextlib.suppress(ProcessLookupError):  # It ended with one that was killed.
+                os.kill(pid, signal.SIGKILL)

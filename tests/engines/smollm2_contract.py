@@ -1,0 +1,41 @@
+"""The engine contract with a model that people use: a part of it, in sizes that a CPU can bear."""
+
+from pathlib import Path
+
+import pytest
+
+from treadle.rollout_server.testing.control_contract import ControlContract
+from treadle.rollout_server.testing.model_contract import ModelContract
+from treadle.rollout_server.testing.remote_contract import RemoteContract
+from treadle.rollout_server.testing.sampling_contract import SamplingContract
+
+
+@pytest.mark.asyncio
+class SmolContract(RemoteContract, ModelContract):
+    """All of the comparison with transformers, and what needs a real tokenizer's sizes."""
+
+    long = 64
+    compared = 8
+    turn_tokens = 300
+    places = 8
+    # Thirty layers add up more rounding than two do.
+    model_tolerance = 2e-3
+    logprob_tolerance = 2e-3
+
+    def checkpoint(self, which: int) -> Path:
+        assert self.target.checkpoints is not None
+        return self.target.checkpoints[which]
+
+    test_greedy_repeats = SamplingContract.test_greedy_repeats
+    test_seeds_repeat_and_differ = SamplingContract.test_seeds_repeat_and_differ
+    test_a_seeded_sequence_goes_on_from_its_middle = (
+        SamplingContract.test_a_seeded_sequence_goes_on_from_its_middle
+    )
+    test_a_stop_id_is_the_last_token = SamplingContract.test_a_stop_id_is_the_last_token
+    test_cancelling_frees_the_sequence = ControlContract.test_cancelling_frees_the_sequence
+    test_a_second_turn_finds_the_first_in_the_cache = (
+        ControlContract.test_a_second_turn_finds_the_first_in_the_cache
+    )
+    test_interrupt_ends_sequences_with_what_they_have = (
+        ControlContract.test_interrupt_ends_sequences_with_what_they_have
+    )
