@@ -2,13 +2,14 @@
 
 import contextlib
 import resource
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from .conftest import StartTrainer, Trainer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 _ONE_STEP = ("schedule.total_steps=1", "schedule.val_every=null", "schedule.val_before_train=false")
 
@@ -22,7 +23,9 @@ def _end(trainer: Trainer, status: int) -> str:
 def test_a_run_directory_belongs_to_one_trainer_and_one_run(start_trainer: StartTrainer) -> None:
     first = start_trainer(*_ONE_STEP)
     first.read_until("run directory")
+    first.process.send_signal(signal.SIGSTOP)  # It shall not end before the second one looks.
     said = _end(start_trainer(*_ONE_STEP), 2)
+    first.process.send_signal(signal.SIGCONT)
     assert f"is in use by another trainer (pid {first.process.pid})" in said
     _end(first, 0)
     kept = first.metrics()

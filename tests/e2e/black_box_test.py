@@ -7,7 +7,7 @@ import pytest
 
 from .conftest import SMALL, Trainer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Train = Callable[..., Trainer]
 

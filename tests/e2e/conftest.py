@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.trainer.launch.process import child_python_path
 
 SMALL = (
@@ -72,6 +73,14 @@ class Trainer:
     def pid_of(self, name: str) -> int:
         """Of one of its processes that others can reach."""
         return int(json.loads((self.run_dir / "logs" / f"{name}.ready").read_text())["pid"])
+
+
+def server_command(engine: str) -> str:
+    """The setting that starts servers in the engine's environment; skips where there is none."""
+    command = engine_command(engine)
+    if (path := os.environ.get("PYTHONPATH")) is not None:  # the trainer passes none on
+        command = ("env", f"PYTHONPATH={path}", *command)
+    return f"rollout.server_command={list(command)}"
 
 
 StartTrainer = Callable[..., Trainer]

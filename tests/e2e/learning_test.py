@@ -7,7 +7,7 @@ import pytest
 
 from .conftest import Trainer
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 Train = Callable[..., Trainer]
 
 

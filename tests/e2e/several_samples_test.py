@@ -10,7 +10,7 @@ from treadle.trainer.main import DEMO
 
 from .conftest import Trainer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 _LOOP = '''
 from treadle.agent_loop import Conversation, Toolbox, ToolAgentLoop

@@ -6,7 +6,7 @@ import pytest
 
 from .conftest import Trainer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 Train = Callable[..., Trainer]
 
 
@@ -23,8 +23,10 @@ def _check_versions(trainer: Trainer) -> None:
     [
         ("sync.transport=inline", "rollout.num_replicas=2", "rollout.cache_tokens=2000"),
         ("sync.transport=file", "rollout.temperature=0.7"),
+        ("sync.transport=shared_memory", "sync.in_place=true", "policy.parallel.pipeline=2"),
+        ("sync.transport=collective", "policy.parallel.pipeline=2", "rollout.num_replicas=2"),
     ],
-    ids=["inline", "file"],
+    ids=["inline", "file", "shared memory, two senders", "collective, two senders"],
 )
 def test_a_run_does_what_was_asked_and_leaves_its_story(
     train: Train, arguments: tuple[str, ...]
@@ -56,6 +58,24 @@ def test_a_run_does_what_was_asked_and_leaves_its_story(
 
 
 _NO_VALIDATION = ("schedule.val_every=null", "schedule.val_before_train=false")
+
+
+def test_versions_travel_as_changes_in_the_files_of_two_senders(train: Train) -> None:
+    trainer = train(
+        *_NO_VALIDATION,
+        "schedule.total_steps=3",
+        "sync.transport=file",
+        "sync.delta.enabled=true",
+        "rollout.dtype=bfloat16",
+        "policy.parallel.pipeline=2",
+        "policy.optimizer.lr=1e-6",
+    )
+    first, *others = trainer.metrics()
+    assert first["sync/delta_ratio"] == 1
+    for line in others:
+        assert line["sync/delta_ratio"] == line["sync/bytes"] / line["weights/bytes"] < 0.1
+        assert line["rollout/logprob_diff_max"] < 0.2  # of rounding
+    assert not list((trainer.run_dir / "weights").iterdir())
 
 
 def test_where_the_processes_are_and_how_many_does_not_change_what_is_learned(

@@ -1,0 +1,33 @@
+"""A run whose server lends its memory to the policy in every step."""
+
+from collections.abc import Callable
+
+import pytest
+
+from .conftest import Trainer
+
+pytestmark = pytest.mark.timeout(600)
+Train = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("rollout.multi_stage_wake_up=true", "sync.in_place=true"),
+        ("rollout.multi_stage_wake_up=false", "sync.in_flight=interrupt"),
+    ],
+    ids=["in stages, in place", "at once, staged"],
+)
+def test_memory_changes_hands_in_every_step_and_nothing_else_changes(
+    train: Train, arguments: tuple[str, ...]
+) -> None:
+    colocated = train("rollout.release_memory=true", *arguments, name="colocated")
+    assert "released while the policy trains" in colocated.output
+    apart = train(name="apart")
+    for one, two in zip(colocated.metrics(), apart.metrics(), strict=True):
+        assert one.get("val/accuracy") == two.get("val/accuracy")
+        if one["step"]:
+            assert one["time/release_s"] > 0
+            assert "time/release_s" not in two
+            assert one["tokens/sampled"] == two["tokens/sampled"]
+            assert one["rollout/logprob_diff_max"] < 1e-4

@@ -1,0 +1,232 @@
+"""Deltas between the trainer's publisher and real servers: whatever happens, bit for bit the same.
+
+Random runs of versions, inline and by file: few or all elements change, servers are replaced, their
+bases are damaged or lost, updates are begun and given up, files of changes are damaged, cut short,
+swapped for older ones or lost. After every version each server holds the policy's weights, as the
+fake engine's fingerprint tells, and the policy's two ranks have sent each of its own weights.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treadle.rollout.v1 import weight_sync_service_pb2 as pb
+from treadle.rollout_server import engine as server_engine
+from treadle.rollout_server.config import ServerConfig, WeightsConfig
+from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake_model import fingerprint_entry, fingerprint_of
+from treadle.rollout_server.server import Server
+from treadle.rollout_server.testing import FakeClock, serve_in_process
+from treadle.trainer.config.schema import (
+    DeltaConfig,
+    FileTransportConfig,
+    InlineTransportConfig,
+    WeightSyncConfig,
+)
+from treadle.trainer.policy import NamedTensor, TensorSpec
+from treadle.trainer.policy_commands import Command, Compare, Push, Specs, WriteFiles
+from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.delta import DeltaSender
+from treadle.trainer.weight_sync.file import write_files
+from treadle.trainer.weight_sync.inline import push
+from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+
+RANKS = 2
+SHAPES = {"a": (3, 50), "b": (400,), "c": (), "d": (0,)}
+BFLOAT16 = server_engine.ElementType.BFLOAT16
+
+
+class Policy:
+    """Two ranks that hold the same weights and send half of them each.
+
+    `spoil` says what becomes of the next files of changes once they are written.
+    """
+
+    def __init__(self) -> None:
+        self.spoil = "none"
+        self.tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.senders = [DeltaSender() for _ in range(RANKS)]
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name=name, shape=shape, element_type="float32", sender=number % RANKS)
+            for number, (name, shape) in enumerate(SHAPES.items())
+        )
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        for name, tensor in self.tensors.items():
+            yield NamedTensor(name=name, tensor=tensor)
+
+    async def call(self, command: Command) -> Sequence[Any]:
+        answers = [
+            await asyncio.to_thread(self._execute, command, rank, sender)
+            for rank, sender in enumerate(self.senders)
+        ]
+        if isinstance(command, WriteFiles) and command.base_version is not None:
+            self._spoil(command.directory)
+        return answers
+
+    def _execute(self, command: Command, rank: int, sender: DeltaSender) -> Any:
+        match command:
+            case Specs():
+                return self.weight_specs()
+            case Compare():
+                return sender.compare(self, command, rank=rank)
+            case Push(changes=True):
+                return sender.push(self, command, rank=rank)
+            case Push():
+                return push(self, command, rank=rank)
+            case WriteFiles(base_version=int()):
+                return sender.write(self, command, rank=rank)
+            case WriteFiles():
+                return write_files(self, command, rank=rank)
+        raise NotImplementedError(command)
+
+    def _spoil(self, directory: Path) -> None:
+        file = directory / "rank-00000.safetensors"
+        kept = directory.parent / "older"
+        data = bytearray(file.read_bytes())
+        match self.spoil:
+            case "flip":
+                data[-1] ^= 1
+                file.write_bytes(data)
+            case "cut":
+                file.write_bytes(data[:-1])
+            case "lose":
+                file.unlink()
+            case "swap" if kept.exists():
+                shutil.copy(kept, file)
+        kept.write_bytes(data)
+
+    def fingerprint(self) -> bytes:
+        """What a fake engine holds that was given these weights."""
+        return fingerprint_of(
+            fingerprint_entry(
+                server_engine.NamedTensor(
+                    spec=server_engine.TensorSpec(
+                        name=name, element_type=BFLOAT16, shape=SHAPES[name]
+                    ),
+                    data=tensor_bytes(tensor, "bfloat16"),
+                )
+            )
+            for name, tensor in self.tensors.items()
+        )
+
+
+class Fleet:
+    """Servers by name, each with its client."""
+
+    def __init__(self, stack: contextlib.AsyncExitStack, weights: Path) -> None:
+        self._stack = stack
+        self._config = ServerConfig(weights=WeightsConfig(directory=weights))
+        self.members: dict[str, tuple[Server, FakeEngine, WeightSyncClient]] = {}
+
+    async def start(self, name: str) -> None:
+        model = server_engine.ModelInfo(architecture="fake", vocab_size=8, context_length=8)
+        engine = FakeEngine(model=model, clock=FakeClock())
+        server = await self._stack.enter_async_context(
+            serve_in_process(engine, config=self._config)
+        )
+        client = WeightSyncClient(name, server.address, control_deadline_s=30, commit_deadline_s=30)
+        self._stack.push_async_callback(client.aclose)
+        self.members[name] = (server, engine, client)
+
+    @property
+    def clients(self) -> list[WeightSyncClient]:
+        return [client for _, _, client in self.members.values()]
+
+    def damage(self, name: str) -> None:
+        """Flips a bit of the base behind the server's back."""
+        base = self.members[name][0].replica.updates._base
+        if base is not None:
+            base.weights.view(0)[0] ^= 1
+
+    async def leave_open(self, name: str, policy: Policy, version: int) -> None:
+        """Another trainer begins an update without delta, and gives it up."""
+        client = self.members[name][2]
+        request = pb.BeginUpdateRequest(
+            update_id="other",
+            weight_version=version,
+            tensors=[tensor_spec_to_proto(spec, "bfloat16") for spec in policy.weight_specs()],
+        )
+        request.lease.FromSeconds(60)
+        request.inline.SetInParent()
+        await client.begin(request)
+        await client.abort("other")
+
+
+@contextlib.asynccontextmanager
+async def fleet(weights: Path) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        made = Fleet(stack, weights)
+        for name in ("one", "two"):
+            await made.start(name)
+        yield made
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["none", "none", "replace", "damage", "leave_open", "flip", "cut", "swap", "lose"]
+        ),
+        st.sampled_from(["one", "two"]),
+        st.sampled_from([0.0, 0.02, 1.0]),
+        st.integers(0, 2**16),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize(
+    "transport", [InlineTransportConfig(chunk_bytes=4096), FileTransportConfig()]
+)
+@settings(max_examples=20, deadline=None)
+@given(EVENTS, st.integers(1, 4))
+def test_every_server_ends_with_the_policys_bits(
+    transport: InlineTransportConfig | FileTransportConfig,
+    events: list[tuple[str, str, float, int]],
+    full_every: int,
+) -> None:
+    config = WeightSyncConfig(
+        transport=transport, delta=DeltaConfig(enabled=True, full_every=full_every)
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(_run(events, config, Path(directory)))
+
+
+async def _run(
+    events: list[tuple[str, str, float, int]], config: WeightSyncConfig, directory: Path
+) -> None:
+    policy = Policy()
+    publisher = WeightPublisher(
+        cast(PolicyGroup, policy), config, element_type="bfloat16", directory=directory
+    )
+    async with fleet(directory) as servers:
+        for version, (event, name, share, seed) in enumerate(events, start=1):
+            policy.spoil = event
+            if event == "replace":
+                await servers.start(name)
+            elif event == "damage":
+                servers.damage(name)
+            elif event == "leave_open":
+                await servers.leave_open(name, policy, version)
+            generator = torch.Generator().manual_seed(seed)
+            for tensor in policy.tensors.values():
+                tensor += torch.rand(tensor.shape, generator=generator) < share
+            report = await publisher.publish(version, servers.clients)
+            assert (sorted(report.served), report.failed) == (["one", "two"], {})
+            for server, engine, _ in servers.members.values():
+                assert server.replica.weight_version == version
+                assert engine._fingerprint == policy.fingerprint()

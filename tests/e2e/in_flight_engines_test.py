@@ -1,0 +1,241 @@
+"""New weights while completions run: nothing is lost, and every token says what sampled it.
+
+The pieces of a run, real and in their processes, with an update in the middle of a rollout. The
+policy of version n is one optimizer step ahead of version n - 1, so a token with the wrong label
+would be off by far more than the programs are.
+
+How fast trainer and engine are beside each other decides what an update meets, so that is left to
+neither: trajectories end before it and begin after it, and long completions run all the while.
+"""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from treadle.agent_loop import (
+    Completion,
+    FinishReason,
+    Origin,
+    RequestContext,
+    SamplingParams,
+    Tokens,
+    Trajectory,
+)
+from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
+from treadle.trainer.agents import prompt_rules
+from treadle.trainer.checkpoint import Checkpoints
+from treadle.trainer.config.load import load_config
+from treadle.trainer.config.schema import InFlight
+from treadle.trainer.flow.groups import make_batch
+from treadle.trainer.flow.run import Run
+from treadle.trainer.flow.sync import update_metrics
+from treadle.trainer.inputs import read_all_rows
+from treadle.trainer.main import DEMO
+from treadle.trainer.plan import make_plan
+from treadle.trainer.policy import TrainSequence
+from treadle.trainer.report.progress import PlainProgress
+from treadle.trainer.setup import Setup
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+
+from .conftest import server_command
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio]
+_PROMPTS, _SAMPLES = 32, 8
+_ENDED_BEFORE = 40
+_BEGUN_AFTER = 2
+_TRAINED = 24
+_LONG, _SHORTER = 8, 20
+_POLICIES: tuple[InFlight, ...] = ("interrupt", "continue")
+
+
+class _Trigger(PlainProgress):
+    """Tells when so many trajectories have ended."""
+
+    def __init__(self) -> None:
+        super().__init__(total_steps=len(_POLICIES), stream=io.StringIO())
+        self.left = 0
+        self.reached = asyncio.Event()
+
+    def arm(self, count: int) -> None:
+        self.left = count
+        self.reached.clear()
+
+    def advance(self, count: int = 1) -> None:
+        self.left -= count
+        if self.left == 0:
+            self.reached.set()
+
+
+@contextlib.asynccontextmanager
+async def _running(tmp_path: Path, engine: str, progress: _Trigger) -> AsyncIterator[Run]:
+    arguments = [
+        f"rollout.name={engine}",
+        *([] if engine == "torch" else [server_command(engine)]),
+        "rollout.max_in_flight=48",
+        "rollout.threads=1",
+        "launch.policy_threads=1",
+        f"data.prompts_per_step={_PROMPTS}",
+        "policy.optimizer.lr=1e-3",
+        "policy.optimizer.warmup_steps=0",
+    ]
+    config = load_config([DEMO], arguments).config
+    rows = read_all_rows(config)
+    setup = Setup(
+        config=config,
+        rows=rows,
+        rules=prompt_rules(config),
+        plan=make_plan(config, num_train_rows=len(rows.train), num_val_rows=0, cpus=2),
+        run_dir=tmp_path,
+        begun=False,
+        checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),
+        checkpoint=None,
+        progress=progress,
+    )
+    async with setup.start() as run:
+        yield run
+
+
+def _sequences(trajectories: Sequence[Trajectory], version: int) -> list[TrainSequence]:
+    """Some with tokens of older weights and some without, each with a gradient.
+
+    Their rewards are left out: where all of a group were right, it would have none.
+    """
+    batch = make_batch(trajectories, norm_by_std=True, version=version)
+    older = [sequence for sequence in batch.sequences if sequence.stale]
+    newer = [sequence for sequence in batch.sequences if not sequence.stale]
+    return [
+        replace(sequence, advantages=((-1.0) ** place,) * len(sequence.ids))
+        for place, sequence in enumerate(older[:_TRAINED] + newer[:_TRAINED])
+    ]
+
+
+async def _sample(run: Run, step: int, *, prompts: int = _PROMPTS) -> list[Trajectory]:
+    tasks = [
+        task
+        for index in run.order.batch(step)[:prompts]
+        for task in run.train[index].tasks(samples=_SAMPLES, seed=0, step=step)
+    ]
+    return await run.sample("train", step, tasks)
+
+
+async def _generate_until(
+    updated: asyncio.Event,
+    generator: GrpcTokenGenerator,
+    prompt: Sequence[int],
+    name: str,
+    max_tokens: int,
+) -> list[Completion]:
+    """Completions of one length, one after another; the last begins before the event."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    completions: list[Completion] = []
+    while not updated.is_set():
+        request = RequestContext(
+            request_id=f"{name}-{len(completions)}", session_id=name, deadline=math.inf
+        )
+        completions.append(await generator.generate(prompt, params, request=request))
+    return completions
+
+
+def _completions(trajectories: Sequence[Trajectory]) -> Iterator[list[int]]:
+    """The weight versions of each completion's runs of tokens, in order."""
+    for trajectory in trajectories:
+        (tokens,) = trajectory.samples
+        for sampled, spans in itertools.groupby(
+            tokens.spans, key=lambda span: span.origin is Origin.SAMPLED
+        ):
+            if sampled:
+                yield [span.weight_version for span in spans if span.weight_version is not None]
+
+
+@torch.no_grad()
+def _gap(model: torch.nn.Module, ids: Sequence[int], reported: Mapping[int, float]) -> float:
+    """How far the model is, at most, from the log-probabilities reported for these places."""
+    logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return max(
+        (
+            abs(float(logprobs[place - 1, ids[place]]) - logprob)
+            for place, logprob in reported.items()
+        ),
+        default=0.0,
+    )
+
+
+def _reported(tokens: Tokens, version: int) -> dict[int, float]:
+    return {
+        place: tokens.logprobs[place]
+        for span in tokens.spans
+        if span.weight_version == version
+        for place in range(span.start, span.stop)
+    }
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm", "sglang"])
+async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_names(
+    tmp_path: Path, engine: str
+) -> None:
+    progress = _Trigger()
+    async with (
+        _running(tmp_path, engine, progress) as run,
+        connect(run.replicas.addresses) as generator,
+    ):
+        config = run.config
+        first = await _sample(run, 1)
+        await run.train_on(_sequences(first, 0))
+        prompt = first[0].samples[0].ids[:8]
+        room = generator.context_length - len(prompt)
+        # Of different lengths: or all of them could be between two when the weights change.
+        lengths = [room - _SHORTER * n for n in range(_LONG)]
+        for version, policy in enumerate(_POLICIES, start=1):
+            run.publisher = WeightPublisher(
+                run.policy,
+                config.sync.model_copy(update={"in_flight": policy}),
+                element_type=config.rollout.dtype,
+                directory=tmp_path,
+            )
+            progress.arm(_ENDED_BEFORE)
+            updated = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                sampling = group.create_task(_sample(run, version + 1))
+                long = [
+                    group.create_task(
+                        _generate_until(updated, generator, prompt, f"{policy}-{length}", length)
+                    )
+                    for length in lengths
+                ]
+                await progress.reached.wait()
+                await run.publish(version)
+                updated.set()
+            after = await _sample(run, version + 2, prompts=_BEGUN_AFTER)
+            trajectories = sampling.result() + after
+
+            assert [trajectory.error for trajectory in trajectories] == [None] * len(trajectories)
+            spans = list(_completions(trajectories))
+            assert set(itertools.chain(*spans)) == {version - 1, version}
+            completions = [completion for task in long for completion in task.result()]
+            assert {completion.finish for completion in completions} == {FinishReason.LENGTH}
+            spans += [[chunk.weight_version for chunk in c.chunks] for c in completions]
+            assert all(versions == sorted(versions) for versions in spans)
+            crossed = [c for c in completions if len(c.chunks) == 2]
+            assert crossed
+            if version == 1:
+                model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+                for (tokens,) in (trajectory.samples for trajectory in trajectories):
+                    assert _gap(model, tokens.ids, _reported(tokens, 0)) < 1e-4
+                for completion in crossed:
+                    ids = [*prompt, *completion.token_ids]
+                    before = enumerate(completion.chunks[0].logprobs, start=len(prompt))
+                    assert _gap(model, ids, dict(before)) < 1e-4
+            stats = await run.train_on(_sequences(trajectories, version))
+            metrics = update_metrics(stats)
+            assert 0 < metrics["rollout/stale_tokens"] < 1
+            assert metrics["rollout/logprob_diff_fresh_max"] < 1e-4
+            assert metrics["rollout/logprob_diff_max"] > 1e-2

@@ -1,0 +1,77 @@
+"""Policies for tests: Megatron's ranks as processes, and one that the test drives step by step."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from treadle.trainer.config.policy import PolicyConfig
+from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.policy import NamedTensor, TensorSpec
+from treadle.trainer.policy_commands import Broadcast, Command, OpenGroup, Specs
+from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.weight_sync.collective import CollectiveSender
+
+
+class Driven:
+    """A policy of one rank in this process, over the collective transport.
+
+    Attributes:
+        before: Sees each weight's name before it is sent.
+        groups: Names of those that were opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.groups: list[str] = []
+        self.before: Callable[[str], None] = lambda name: None
+        self._tensors = load_file(path / "model.safetensors")
+        self._sender = CollectiveSender(rank=0, host="127.0.0.1", device=torch.device("cpu"))
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name=name, shape=tuple(tensor.shape), element_type="float32", sender=0)
+            for name, tensor in self._tensors.items()
+        )
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        for name, tensor in self._tensors.items():
+            self.before(name)
+            yield NamedTensor(name=name, tensor=tensor)
+
+    async def call(self, command: Command) -> Sequence[Any]:
+        """As `PolicyGroup.call`."""
+        match command:
+            case Specs():
+                return [self.weight_specs()]
+            case OpenGroup():
+                self.groups.append(command.group_name)
+                return [self._sender.open_group(command)]
+            case Broadcast():
+                return [await asyncio.to_thread(self._sender.broadcast, self, command)]
+        raise NotImplementedError(command)
+
+    def close(self) -> None:
+        """Leaves its group."""
+        self._sender.close()
+
+
+@asynccontextmanager
+async def ranks(model_path: Path, logs: Path, config: PolicyConfig) -> AsyncIterator[PolicyGroup]:
+    """Megatron's ranks, as processes."""
+    async with (
+        LocalLauncher(logs) as launcher,
+        PolicyGroup(
+            launcher,
+            config,
+            model_path,
+            with_reference=False,
+            threads=1,
+            gpus_per_rank=0.0,
+            start_deadline_s=240.0,
+        ) as group,
+    ):
+        yield group

@@ -1,0 +1,116 @@
+"""Weights over TLS and with a token: to a real server, by the ways that go through it."""
+
+import asyncio
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from treadle.rollout_server.testing import ServerProcess, running_server
+from treadle.trainer.config.schema import WeightSyncConfig
+from treadle.trainer.policy import NamedTensor, TensorSpec
+from treadle.trainer.policy_commands import Command, Push, Share, Specs
+from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.server_security import ServerSecurity
+from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.errors import WeightSyncError
+from treadle.trainer.weight_sync.inline import push
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="makes its certificate with openssl"
+)
+
+
+class Rank:
+    """Has one weight; stands for the ranks and for the group of them."""
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="w", shape=(1000,), element_type="float32", sender=0),)
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        yield NamedTensor(name="w", tensor=torch.ones(1000))
+
+    async def call(self, command: Command) -> Sequence[Any]:
+        match command:
+            case Specs():
+                return [self.weight_specs()]
+            case Push():
+                return [await asyncio.to_thread(push, self, command, rank=0)]
+            case Share():
+                return [await asyncio.to_thread(SharedMemorySender().push, self, command, rank=0)]
+        raise NotImplementedError(command)
+
+
+@pytest.fixture(scope="module")
+def security(tmp_path_factory: pytest.TempPathFactory) -> ServerSecurity:
+    """A certificate of this host that is its own root, and a token."""
+    folder = tmp_path_factory.mktemp("secrets")
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {folder}/key -out {folder}/certificate "
+        "-days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+    )
+    subprocess.run(shlex.split(command), check=True, capture_output=True)
+    (folder / "token").write_text("secret\n")
+    return ServerSecurity(tls=True, roots=folder / "certificate", token=folder / "token")
+
+
+@pytest.fixture(scope="module")
+def server(security: ServerSecurity) -> Iterator[ServerProcess]:
+    """Wants TLS and the token."""
+    assert security.roots is not None
+    with running_server(
+        *("--engine", "fake", "--security.token_file", str(security.token)),
+        *("--security.tls_certificate", str(security.roots)),
+        *("--security.tls_key", str(security.roots.with_name("key"))),
+    ) as process:
+        yield process
+
+
+async def _publish(
+    server: ServerProcess, version: int, transport: str, security: ServerSecurity, folder: Path
+) -> int:
+    client = WeightSyncClient(
+        "one",
+        server.address,
+        control_deadline_s=30,
+        commit_deadline_s=30,
+        security=security.read(),
+    )
+    publisher = WeightPublisher(
+        cast(PolicyGroup, Rank()),
+        WeightSyncConfig.model_validate({"transport": transport}),
+        element_type="float32",
+        directory=folder,
+        security=security,
+    )
+    try:
+        await publisher.publish(version, [client])
+        return int((await client.info()).weight_version)
+    finally:
+        await client.aclose()
+
+
+@pytest.mark.asyncio
+async def test_every_call_is_encrypted_and_shows_the_token(
+    server: ServerProcess, security: ServerSecurity, tmp_path: Path
+) -> None:
+    assert await _publish(server, 1, "inline", security, tmp_path) == 1
+    assert await _publish(server, 2, "shared_memory", security, tmp_path) == 2
+
+
+@pytest.mark.asyncio
+async def test_without_them_nothing_is_sent(
+    server: ServerProcess, security: ServerSecurity, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightSyncError, match=r"BeginUpdate failed \(UNAVAILABLE\)"):
+        await _publish(server, 9, "inline", ServerSecurity(), tmp_path)
+    tokenless = ServerSecurity(tls=True, roots=security.roots)
+    with pytest.raises(WeightSyncError, match="UNAUTHENTICATED"):
+        await _publish(server, 9, "inline", tokenless, tmp_path)
