@@ -1,0 +1,25 @@
+"""The table of metrics in docs/operations.md is what a server tells."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.metrics import ReplicaCollector
+from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.tally import Tally
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+@pytest.mark.asyncio
+async def test_the_metrics_table_is_whole() -> None:
+    registry = CollectorRegistry()
+    replica = Replica(ServerConfig(), asyncio.get_running_loop())
+    registry.register(ReplicaCollector(replica, Tally()))
+    told = set(re.findall(r"^# TYPE (\w+)", generate_latest(registry).decode(), re.MULTILINE))
+    written = set(re.findall(r"^\| `(treadle_\w+)", PAGE.read_text(), re.MULTILINE))
+    assert written == told
