@@ -1,147 +1,220 @@
-"""What the server adds to a completion: Generate over loopback gRPC against the engine in process.
+"""What the server adds to a completion, and how many a second one core of server serves.
 
-The engine is the fake without latency, so that all the time is ours: the same completions
-run once as calls of `Engine.generate` and once as Generate calls of plain gRPC stubs, with
-the server in a process of its own. The two take turns, so that a noisy machine hits both;
-what is printed is the median and the range over the rounds.
+The engine is null (`null_engine.py`), so that all the work is ours. Two figures:
 
-    python benchmarks/generate_overhead.py [--rounds 5] [--calls 200] [--out results.json]
+- *added latency*: 64 calls at once with an engine that takes a while (`--work_ms`); what a call
+  takes beyond one of the engine in this process, in the same round. With an engine that takes no
+  time at all, calls only wait for one another: 64 in flight at N calls a second take 64/N seconds
+  each, whatever a call costs.
+- *calls a second*: with an engine that takes no time, the server's process pinned to one core and
+  the load (`generate_load.py`) to the others. Where the load cannot keep that core busy, calls per
+  second of the server's processor time say what one core would serve.
+
+Beside each, in the same rounds, the floor: a bare grpc.aio handler that sends constant bytes, as
+one message and as three, in a process of the same event loop. Like the server's, it sends the last
+of them with the status.
+
+    python benchmarks/generate_overhead.py [--rounds 5] [--seconds 3] [--work_ms 200] [--json FILE]
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import statistics
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
+import uvloop
+from generate_load import CONCURRENCY, METHOD, keep_in_flight, percentiles
+from null_engine import COMMAND, COMPLETION_TOKENS, NullEngine
 
-from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.config import ServerConfig
 from treadle.rollout_server.engine import EngineRequest, Sampling
-from treadle.rollout_server.engines.fake import FakeEngine, create
-from treadle.rollout_server.testing import server_process, stubs_for
+from treadle.rollout_server.testing.process import running_server
 
-PROMPT_TOKENS, COMPLETION_TOKENS, CONCURRENCY = 200, 32, 16
+_ALONE = "engine alone"
+_HERE = Path(__file__).parent
+_ANSWER = bytes(300)  # as large as 32 tokens with their log-probabilities
 
-_Call = Callable[[int], Awaitable[None]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What is measured: a process that answers, and how it is asked."""
+
+    name: str
+    address: str
+    pid: int
+    batched: bool = False
 
 
-def in_process(engine: FakeEngine) -> _Call:
-    """One completion, straight from the engine."""
+async def serve_bare(messages: int) -> None:
+    """The floor, until standard input ends; prints its port."""
 
-    async def call(index: int) -> None:
-        request = EngineRequest(
-            request_id=str(index),
-            prompt=_prompt(index),
-            sampling=Sampling(max_tokens=COMPLETION_TOKENS, seed=index, ignore_eos=True),
-            logprobs=True,
+    async def handle(request: bytes, context: Any) -> bytes:
+        for _ in range(messages - 1):
+            await context.write(_ANSWER)
+        return _ANSWER
+
+    server = grpc.aio.server()
+    service, _, method = METHOD[1:].partition("/")
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(handle)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+@contextlib.contextmanager
+def bare_server(messages: int) -> Iterator[Side]:
+    """A process that serves the floor."""
+    command = [sys.executable, __file__, "--serve_bare", str(messages)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        port = int(process.stdout.readline())
+        yield Side(
+            name=f"bare handler, messages: {messages}",
+            address=f"127.0.0.1:{port}",
+            pid=process.pid,
         )
-        async with aclosing(engine.generate(request)) as events:
-            async for _ in events:
-                pass
-
-    return call
+        process.stdin.close()
 
 
-def over_grpc(generation: Any) -> _Call:
-    """The same completion, from the server."""
+@contextlib.contextmanager
+def null_server(work_ms: float) -> Iterator[list[Side]]:
+    """A server with the null engine: as older clients ask it, and as ours does."""
+    with running_server(
+        *("--engine", "null_engine:create", "--model.max_num_seqs", "1024"),
+        *("--fake.decode_s_per_token", str(work_ms / 1000 / COMPLETION_TOKENS)),
+        command=COMMAND,
+    ) as process:
+        yield [
+            Side(
+                name=f"server, {'events batched' if batched else 'an event a message'}",
+                address=process.address,
+                pid=process.popen.pid,
+                batched=batched,
+            )
+            for batched in (False, True)
+        ]
 
-    async def call(index: int) -> None:
-        request = pb.GenerateRequest(
-            request_id=str(index),
-            prompt_token_ids=_prompt(index),
-            sampling=pb.SamplingParams(max_tokens=COMPLETION_TOKENS, seed=index, ignore_eos=True),
-            logprob_mode=pb.LOGPROB_MODE_SAMPLED,
-        )
-        async for _ in generation.Generate(request, timeout=60):
+
+def pin(pid: int, cores: set[int]) -> None:
+    """Keeps all threads of a process, and those to come, on some cores."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def measure(
+    side: Side, *, seconds: float, work_s: float, load_cores: set[int] | None
+) -> dict[str, float]:
+    """One round of load."""
+    command = [sys.executable, str(_HERE / "generate_load.py"), side.address]
+    command += ["--pid", str(side.pid), "--seconds", str(seconds)]
+    command += ["--work_s", str(work_s)]
+    command += ["--batched"] if side.batched else []
+
+    def settle() -> None:
+        if load_cores:
+            os.sched_setaffinity(0, load_cores)
+
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, preexec_fn=settle)
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+async def engine_alone(work_ms: float, seconds: float) -> dict[str, float]:
+    """What the engine takes without a server."""
+    engine = NullEngine(work_ms / 1000)
+    request = EngineRequest(
+        request_id="r", prompt=(1,), sampling=Sampling(max_tokens=COMPLETION_TOKENS), logprobs=True
+    )
+
+    async def call(_: int) -> None:
+        async for _event in engine.generate(request):
             pass
 
-    return call
+    times_s, _ = await keep_in_flight(
+        call, concurrency=CONCURRENCY, seconds=seconds, work_s=work_ms / 1000
+    )
+    return percentiles(times_s)
 
 
-def _prompt(index: int) -> tuple[int, ...]:
-    return tuple((index * 7 + place) % 256 for place in range(PROMPT_TOKENS))
-
-
-async def measure(call: _Call, calls: int) -> dict[str, float]:
-    """Latency of calls one after another, and calls a second with many at once."""
-    times_ms = []
-    for index in range(calls):
-        began = time.perf_counter()
-        await call(index)
-        times_ms.append((time.perf_counter() - began) * 1000)
-    indices = iter(range(calls))
-
-    async def worker() -> None:
-        for index in indices:
-            await call(index)
-
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(CONCURRENCY):
-            group.create_task(worker())
-    ordered = sorted(times_ms)
-    return {
-        "p50_ms": statistics.median(ordered),
-        "p99_ms": ordered[min(len(ordered) - 1, round(len(ordered) * 0.99))],
-        "calls_per_s": calls / (time.perf_counter() - began),
-    }
-
-
-async def run(rounds: int, calls: int) -> dict[str, Any]:
-    """Both sides in turn, `rounds` times, after one round to warm up."""
-    engine = await create(ServerConfig())
-    sides: dict[str, list[dict[str, float]]] = {"in_process": [], "grpc": []}
-    async with (
-        server_process("--engine", "fake") as address,
-        grpc.aio.insecure_channel(address) as channel,
+def run(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """All sides in turn, round by round."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    rounds: dict[str, dict[str, list[dict[str, float]]]] = {"busy": {}, "paced": {}}
+    with (
+        bare_server(1) as one,
+        bare_server(3) as three,
+        null_server(0) as busy,
+        null_server(args.work_ms) as paced,
     ):
-        callers = {
-            "in_process": in_process(engine),
-            "grpc": over_grpc(stubs_for(channel).generation),
-        }
-        for number in range(rounds + 1):
-            for name, call in callers.items():
-                result = await measure(call, calls)
-                if number:
-                    sides[name].append(result)
-    return {"rounds": sides, "summary": _summary(sides)}
+        for side in (one, three, *busy):
+            pin(side.pid, {last})
+        for _ in range(args.rounds):
+            for side in (one, three, *busy):
+                result = measure(side, seconds=args.seconds, work_s=0, load_cores=set(others))
+                rounds["busy"].setdefault(side.name, []).append(result)
+            alone = uvloop.run(engine_alone(args.work_ms, args.seconds))
+            rounds["paced"].setdefault(_ALONE, []).append(alone)
+            for side in paced:
+                result = measure(
+                    side, seconds=args.seconds, work_s=args.work_ms / 1000, load_cores=None
+                )
+                rounds["paced"].setdefault(side.name, []).append(result)
+    return rounds
 
 
-def _summary(sides: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    pairs = list(zip(sides["in_process"], sides["grpc"], strict=True))
-    columns = {
-        "in process p50 ms": [mine["p50_ms"] for mine, _ in pairs],
-        "gRPC p50 ms": [theirs["p50_ms"] for _, theirs in pairs],
-        "added p50 ms": [theirs["p50_ms"] - mine["p50_ms"] for mine, theirs in pairs],
-        "added p99 ms": [theirs["p99_ms"] - mine["p99_ms"] for mine, theirs in pairs],
-        "in process calls/s": [mine["calls_per_s"] for mine, _ in pairs],
-        "gRPC calls/s": [theirs["calls_per_s"] for _, theirs in pairs],
-        "ratio of calls/s": [theirs["calls_per_s"] / mine["calls_per_s"] for mine, theirs in pairs],
-    }
-    return {
-        name: {"median": statistics.median(values), "least": min(values), "most": max(values)}
-        for name, values in columns.items()
-    }
+def show(name: str, values: list[float], form: str) -> None:
+    """Median and range."""
+    middle, low, high = (format(pick(values), form) for pick in (statistics.median, min, max))
+    print(f"    {name:44} {middle:>8}  ({low} to {high})")
 
 
 def main() -> None:
-    """Prints the table; writes the numbers with ``--out``."""
+    """Prints the tables; writes the rounds with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    result = asyncio.run(run(arguments.rounds, arguments.calls))
-    for name, row in result["summary"].items():
-        print(f"{name:22} {row['median']:10.3f}  ({row['least']:.3f} to {row['most']:.3f})")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1))
+    parser.add_argument("--seconds", type=float, default=3.0, help="of load, a side and a round")
+    parser.add_argument("--work_ms", type=float, default=200.0, help="engine's time, for latency")
+    parser.add_argument("--json", type=Path, help="also write the rounds here")
+    parser.add_argument("--serve_bare", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve_bare is not None:
+        uvloop.run(serve_bare(args.serve_bare))
+        return
+    rounds = run(args)
+    for title, key, form in (
+        ("calls a second of the server's processor time", "calls_per_server_cpu_s", ",.0f"),
+        ("calls a second", "calls_per_s", ",.0f"),
+        ("of its core, the server was busy", "server_core_busy", ".0%"),
+        ("messages a call", "messages_per_call", ".2f"),
+    ):
+        print(f"  64 at once, no work, server on one core: {title}")
+        for name, results in rounds["busy"].items():
+            show(name, [result[key] for result in results], form)
+    alone = rounds["paced"][_ALONE]
+    for key in ("p50_ms", "p99_ms"):
+        print(f"  64 at once, {args.work_ms:g} ms of work: added {key.replace('_', ', ')}")
+        for name, results in rounds["paced"].items():
+            if name != _ALONE:
+                pairs = zip(results, alone, strict=True)
+                show(name, [result[key] - engine[key] for result, engine in pairs], ".2f")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rounds, indent=1))
 
 
 if __name__ == "__main__":

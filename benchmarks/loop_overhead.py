@@ -40,6 +40,7 @@ from treadle.agent_loop.rpc import connect
 from treadle.rollout.v1 import generation_service_pb2 as pb
 from treadle.rollout.v1 import generation_service_pb2_grpc as pb_grpc
 from treadle.rollout.v1 import server_service_pb2, server_service_pb2_grpc
+from treadle.rollout_server.testing.descendants import descendants
 
 
 class NullService(pb_grpc.GenerationServiceServicer, server_service_pb2_grpc.ServerServiceServicer):
@@ -116,22 +117,6 @@ class Side:
     processes: Callable[[], set[int]]
 
 
-def descendants() -> set[int]:
-    """Processes that this one has started, and those that they have."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: set[int] = set()
-    left = [os.getpid()]
-    while left:
-        children = parents.get(left.pop(), [])
-        found.update(children)
-        left.extend(children)
-    return found
-
-
 def cpu_s(processes: set[int]) -> float:
     """User and system time of this process and others."""
     ticks = 0
@@ -179,7 +164,7 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, list[dict[str, flo
             for engine, forwarding in (("vLLM", False), ("SGLang", True)):
                 sides[f"Ray, {engine}, {workers} workers"] = Side(
                     run=on_ray(workers, turns, forwarding=forwarding),
-                    processes=lambda: descendants() - {server},
+                    processes=lambda: descendants(os.getpid()) - {server},
                 )
         for number in range(arguments.rounds + 1):
             for name, side in sides.items():

@@ -1,124 +1,303 @@
-"""How fast weights come in: PushWeights over loopback gRPC against memcpy of the same bytes.
+"""How fast a weight version comes into a server of the same host, and what memory that takes.
 
-One stream of 1 MiB chunks, made as the trainer makes them, to a server in a process of its
-own; the CRC-32 of each chunk is computed by both sides. memcpy copies the same bytes between
-two buffers that were touched before. The two take turns; what is printed is the median and
-the range over the rounds. The CPU time is the sender's, in all its threads, which other
-processes disturb less.
+One rank (this process) publishes the weights of a model in float32 to one server in a process of
+its own, as the trainer does it, from Begin to the answer to Commit: by every transport, staged and
+in place, into the torch engine and into one that looks at no weight (`null_engine.py`). In every
+round each way publishes once, between two rounds of memcpy: torch's `copy_` of the same weights,
+tensor by tensor, in one thread, into memory that was touched before. What is printed is the median
+and the range over the rounds, after one round to warm up.
 
-    python benchmarks/weight_push.py [--rounds 5] [--megabytes 256] [--out results.json]
+Memory is measured in publications of their own, which are not timed: the anonymous memory of both
+processes, and what is behind every memfd that they have open, once; looked at all the time, at its
+highest, less what it was before. The rank's buckets stay from update to update; they are counted
+where they are first used, in place. To hold a copy of all weights until Commit is what staging
+means. Files of the file transport lie in /dev/shm and are not counted.
+
+    python benchmarks/weight_push.py [--megabytes 256 1024] [--rounds 5] [--out results.json]
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
-import grpc
-from google.protobuf import duration_pb2
+import torch
+from null_engine import COMMAND
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.rollout_server.testing import server_process, stubs_for
-from treadle.trainer.weight_sync.payload import chunk_message, slices
+from treadle.rollout_server.testing import running_server
+from treadle.trainer.config.schema import SharedMemoryTransportConfig, WeightSyncConfig
+from treadle.trainer.policy import NamedTensor, TensorSpec
+from treadle.trainer.policy_commands import (
+    Broadcast,
+    Command,
+    OpenGroup,
+    Push,
+    Share,
+    Specs,
+    WriteFiles,
+)
+from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.collective import CollectiveSender
+from treadle.trainer.weight_sync.file import write_files
+from treadle.trainer.weight_sync.inline import push
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.shared_memory import NUM_SLOTS, SharedMemorySender
 
-CHUNK_BYTES = 1 << 20
-PUSH_WEIGHTS = "/treadle.rollout.v1.WeightSyncService/PushWeights"
+WAYS = tuple(
+    (kind, in_place) for kind in ("inline", "file", "shared_memory") for in_place in (True, False)
+)
+_TRANSPORTS = {"collective": {"kind": "collective", "bucket_bytes": 32 << 20}}
+TAKES_COLLECTIVE = "torch"
+"""The engine that has a place in a group; over gloo, and always in place."""
+BYTES_PER_LAYER = 4 * (4 * 768 * 768 + 3 * 768 * 2048)
+VOCAB_SIZE = 8192
 
 
-class Cost(NamedTuple):
-    """Of one push."""
+class Rank:
+    """A policy of one rank that has weights only; stands for the group of ranks, too."""
 
-    wall_s: float
-    sender_cpu_s: float
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.largest = max(tensor.nbytes for tensor in tensors.values())
+        self._sender = SharedMemorySender()
+        cpu = torch.device("cpu")
+        self._collective = CollectiveSender(rank=0, host="127.0.0.1", device=cpu)
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """See `PolicyBackend`."""
+        return tuple(
+            TensorSpec(name=name, shape=tuple(tensor.shape), element_type="float32", sender=0)
+            for name, tensor in self.tensors.items()
+        )
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """See `PolicyBackend`."""
+        for name, tensor in self.tensors.items():
+            yield NamedTensor(name=name, tensor=tensor)
+
+    async def call(self, command: Command) -> Sequence[Any]:
+        """See `PolicyGroup`; as in `policy_rank`."""
+        match command:
+            case Specs():
+                return [self.weight_specs()]
+            case Push():
+                return [await asyncio.to_thread(push, self, command, rank=0)]
+            case WriteFiles():
+                return [await asyncio.to_thread(write_files, self, command, rank=0)]
+            case Share():
+                return [await asyncio.to_thread(self._sender.push, self, command, rank=0)]
+            case OpenGroup():
+                return [self._collective.open_group(command)]
+            case Broadcast():
+                return [await asyncio.to_thread(self._collective.broadcast, self, command)]
+        raise NotImplementedError(command)
 
 
-def memcpy_s(source: memoryview, target: memoryview) -> float:
-    """Seconds of one copy."""
+@dataclass(slots=True)
+class Results:
+    """Seconds of each round, and memory, by the name of what was measured."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, seconds: float) -> None:
+        """One more round."""
+        self.seconds.setdefault(name, []).append(seconds)
+
+
+def write_model(directory: Path, num_bytes: int) -> dict[str, torch.Tensor]:
+    """Writes a model of about so many bytes; its weights, a tied head once."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=max(1, round((num_bytes - 4 * VOCAB_SIZE * 768) / BYTES_PER_LAYER)),
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        tie_word_embeddings=True,
+    )
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config)
+    model.save_pretrained(directory)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def memory_bytes(pids: Sequence[int]) -> int:
+    """Memory of some processes together; what several of them share counts once."""
+    total = 0
+    shared: dict[int, int] = {}
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                total += int(line.split()[1]) << 10
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(fd).startswith("/memfd:"):
+                    file = fd.stat()
+                    shared[file.st_ino] = file.st_blocks * 512
+    return total + sum(shared.values())
+
+
+@contextlib.contextmanager
+def watching(pids: Sequence[int], into: list[int]) -> Iterator[None]:
+    """Notes the memory of processes as often as it can be looked at."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            into.append(memory_bytes(pids))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def memcpy_s(rank: Rank, target: Mapping[str, torch.Tensor]) -> float:
+    """Seconds of one copy of all weights."""
     began = time.perf_counter()
-    target[:] = source
+    for name, tensor in rank.tensors.items():
+        target[name].copy_(tensor)
     return time.perf_counter() - began
 
 
-def push(channel: grpc.Channel, update_id: str, data: memoryview) -> Cost:
-    """Pushes one tensor; Begin and Abort are not counted."""
-    weights = stubs_for(channel).weights
-    call: grpc.StreamUnaryMultiCallable[bytes, pb.PushWeightsResponse]
-    call = channel.stream_unary(
-        PUSH_WEIGHTS, response_deserializer=pb.PushWeightsResponse.FromString
-    )
-    spec = pb.TensorSpec(name="w", element_type=pb.ELEMENT_TYPE_FLOAT32, shape=[len(data) // 4])
-    begin = pb.BeginUpdateRequest(
-        update_id=update_id,
-        weight_version=1,
-        tensors=[spec],
-        lease=duration_pb2.Duration(seconds=60),
-        inline=pb.InlineTransport(),
-    )
-    weights.BeginUpdate(begin, timeout=10)
-    began, cpu_began = time.perf_counter(), time.process_time()
-    response = call(_messages(update_id, data), timeout=300)
-    cost = Cost(time.perf_counter() - began, time.process_time() - cpu_began)
-    assert response.received_bytes == len(data)
-    weights.AbortUpdate(pb.AbortUpdateRequest(update_id=update_id), timeout=10)
-    return cost
+class Ways:
+    """All ways into one server."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        client: WeightSyncClient,
+        pid: int,
+        weights: Path,
+        *,
+        collective: bool,
+    ) -> None:
+        self._rank = rank
+        self._client = client
+        self._pids = (os.getpid(), pid)
+        self._version = 0
+        self._publishers = {
+            f"{kind}{' in place' if in_place else ''}": WeightPublisher(
+                cast(PolicyGroup, rank),
+                WeightSyncConfig.model_validate(
+                    {"transport": _TRANSPORTS.get(kind, kind), "in_place": in_place}
+                ),
+                element_type="float32",
+                directory=weights,
+            )
+            for kind, in_place in WAYS + ((("collective", True),) if collective else ())
+        }
+
+    async def measure_memory(self, results: Results) -> None:
+        """One publication each, watched, after one that makes the engine's weights its own."""
+        await self._publish(self._publishers["inline in place"])
+        for name, publisher in self._publishers.items():
+            before, seen = memory_bytes(self._pids), list[int]()
+            with watching(self._pids, seen):
+                await self._publish(publisher)
+            results.memory[name] = max(seen) - before
+
+    async def measure(self, results: Results) -> None:
+        """One publication each, timed."""
+        for name, publisher in self._publishers.items():
+            results.add(name, await self._publish(publisher))
+
+    async def _publish(self, publisher: WeightPublisher) -> float:
+        self._version += 1
+        report = await publisher.publish(self._version, [self._client])
+        assert not report.failed, report.failed
+        return report.time_s
 
 
-def _messages(update_id: str, data: memoryview) -> Iterator[bytes]:
-    header = pb.PushWeightsRequest(header=pb.PushHeader(update_id=update_id))
-    yield header.SerializeToString()
-    for offset, part in slices(data, CHUNK_BYTES):
-        yield chunk_message(0, offset, part)
+async def run(engine: str, model: Path, rank: Rank, rounds: int) -> Results:
+    """All ways into one engine."""
+    results = Results()
+    target = {name: torch.empty_like(tensor).zero_() for name, tensor in rank.tensors.items()}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
+        arguments: tuple[str, ...] = ("--engine", engine, "--weights.directory", weights)
+        if engine == "torch":
+            arguments += ("--model.path", str(model), "--model.num_threads", "1")
+        with running_server(*arguments, command=COMMAND) as process:
+            client = WeightSyncClient(
+                "server", process.address, control_deadline_s=10, commit_deadline_s=120
+            )
+            ways = Ways(
+                rank,
+                client,
+                process.popen.pid,
+                Path(weights),
+                collective=engine == TAKES_COLLECTIVE,
+            )
+            await ways.measure_memory(results)
+            for number in range(rounds + 1):
+                timed = results if number else Results()
+                timed.add("memcpy", memcpy_s(rank, target))
+                await ways.measure(timed)
+            await client.aclose()
+    return results
 
 
-def measure(address: str, rounds: int, num_bytes: int) -> dict[str, Any]:
-    """Both sides in turn, `rounds` times, after one round to warm up."""
-    source = memoryview(bytearray(range(256)) * (num_bytes // 256))
-    target = memoryview(bytearray(num_bytes))
-    copies, pushes, cpu = [], [], []
-    with grpc.insecure_channel(address) as channel:
-        for number in range(rounds + 1):
-            copied = num_bytes / memcpy_s(source, target) / 1e9
-            cost = push(channel, f"update-{number}", source)
-            if number:
-                copies.append(copied)
-                pushes.append(num_bytes / cost.wall_s / 1e9)
-                cpu.append(cost.sender_cpu_s / num_bytes * 1e9)
-    ratios = [push / copy for push, copy in zip(pushes, copies, strict=True)]
-    columns = {
-        "memcpy GB/s": copies,
-        "push GB/s": pushes,
-        "push / memcpy": ratios,
-        "sender CPU s/GB": cpu,
-    }
-    summary = {
-        name: {"median": statistics.median(values), "least": min(values), "most": max(values)}
-        for name, values in columns.items()
-    }
-    return {"bytes": num_bytes, "rounds": columns, "summary": summary}
+def summarize(engine: str, rank: Rank, results: Results) -> dict[str, Any]:
+    """Prints the table of one engine and one size."""
+    copies = results.seconds["memcpy"]
+    bucket = SharedMemoryTransportConfig().bucket_bytes
+    print(f"\n{engine}, {rank.num_bytes / 1e9:.2f} GB, largest weight {rank.largest / 1e6:.0f} MB")
+    print(f"{'':24}{'GB/s':>7} {'(range)':>15}{'/ memcpy':>10} {'(range)':>15}  extra memory")
+    rows: dict[str, Any] = {}
+    for name, seconds in results.seconds.items():
+        speeds = [rank.num_bytes / s / 1e9 for s in seconds]
+        ratios = [copy / s for copy, s in zip(copies, seconds, strict=True)]
+        extra = results.memory.get(name)
+        rows[name] = {"GB/s": speeds, "ratio": ratios, "extra_bytes": extra}
+        memory = ""
+        if extra is not None:
+            memory = f"{extra / 1e6:6.0f} MB = {extra / bucket:.1f} buckets"
+            memory += f" = {extra / rank.num_bytes:.2f} copies"
+        print(
+            f"{name:24}{statistics.median(speeds):7.2f} {_range(speeds):>15}"
+            f"{statistics.median(ratios):10.2f} {_range(ratios):>15}  {memory}"
+        )
+    return {"bytes": rank.num_bytes, "bucket_bytes": bucket, "slots": NUM_SLOTS, "ways": rows}
 
 
-async def run(rounds: int, num_bytes: int) -> dict[str, Any]:
-    """Starts the server and measures in a thread."""
-    async with server_process("--engine", "fake") as address:
-        return await asyncio.to_thread(measure, address, rounds, num_bytes)
+def _range(values: Sequence[float]) -> str:
+    return f"({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
-    """Prints the table; writes the numbers with ``--out``."""
+    """Prints a table for each engine and size; writes the numbers with ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    result = asyncio.run(run(arguments.rounds, arguments.megabytes << 20))
-    for name, row in result["summary"].items():
-        print(f"{name:16} {row['median']:8.3f}  ({row['least']:.3f} to {row['most']:.3f})")
+    torch.set_num_threads(1)
+    found = {}
+    for megabytes in arguments.megabytes:
+        with tempfile.TemporaryDirectory() as model:
+            tensors = write_model(Path(model), megabytes << 20)
+            for engine in ("null_engine:create", "torch"):
+                rank = Rank(tensors)  # with no buckets yet
+                results = asyncio.run(run(engine, Path(model), rank, arguments.rounds))
+                found[f"{engine} {megabytes}"] = summarize(engine, rank, results)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1))
+        arguments.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""The load: Generate calls of prebuilt bytes, whose answers are counted and not decoded.
+
+What a call costs here is the least that Python's gRPC can do, so that one core of load keeps one
+core of server busy. Runs as a process of its own; `generate_overhead` starts it and reads its
+line of JSON.
+
+    python benchmarks/generate_load.py ADDRESS [--concurrency 64] [--seconds 3]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+from treadle.rollout.v1 import generation_service_pb2 as pb
+
+METHOD = "/treadle.rollout.v1.GenerationService/Generate"
+PROMPT_TOKENS, COMPLETION_TOKENS = 200, 32
+CONCURRENCY = 64
+_WARM_UP_S = 0.5
+
+
+def request_bytes(*, batched: bool) -> bytes:
+    """A request of 200 tokens for 32."""
+    return pb.GenerateRequest(
+        request_id="0123456789abcdef",
+        session_id="trajectory-17",
+        prompt_token_ids=[place % 256 for place in range(PROMPT_TOKENS)],
+        sampling=pb.SamplingParams(max_tokens=COMPLETION_TOKENS, temperature=1.0, seed=5),
+        logprob_mode=pb.LOGPROB_MODE_SAMPLED,
+        batched=batched,
+    ).SerializeToString()
+
+
+async def keep_in_flight(
+    call: Callable[[int], Awaitable[None]], *, concurrency: int, seconds: float, work_s: float
+) -> tuple[list[float], float]:
+    """Keeps so many calls in flight; returns the seconds of each, and of all of them."""
+    times_s: list[float] = []
+    start = time.perf_counter()
+
+    async def caller(index: int) -> None:
+        # Arrivals spread over the engine's time, else all come and go together.
+        await asyncio.sleep(work_s * index / concurrency)
+        while (began := time.perf_counter()) < start + seconds:
+            await call(index)
+            times_s.append(time.perf_counter() - began)
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(concurrency):
+            group.create_task(caller(index))
+    return times_s, time.perf_counter() - start
+
+
+def percentiles(times_s: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    ordered = sorted(times_s)
+    return {
+        "p50_ms": ordered[len(ordered) // 2] * 1000,
+        "p99_ms": ordered[len(ordered) * 99 // 100] * 1000,
+    }
+
+
+async def load(args: argparse.Namespace) -> dict[str, float]:
+    """Asks a server; returns how many calls a second, and how long they took."""
+    request = request_bytes(batched=args.batched)
+    messages = 0
+    async with AsyncExitStack() as stack:
+        methods: list[Any] = [
+            (await stack.enter_async_context(_channel(args.address))).unary_stream(METHOD)
+            for _ in range(args.channels)
+        ]
+
+        async def call(index: int) -> None:
+            nonlocal messages
+            async for _ in methods[index % len(methods)](request, timeout=60):
+                messages += 1
+
+        shape = {"concurrency": args.concurrency, "work_s": args.work_s}
+        await keep_in_flight(call, seconds=_WARM_UP_S, **shape)
+        messages = 0
+        server_s = cpu_s(args.pid)
+        times_s, wall_s = await keep_in_flight(call, seconds=args.seconds, **shape)
+        server_s = cpu_s(args.pid) - server_s
+    return percentiles(times_s) | {
+        "calls_per_s": len(times_s) / wall_s,
+        "calls_per_server_cpu_s": len(times_s) / server_s,
+        "server_core_busy": server_s / wall_s,
+        "messages_per_call": messages / len(times_s),
+    }
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    # A connection of its own, as another client process would have.
+    return grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all threads of a process."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("address")
+    parser.add_argument("--pid", type=int, required=True, help="of the server")
+    parser.add_argument("--batched", action="store_true", help="take events in one message")
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
+    parser.add_argument("--channels", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--work_s", type=float, default=0.0, help="that the engine takes")
+    print(json.dumps(uvloop.run(load(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()
