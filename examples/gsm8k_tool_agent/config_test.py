@@ -16,6 +16,13 @@ def test_the_configurations_are_valid_and_name_files_of_the_example(name: str) -
     assert config.reward.name == "gsm8k"
 
 
+def test_another_engine_is_a_layer_on_top() -> None:
+    config = load_config([HERE / "config.yaml", HERE / "vllm.yaml"], []).config
+    assert config.rollout.name == "vllm"
+    assert config.rollout.samples_per_prompt == 16
+    assert config.launch.kind == "ray"
+
+
 def test_the_catalogue_is_verls_tool_word_for_word() -> None:
     (tool,) = load_catalogue(HERE / "tools.yaml").values()
     assert tool.spec == Gsm8kTool().spec

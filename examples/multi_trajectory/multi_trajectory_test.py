@@ -143,7 +143,7 @@ def test_a_context_is_not_compacted_for_ever() -> None:
 
 
 def advantages(trajectories: Sequence[Trajectory]) -> list[tuple[int | None, float]]:
-    batch = make_batch(trajectories, norm_by_std=False)
+    batch = make_batch(trajectories, norm_by_std=False, version=0)
     return [(s.trajectory, s.advantages[0]) for s in batch.sequences]
 
 
