@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
 from treadle.rollout_server.engines import collective as receiving
+from treadle.rollout_server.engines import collective_group as receiving_group
 from treadle.rollout_server.engines.collective import CollectiveMember
 from treadle.rollout_server.engines.collective_group import Membership, Stop, fail_group
 from treadle.rollout_server.engines.collective_message import encode_group
@@ -54,6 +55,42 @@ for spec, _ in CollectiveMember(worker=1, device=torch.device("cpu")).receive(
         sys.stdin.read()
 """
 """The last worker, as a process that never writes the last tensor."""
+BOTH = """
+import threading
+import torch
+from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
+from treadle.rollout_server.engines.collective import CollectiveMember
+from treadle.trainer import policy
+from treadle.trainer.policy_commands import Broadcast, OpenGroup
+from treadle.trainer.weight_sync.collective import CollectiveSender
+
+class Policy:
+    def weight_specs(self):
+        return (policy.TensorSpec(name="a", shape=(1,), element_type="float32", sender=0),)
+
+    def export_weights(self):
+        yield policy.NamedTensor(name="a", tensor=torch.ones(1))
+
+sender = CollectiveSender(rank=0, host="127.0.0.1", device=torch.device("cpu"))
+member = CollectiveMember(worker=0, device=torch.device("cpu"))
+rendezvous = sender.open_group(OpenGroup(rank=0, group_name="one", timeout_s=250.0))
+command = Broadcast(
+    group_name="one", backend="gloo", rendezvous=rendezvous, world_size=2, bucket_bytes=4,
+    element_type="float32", timeout_s=250.0,
+)
+sending = threading.Thread(target=sender.broadcast, args=(Policy(), command))
+sending.start()
+group = CollectiveGroup(
+    backend="gloo", rendezvous=rendezvous, group_name="one", world_size=2, first_rank=1,
+    bucket_bytes=4, senders=(0,),
+)
+spec = TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(1,))
+print(*(tensor.item() for _, tensor in member.receive(group, (spec,))))
+sending.join()
+member.close()
+sender.close()
+"""
+"""Both ends in one process, which ends as soon as it has left the group."""
 Hook = Callable[[str], None]
 Received = dict[str, torch.Tensor]
 
@@ -315,6 +352,38 @@ def test_a_sender_that_fails_in_its_export_ends_the_update_for_all(bench: Bench)
     assert reports[0].result().error is not None
     for future in futures:
         assert "group 'first'" in failed(future)
+
+
+def test_a_group_that_ends_while_its_members_connect_leaves_no_thread_behind(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = bench.open("first")
+    rank_store = bench.senders[0]._store
+    assert rank_store is not None
+    for sender in (0, 1):  # They say that they came, and then do not connect.
+        rank_store.store.set(f"first/here/{sender}", b"")
+    connecting = threading.Barrier(4)
+    wait = receiving_group._WatchedStore.wait
+
+    def wait_when_all_do(self: Any, keys: list[str], timeout: Any) -> None:
+        if keys[0].endswith("/0"):  # What rank 0 of the backend, the sender, never writes.
+            connecting.wait()
+        wait(self, keys, timeout)
+
+    monkeypatch.setattr(receiving_group._WatchedStore, "wait", wait_when_all_do)
+    futures = bench.receive(groups)
+    connecting.wait()
+    fail_group(groups[0], "its lease ran out")
+    for future in futures:
+        assert "its lease ran out" in failed(future)
+    for thread in tuple(receiving_group._left_alone):
+        thread.join()
+
+
+def test_a_process_that_ends_when_it_has_left_ends_well() -> None:
+    # CPython aborts if it ends while another thread is still inside torch.
+    ended = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "1.0\n"), ended.stderr
 
 
 @pytest.mark.parametrize("how", ["abort", "fail_group"])

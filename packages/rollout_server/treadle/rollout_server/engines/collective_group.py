@@ -3,7 +3,8 @@
 Invariant: nothing here waits without an eye on `Stop` and on the key "failed" of the group's
 store. Whoever leaves in the middle sets that key, so that the others follow within a second;
 who dies is noticed by the backend (gloo, at once), or by the timeout that rank 0 left in the
-store. What torch cannot interrupt, a thread waits for, and is left alone when nobody needs it.
+store. What torch cannot interrupt, a thread waits for, and is left alone when nobody needs it;
+only the end of the process waits for it, since CPython would abort on a thread inside torch.
 
 Ranks: the sending ranks of the policy, 0 and up, one per pipeline stage, and then every worker
 of every server. Each sender has a backend of its own with all the workers, in which it is rank
@@ -16,6 +17,7 @@ by itself), and the backends' own keys below "<sender>/".
 This is plaintext, and whoever reaches it may join; see `docs/protocol.md`.
 """
 
+import atexit
 import socket
 import threading
 import time
@@ -25,6 +27,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,10 @@ __all__ = ["Membership", "Stop", "fail_group"]
 _CONNECT_S = 20.0
 _POLL_S = 0.001
 _LOOK_S = 0.2
+_EXIT_S = 10.0
 _DIST: Any = dist  # torch does not declare what is used of it.
+
+_left_alone: WeakSet[threading.Thread] = WeakSet()
 
 T = TypeVar("T")
 
@@ -104,6 +110,7 @@ class Membership:
                 1 + self._rank - num_senders,
                 1 + self.announced.world_size - num_senders,
                 timedelta(seconds=self._timeout_s),
+                self._look,
             )
             self._backends[sender] = self._patiently(connect, stop)
 
@@ -170,17 +177,15 @@ class Membership:
             at_fault: Whether it is this worker's own, and not another member's.
         """
         if self._store is None:  # Not found yet, which may take longer than anyone should wait.
-            fail = partial(_fail_from_outside, self.announced, self._rank, cause)
-            threading.Thread(target=fail, daemon=True).start()
+            _leave_alone(partial(_fail_from_outside, self.announced, self._rank, cause))
             return
         with suppress(RuntimeError):
             _fail(self._store, self._rank, cause, at_fault=at_fault)
 
     def leave(self) -> None:
         """Lets go. What a backend still waits for is left to a thread, which ends with it."""
-        thread = threading.Thread(target=_let_go, args=(self._backends,), daemon=True)
-        self._backends = {}
-        thread.start()
+        backends, self._backends = self._backends, {}
+        _leave_alone(partial(_let_go, backends))
 
     def _patiently(self, function: Callable[[], T], stop: Stop) -> T:
         """What a function returns that ends by a timeout of its own, if at all."""
@@ -192,7 +197,7 @@ class Membership:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()
+        _leave_alone(run)
         while not future.done():
             stop.wait(20 * _POLL_S)
             self._look()
@@ -236,7 +241,12 @@ def _fail(store: Any, rank: int, cause: str, *, at_fault: bool) -> None:
 
 
 def _backend(
-    announced: CollectiveGroup, sender: int, rank: int, size: int, timeout: timedelta
+    announced: CollectiveGroup,
+    sender: int,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    look: Callable[[], None],
 ) -> Any:
     # With a connection of its own: a store serves one call at a time, and this one may wait long.
     store = _DIST.PrefixStore(str(sender), _open_store(announced))
@@ -251,14 +261,57 @@ def _backend(
     # Listens only where it can be reached from rank 0: on loopback, if that is there.
     own = _own_address(*Address.parse(announced.rendezvous))
     options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=own)]
-    return _DIST.ProcessGroupGloo(store, rank, size, options)
+    return _DIST.ProcessGroupGloo(_WatchedStore(store, look), rank, size, options)
+
+
+class _WatchedStore(_DIST.Store):  # type: ignore[misc]
+    """A store as gloo uses it, whose waits end when the group does.
+
+    Args:
+        store: Has the keys.
+        look: Raises if the group has ended.
+    """
+
+    def __init__(self, store: Any, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._store = store
+        self._look = look
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)  # Gloo has waited for it.
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._store.check(keys):
+            self._look()
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"a member did not connect within {timeout}")
+            time.sleep(20 * _POLL_S)
+
+
+def _leave_alone(function: Callable[[], None]) -> None:
+    """Runs it in a thread that nobody waits for but the end of the process."""
+    thread = threading.Thread(target=function, daemon=True)
+    _left_alone.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_those_left_alone() -> None:
+    deadline = time.monotonic() + _EXIT_S
+    for thread in tuple(_left_alone):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _let_go(backends: dict[int, Any]) -> None:
     for backend in backends.values():
         with suppress(RuntimeError):
             backend.abort()
-    # The last reference goes here, and waits for what gloo cannot abort.
+    backends.clear()  # The last references: it waits for what gloo cannot abort.
 
 
 def _own_address(host: str, port: int) -> str:

@@ -3,7 +3,8 @@
 Invariant: nothing here waits without an eye on the key "failed" of the group's store. Whoever
 leaves in the middle sets that key, so that the others follow within a second; who dies is noticed
 by the backend (gloo, at once) or by the timeout. What torch cannot interrupt, a thread waits for,
-and is left alone when nobody needs it.
+and is left alone when nobody needs it; only the end of the process waits for it, since CPython
+would abort on a thread inside torch.
 
 Ranks: the senders, 0 and up, by their rank in the policy; then every worker of every server. Each
 sender has a backend of its own with all the workers, in which it is rank 0: a sender never waits
@@ -13,6 +14,7 @@ The store outlives its groups, whose names are prefixes in it; see `publish_coll
 a group is made and ends.
 """
 
+import atexit
 import socket
 import threading
 import time
@@ -21,7 +23,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,7 +34,10 @@ __all__ = ["Group", "GroupLost", "Membership", "RankStore"]
 
 _POLL_S = 0.001
 _LOOK_S = 0.2
+_EXIT_S = 10.0
 _DIST: Any = dist  # torch does not declare what is used of it
+
+_left_alone: WeakSet[threading.Thread] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +210,8 @@ class Membership:
 
     def leave(self) -> None:
         """Lets go. What the backend still waits for is left to a thread, which ends with it."""
-        thread = threading.Thread(target=_let_go, args=(self._backends,), daemon=True)
-        self._backends = []
-        thread.start()
+        backends, self._backends = self._backends, []
+        _leave_alone(partial(_let_go, backends))
 
     def _until(self, done: Callable[[], bool], what: str, *, poll_s: float = _POLL_S) -> None:
         deadline = time.monotonic() + self.group.timeout_s
@@ -235,7 +241,7 @@ class Membership:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()
+        _leave_alone(run)
         self._until(future.done, "the workers could not be connected with", poll_s=20 * _POLL_S)
         return future.result()
 
@@ -258,7 +264,50 @@ class Membership:
         # Listens only where it can be reached from rank 0: on loopback, if that is there.
         own = _own_address(*_address(self.group.rendezvous))
         options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=own)]
-        return _DIST.ProcessGroupGloo(store, 0, size, options)
+        return _DIST.ProcessGroupGloo(_WatchedStore(store, self._look), 0, size, options)
+
+
+class _WatchedStore(_DIST.Store):  # type: ignore[misc]
+    """A store as gloo uses it, whose waits end when the group does.
+
+    Args:
+        store: Has the keys.
+        look: Raises if the group has ended.
+    """
+
+    def __init__(self, store: Any, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._store = store
+        self._look = look
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)  # gloo has waited for it
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._store.check(keys):
+            self._look()
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"a member did not connect within {timeout}")
+            time.sleep(20 * _POLL_S)
+
+
+def _leave_alone(function: Callable[[], None]) -> None:
+    """Runs it in a thread that nobody waits for but the end of the process."""
+    thread = threading.Thread(target=function, daemon=True)
+    _left_alone.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_those_left_alone() -> None:
+    deadline = time.monotonic() + _EXIT_S
+    for thread in tuple(_left_alone):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> Any:
@@ -269,7 +318,7 @@ def _let_go(backends: list[Any]) -> None:
     for backend in backends:
         with suppress(RuntimeError):
             backend.abort()
-    # The last reference goes here, and waits for what gloo cannot abort.
+    backends.clear()  # the last references: it waits for what gloo cannot abort
 
 
 def _address(rendezvous: str) -> tuple[str, int]:
