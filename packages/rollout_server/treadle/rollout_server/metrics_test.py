@@ -86,10 +86,10 @@ async def test_completions_are_counted_by_their_outcome() -> None:
     async with counted() as it:
         before = await it.read()
         for _ in range(2):
-            async for _ in it.stubs.generation.Generate(wanted(), timeout=10):
+            async for _ in it.stubs.generation.Generate(wanted(), timeout=60):
                 pass
         with pytest.raises(grpc.aio.AioRpcError):
-            async for _ in it.stubs.generation.Generate(wanted(min_weight_version=7), timeout=10):
+            async for _ in it.stubs.generation.Generate(wanted(min_weight_version=7), timeout=60):
                 pass
         after = await it.read()
     assert before["treadle_sampled_tokens_total"] == 0
@@ -124,8 +124,8 @@ async def test_updates_are_counted_with_their_bytes_and_time() -> None:
                 commit = sync.CommitUpdateRequest(
                     update_id=update_id, in_flight=sync.IN_FLIGHT_POLICY_DRAIN
                 )
-                await it.stubs.weights.CommitUpdate(commit, timeout=10)
-        await it.stubs.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="b"), timeout=10)
+                await it.stubs.weights.CommitUpdate(commit, timeout=60)
+        await it.stubs.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="b"), timeout=60)
         after = await it.read()
     assert after["treadle_weight_version"] == 1
     assert after["treadle_weight_updates_total committed"] == 1

@@ -69,7 +69,7 @@ async def channel_to(address: str) -> AsyncIterator[grpc.aio.Channel]:
 async def health_of(channel: grpc.aio.Channel, service: str = "") -> Any:
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=service)
-    return (await stub.Check(request, timeout=10)).status
+    return (await stub.Check(request, timeout=60)).status
 
 
 @pytest.mark.asyncio
@@ -79,7 +79,7 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
         assert await health_of(channel) == STATUS.SERVING
         assert await health_of(channel, "treadle.rollout.v1.GenerationService") == STATUS.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="RuntimeError: out of memory") as caught:
-            async for _ in stubs_for(channel).generation.Generate(want(), timeout=10):
+            async for _ in stubs_for(channel).generation.Generate(want(), timeout=60):
                 pass
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -88,7 +88,7 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
                 break
         watch.cancel()
         control = stubs_for(channel).control
-        info = await control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+        info = await control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
         assert info.state == srv.SERVER_STATE_FAILED
 
 
@@ -124,7 +124,7 @@ async def test_while_the_engine_loads_the_server_answers_loading(port: int) -> N
         )
         assert info.state == srv.SERVER_STATE_LOADING
         with pytest.raises(grpc.aio.AioRpcError, match="the server is loading"):
-            async for _ in stubs_for(channel).generation.Generate(want(), timeout=10):
+            async for _ in stubs_for(channel).generation.Generate(want(), timeout=60):
                 pass
     loaded.set()
     await running
@@ -147,7 +147,7 @@ async def test_a_port_in_use_is_an_error_that_says_so() -> None:
 async def test_reflection_lists_the_services() -> None:
     async with serve_in_process(fake()) as server, channel_to(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo(timeout=10)
+        call = stub.ServerReflectionInfo(timeout=60)
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         call.cancel()
@@ -222,7 +222,7 @@ async def test_the_token_is_required_of_all_but_health(tmp_path: Path) -> None:
         assert (await info(srv.GetServerInfoRequest(), timeout=10, metadata=right)).engine
         with pytest.raises(grpc.aio.AioRpcError):
             pause = srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)
-            await stubs_for(channel).control.Pause(pause, timeout=10)
+            await stubs_for(channel).control.Pause(pause, timeout=60)
 
 
 @pytest.mark.asyncio
@@ -281,7 +281,7 @@ async def test_an_engine_that_dies_while_idle_takes_the_server_out_of_service() 
         assert (await watch.read()).status == STATUS.NOT_SERVING
         watch.cancel()
         with pytest.raises(grpc.aio.AioRpcError, match="RuntimeError: a worker was killed"):
-            async for _ in stubs_for(channel).generation.Generate(want(), timeout=10):
+            async for _ in stubs_for(channel).generation.Generate(want(), timeout=60):
                 pass
 
 

@@ -47,7 +47,7 @@ def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriter]:
 
     def wait_then_convert(span: FinishedSpan) -> str:
         at_first.set()
-        assert go_on.wait(timeout=10)
+        assert go_on.wait(timeout=60)
         return to_json(span)
 
     monkeypatch.setattr(jsonl, "to_json", wait_then_convert)
@@ -90,7 +90,7 @@ def test_a_full_queue_drops_at_once_and_says_so(
     path = tmp_path / "spans.jsonl"
     with JsonlSink(path, capacity=2) as sink:
         sink.record(make_span("written"))
-        assert at_first.wait(timeout=10)
+        assert at_first.wait(timeout=60)
         for name in ("queued", "queued", "dropped", "dropped", "dropped"):
             sink.record(make_span(name))
         assert sink.report.dropped == 3

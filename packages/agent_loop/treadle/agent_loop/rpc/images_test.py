@@ -38,7 +38,7 @@ PLACED = (
 
 
 async def ask(generator: GrpcTokenGenerator, images: Sequence[PlacedImage] = PLACED) -> Completion:
-    deadline = asyncio.get_running_loop().time() + 10
+    deadline = asyncio.get_running_loop().time() + 60
     request = RequestContext(request_id="r", session_id="s", deadline=deadline)
     return await generator.generate((1, 9, 9, 9, 2, 9, 3), PARAMS, request=request, images=images)
 

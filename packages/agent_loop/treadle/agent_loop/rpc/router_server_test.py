@@ -32,7 +32,7 @@ class Stub:
     def __getattr__(self, method: str) -> Any:
         async def call(**fields: Any) -> Any:
             request = getattr(pb, f"{method}Request")(**fields)
-            return await getattr(self._stub, method)(request, timeout=10)
+            return await getattr(self._stub, method)(request, timeout=60)
 
         return call
 
@@ -192,7 +192,7 @@ async def test_the_token_guards_all_but_health() -> None:
             else:
                 assert "a wrong token" in await failure_of(call)
         health = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10

@@ -54,11 +54,11 @@ class Bench:
     control: Any
 
     async def generate(self, **fields: object) -> list[gen.GenerateResponse]:
-        return [message async for message in self.generation.Generate(want(**fields), timeout=10)]
+        return [message async for message in self.generation.Generate(want(**fields), timeout=60)]
 
     async def settle(self) -> None:
         """Answers one call, so that everything sent before it has been handled."""
-        await self.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+        await self.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
 
     async def tick(self, seconds: float = 0.001) -> None:
         """So much of the engine's time."""
@@ -146,7 +146,7 @@ async def commit(
     it: Bench, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN, update_id: str = "u"
 ) -> int:
     request = sync.CommitUpdateRequest(update_id=update_id, in_flight=policy)
-    response = await it.weights.CommitUpdate(request, timeout=10)
+    response = await it.weights.CommitUpdate(request, timeout=60)
     return int(response.weight_version)
 
 

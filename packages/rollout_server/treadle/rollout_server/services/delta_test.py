@@ -37,16 +37,16 @@ def delta(base: int = 1, crc32: int | None = None, **fields: Any) -> sync.DeltaE
 
 async def full(it: Bench, version: int, *, keep_base: bool = True) -> None:
     request = begin_request(version, f"full{version}", keep_base=keep_base)
-    await it.weights.BeginUpdate(request, timeout=10)
-    await it.weights.PushWeights(push(f"full{version}"), timeout=10)
+    await it.weights.BeginUpdate(request, timeout=60)
+    await it.weights.PushWeights(push(f"full{version}"), timeout=60)
     assert await commit(it, update_id=f"full{version}") == version
 
 
 async def push_delta(it: Bench, version: int, update_id: str = "d", **fields: Any) -> None:
     request = begin_request(version, update_id, delta=delta(**fields))
-    await it.weights.BeginUpdate(request, timeout=10)
+    await it.weights.BeginUpdate(request, timeout=60)
     header = sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
-    await it.weights.PushWeights([header, chunk(0, 0, ENCODED)], timeout=10)
+    await it.weights.PushWeights([header, chunk(0, 0, ENCODED)], timeout=60)
 
 
 def write_delta(folder: Path, *, encoded: bytes = ENCODED, base: int = 1) -> None:
@@ -64,17 +64,17 @@ def write_delta(folder: Path, *, encoded: bytes = ENCODED, base: int = 1) -> Non
 
 async def whole(it: Bench, version: int) -> None:
     """The weights that the delta leads to, pushed whole."""
-    await it.weights.BeginUpdate(begin_request(version, "w"), timeout=10)
+    await it.weights.BeginUpdate(begin_request(version, "w"), timeout=60)
     header = sync.PushWeightsRequest(header=sync.PushHeader(update_id="w"))
     chunks = [header, chunk(0, 0, CHANGED), chunk(1, 0, BYTES[1])]
-    await it.weights.PushWeights(chunks, timeout=10)
+    await it.weights.PushWeights(chunks, timeout=60)
     assert await commit(it, update_id="w") == version
 
 
 @pytest.mark.asyncio
 async def test_a_delta_brings_what_the_whole_brings_and_can_be_followed() -> None:
     async with bench() as it:
-        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
         assert info.capabilities.delta_encoding
         await whole(it, 2)
         wanted = ids(await it.generate())
@@ -84,7 +84,7 @@ async def test_a_delta_brings_what_the_whole_brings_and_can_be_followed() -> Non
         assert await commit(it, update_id="d") == 2
         assert ids(await it.generate()) == wanted
         same = delta(2, encoded_bytes=[0, 0])
-        await it.weights.BeginUpdate(begin_request(3, "e", delta=same), timeout=10)
+        await it.weights.BeginUpdate(begin_request(3, "e", delta=same), timeout=60)
         assert await commit(it, update_id="e") == 3
         assert ids(await it.generate()) == wanted
 
@@ -105,7 +105,7 @@ async def test_a_delta_in_files_is_read_at_begin_and_one_that_is_damaged_leaves_
             crc32 = [zlib.crc32(ENCODED), 0]
             file = sync.FileTransport(directory=directory, crc32=crc32)
             request = begin_request(2, directory, inline=None, file=file, delta=delta())
-            return await it.weights.BeginUpdate(request, timeout=10)  # type: ignore[no-any-return]
+            return await it.weights.BeginUpdate(request, timeout=60)  # type: ignore[no-any-return]
 
         for directory in ("damaged", "cut", "other"):
             code, reason, _ = await refusal(begin(directory))
@@ -170,7 +170,7 @@ async def test_a_delta_that_is_given_up_leaves_the_base() -> None:
     async with bench() as it:
         await full(it, 1)
         await push_delta(it, 2)
-        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="d"), timeout=10)
+        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="d"), timeout=60)
         await push_delta(it, 2, "e")
         assert await commit(it, update_id="e") == 2
 
@@ -197,5 +197,5 @@ async def test_a_delta_that_is_given_up_leaves_the_base() -> None:
 async def test_a_malformed_delta_is_named(field: str, fields: dict[str, Any]) -> None:
     async with bench() as it:
         request = begin_request(1, **fields)
-        _, reason, (detail,) = await refusal(it.weights.BeginUpdate(request, timeout=10))
+        _, reason, (detail,) = await refusal(it.weights.BeginUpdate(request, timeout=60))
     assert (reason, detail.field) == ("INVALID_FIELD", field)

@@ -106,7 +106,7 @@ async def test_cancelling_the_call_aborts_the_sequence() -> None:
         assert (await call.read()).WhichOneof("event") == "started"
         call.cancel()
         # Draining waits for the sequence, so once it answers the abort has happened.
-        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=10)
+        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60)
         counters = it.engine.counters
     assert (counters.started, counters.aborted, counters.running) == (1, 1, 0)
 
@@ -121,7 +121,7 @@ async def test_a_deadline_aborts_the_sequence() -> None:
                 async for _ in it.generation.Generate(want(), timeout=timeout_s):
                     pass
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=10)
+        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60)
         assert it.engine.counters.aborted == it.engine.counters.started
 
 
@@ -159,7 +159,7 @@ async def test_tokens_do_not_wait_longer_than_half_a_second() -> None:
 @pytest.mark.asyncio
 async def test_the_handshake_tells_what_clients_compare() -> None:
     async with bench() as it:
-        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(client="t/1"), timeout=10)
+        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(client="t/1"), timeout=60)
     assert (info.engine, info.state) == ("fake", srv.SERVER_STATE_SERVING)
     assert info.model.tokenizer_sha256 == b"\7" * 32
     assert (info.model.vocab_size, info.model.context_length) == (64, 256)

@@ -64,7 +64,7 @@ async def messages_of(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
         serve_in_process(engine) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        async for message in stubs_for(channel).generation.Generate(request, timeout=10):
+        async for message in stubs_for(channel).generation.Generate(request, timeout=60):
             messages.append(message)
             engine.go_on.set()
     return messages

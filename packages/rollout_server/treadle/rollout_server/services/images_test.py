@@ -132,14 +132,14 @@ async def serving(kind: type[FakeEngine] = FakeEngine) -> AsyncIterator[Any]:
 
 
 async def sampled(stubs: Any, request: gen.GenerateRequest) -> list[int]:
-    messages = [message async for message in stubs.generation.Generate(request, timeout=10)]
+    messages = [message async for message in stubs.generation.Generate(request, timeout=60)]
     return [i for message in messages for i in message.tokens.token_ids]
 
 
 @pytest.mark.asyncio
 async def test_the_handshake_says_so_and_how_large_a_request_may_be() -> None:
     async with serving() as stubs:
-        told = await stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+        told = await stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
     assert told.capabilities.images
     assert told.limits.max_request_bytes == 8 << 20
 
@@ -179,7 +179,7 @@ async def test_refusals_are_typed_and_the_server_goes_on(
     async with serving(kind) as stubs:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await sampled(stubs, want(sent))
-        told = await stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=10)
+        told = await stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
     status = rpc_status.from_call(caught.value)
     assert status is not None
     reason, received = error_details_pb2.ErrorInfo(), type(detail)()

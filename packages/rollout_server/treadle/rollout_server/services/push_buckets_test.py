@@ -59,7 +59,7 @@ def _begin(*, in_place: bool, update_id: str = "u") -> sync.BeginUpdateRequest:
 
 async def _push(it: Bench, *requests: sync.PushBucketsRequest) -> list[int]:
     """The slots that were given back."""
-    return [answer.slot async for answer in it.weights.PushBuckets(iter(requests), timeout=10)]
+    return [answer.slot async for answer in it.weights.PushBuckets(iter(requests), timeout=60)]
 
 
 async def _until_dropped(it: Bench) -> None:
@@ -74,13 +74,13 @@ async def test_the_weights_are_those_that_an_inline_update_brings(
     sender: Sender, in_place: bool, buckets: list[list[Part]]
 ) -> None:
     async with bench() as it:
-        await it.weights.BeginUpdate(begin_request(), timeout=10)
-        await it.weights.PushWeights(push(), timeout=10)
+        await it.weights.BeginUpdate(begin_request(), timeout=60)
+        await it.weights.PushWeights(push(), timeout=60)
         await commit(it)
         wanted = ids(await it.generate())
     async with bench() as it:
         before = ids(await it.generate())
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
         filled = [sender.of(slot, *parts) for slot, parts in enumerate(buckets)]
         assert await _push(it, sender.header(), *filled, LAST) == [
             *range(len(buckets)),
@@ -103,9 +103,9 @@ async def test_a_slot_may_be_filled_again_when_it_came_back(sender: Sender, in_p
         yield LAST
 
     async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
         slots = []
-        async for answer in it.weights.PushBuckets(requests(), timeout=10):
+        async for answer in it.weights.PushBuckets(requests(), timeout=60):
             slots.append(answer.slot)
             came_back.set()
         assert slots == [1, 1, LAST.bucket.slot]
@@ -119,8 +119,8 @@ async def test_a_stream_that_ends_without_its_last_bucket_ends_the_update(
     sender: Sender, in_place: bool, how: str
 ) -> None:
     async with bench() as it, grpc.aio.insecure_channel(it.server.address) as channel:
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
-        stream = stubs_for(channel).weights.PushBuckets(timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
+        stream = stubs_for(channel).weights.PushBuckets(timeout=60)
         await stream.write(sender.header())
         await stream.write(sender.of(0, (0, 0, 128)))
         assert (await stream.read()).slot == 0
@@ -133,10 +133,10 @@ async def test_a_stream_that_ends_without_its_last_bucket_ends_the_update(
                 await stream.done_writing()
         await _until_dropped(it)
         assert (await refusal(commit(it)))[1] == "UPDATE_UNKNOWN"
-        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="u"), timeout=10)
+        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="u"), timeout=60)
         assert it.server.replica.state is (ServerState.LOADING if in_place else ServerState.SERVING)
         again = Sender("v")
-        await it.weights.BeginUpdate(_begin(in_place=False, update_id="v"), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=False, update_id="v"), timeout=60)
         await _push(it, again.header(), again.of(0, *_WHOLE[0]), LAST)
         assert await commit(it, update_id="v") == 1
         assert it.server.replica.state is ServerState.SERVING
@@ -150,7 +150,7 @@ async def test_in_place_parts_may_be_less_than_tensors_where_begin_says_so(
     async with bench() as it:
         capabilities = replace(it.engine.info.capabilities, split_tensors=splits)
         it.engine.info = replace(it.engine.info, capabilities=capabilities)
-        begun = await it.weights.BeginUpdate(_begin(in_place=True), timeout=10)
+        begun = await it.weights.BeginUpdate(_begin(in_place=True), timeout=60)
         assert begun.split_tensors is splits
         push = _push(it, sender.header(), sender.of(0, (0, 0, 100)), LAST)
         if splits:
@@ -163,15 +163,15 @@ async def test_in_place_parts_may_be_less_than_tensors_where_begin_says_so(
 @pytest.mark.asyncio
 async def test_bytes_of_a_tensor_may_come_by_both_ways(sender: Sender) -> None:
     async with bench() as it:
-        await it.weights.BeginUpdate(begin_request(), timeout=10)
-        await it.weights.PushWeights(push(), timeout=10)
+        await it.weights.BeginUpdate(begin_request(), timeout=60)
+        await it.weights.PushWeights(push(), timeout=60)
         await commit(it)
         wanted = ids(await it.generate())
     async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=True), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=True), timeout=60)
         await _push(it, sender.header(), sender.of(0, (0, 0, 30)), LAST)
         chunks = [push()[0], chunk(0, 30, BYTES[0][30:61]), chunk(1, 0, BYTES[1])]
-        await it.weights.PushWeights(chunks, timeout=10)
+        await it.weights.PushWeights(chunks, timeout=60)
         await _push(it, sender.header(), sender.of(1, (0, 61, 67)), LAST)
         assert await commit(it) == 1
         assert ids(await it.generate()) == wanted
@@ -197,7 +197,7 @@ async def test_a_part_without_a_place_ends_the_update(
     bad = sender.of(0)
     bad.bucket.parts.add(tensor_index=index, offset=offset, length=length, start=PAGE)
     async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
         assert (await refusal(_push(it, sender.header(), bad)))[1] == reason
         assert it.server.replica.slot.session is None
 
@@ -206,7 +206,7 @@ async def test_a_part_without_a_place_ends_the_update(
 async def test_bytes_that_two_streams_bring_at_once_count_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
     write = Assembler.write
 
     def meet(*arguments: Any) -> None:
@@ -217,7 +217,7 @@ async def test_bytes_that_two_streams_bring_at_once_count_once(
     monkeypatch.setattr(Assembler, "write", meet)
     senders = [Sender(), Sender()]
     async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         pushes = (_push(it, each.header(), each.of(0, (0, 0, 64)), LAST) for each in senders)
         results = await asyncio.gather(*pushes, return_exceptions=True)
         assert any(isinstance(result, grpc.RpcError) for result in results)
@@ -253,8 +253,8 @@ async def test_a_delta_comes_in_buckets_too() -> None:
     changed = BYTES[0][:4] + b"new!" + BYTES[0][8:]
     encoded = (1).to_bytes(8, "little") + (1).to_bytes(4, "little") + b"new!"
     async with bench() as it:
-        await it.weights.BeginUpdate(begin_request(keep_base=True), timeout=10)
-        await it.weights.PushWeights(push(), timeout=10)
+        await it.weights.BeginUpdate(begin_request(keep_base=True), timeout=60)
+        await it.weights.PushWeights(push(), timeout=60)
         await commit(it)
         before = ids(await it.generate())
         delta = sync.DeltaEncoding(
@@ -264,7 +264,7 @@ async def test_a_delta_comes_in_buckets_too() -> None:
         )
         shared = {"inline": None, "shared_memory": sync.SharedMemoryTransport()}
         sender = Sender("d")
-        await it.weights.BeginUpdate(begin_request(2, "d", delta=delta, **shared), timeout=10)
+        await it.weights.BeginUpdate(begin_request(2, "d", delta=delta, **shared), timeout=60)
         halves = [sync.PushBucketsRequest(bucket=sync.Bucket(slot=slot)) for slot in (0, 1)]
         for slot, (start, stop) in enumerate([(0, 10), (10, len(encoded))]):
             place = PAGE * (1 + slot)
@@ -282,10 +282,10 @@ async def test_a_segment_that_is_not_to_be_had_here_asks_for_another_transport()
     other = Sender("another update")
     other.update_id = "u"
     async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         with pytest.raises(grpc.RpcError, match=r"is for update 'another update'.*=inline"):
             await _push(it, other.header())
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         other.fd = 10**6
         code, reason, _ = await refusal(_push(it, other.header()))
     assert (code, reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
@@ -295,7 +295,7 @@ async def test_a_segment_that_is_not_to_be_had_here_asks_for_another_transport()
 async def test_a_stream_has_a_header_of_a_live_update_and_then_buckets(sender: Sender) -> None:
     async with bench() as it:
         assert (await refusal(_push(it, sender.header())))[1] == "UPDATE_UNKNOWN"
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=10)
+        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         for requests in ([], [sender.of(0)], [sender.header(), sender.header()]):
             _, reason, (detail,) = await refusal(_push(it, *requests))
             assert (reason, detail.field) == ("INVALID_FIELD", "payload")

@@ -16,7 +16,13 @@ def timeouts(count: int) -> Metric:
 
 
 @pytest.fixture
-def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoundedReward:
+def timeout_s() -> float:
+    """Only a test whose reward never ends waits so long."""
+    return 60.0
+
+
+@pytest.fixture
+def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> BoundedReward:
     path = tmp_path / "mine.py"
     path.write_text(
         "import os\n"
@@ -26,10 +32,9 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoundedReward:
         "    if text == 'die': os._exit(3)\n"
         "    return {'score': 1.0 / len(text), 'pid': os.getpid()}\n"
     )
-    # Long enough for a busy machine, short enough for a test: only "for ever" waits for it.
     make = partial(load, f"{path}:mine")
     monkeypatch.setattr(bounded, "_PROCESSES", 1)
-    return BoundedReward(make, name="mine", timeout_s=2.0, timeout_score=-1.0)
+    return BoundedReward(make, name="mine", timeout_s=timeout_s, timeout_score=-1.0)
 
 
 def saying(text: str) -> Trajectory:
@@ -57,12 +62,13 @@ async def test_a_reward_is_scored_in_another_process_which_lasts(reward: Bounded
     assert first.metrics[-1] == timeouts(0)
 
 
+@pytest.mark.parametrize("timeout_s", [5.0])
 @pytest.mark.asyncio
 async def test_one_that_takes_too_long_is_killed_and_counted(
     reward: BoundedReward, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await reward(saying("for ever")) == Score(value=-1.0, metrics=(timeouts(1),))
-    assert "task row-1: the reward mine did not end within 2 s; the trajectory gets -1" in (
+    assert "task row-1: the reward mine did not end within 5 s; the trajectory gets -1" in (
         caplog.text
     )
     assert (await reward(saying("ab"))).value == 0.5
