@@ -1,5 +1,7 @@
 """Sum up a CI run: `count_tests.py REPORTS NAME=STATUS...` prints `N passed, N failed`.
 
+Before it come the tests that failed, each with the first line of why: pytest said so far above.
+
 REPORTS is a folder of JUnit reports.  A NAME is a command that ran and STATUS how it exited; one
 that failed although no report has a failure for it (a lint error, a crash, a timeout) counts as one
 failure.  Standard library only, any Python from 3.8.
@@ -15,13 +17,19 @@ TESTS = "test"  # begins the names of the commands whose failures the reports ex
 
 
 def count(reports: Path) -> dict[str, int]:
-    """Return how many tests passed, failed and were skipped, over all reports of a folder."""
+    """Return how many tests passed, failed and were skipped, over all reports of a folder.
+
+    Prints those that failed.
+    """
     totals = {"passed": 0, "failed": 0, "skipped": 0}
     for path in sorted(reports.rglob("*.xml")):
         for case in ElementTree.parse(path).iter("testcase"):
-            outcomes = {child.tag for child in case}
-            if outcomes & {"failure", "error"}:
+            outcomes = {child.tag: child for child in case}
+            why = outcomes.get("failure", outcomes.get("error"))
+            if why is not None:
                 totals["failed"] += 1
+                (message, *_) = [*why.get("message", "").splitlines(), ""]
+                print(f"FAILED {case.get('classname')}.{case.get('name')}: {message}")
             elif "skipped" in outcomes:
                 totals["skipped"] += 1
             else:
@@ -35,9 +43,13 @@ def main(argv: list[str]) -> int:
     failed_tests = totals["failed"]
     for command in argv[1:]:
         name, _, status = command.rpartition("=")
-        print(f"{name}: {'ok' if status == '0' else f'exit status {status}'}")
-        if status != "0" and not (name.startswith(TESTS) and failed_tests):
+        if status == "0":
+            print(f"{name}: ok")
+        elif name.startswith(TESTS) and failed_tests:
+            print(f"{name}: exit status {status}")
+        else:
             totals["failed"] += 1
+            print(f"{name}: exit status {status}, for which no test is the cause: see above")
     if not totals["passed"] and not totals["failed"]:
         print(f"no test report below {argv[0]}")
         totals["failed"] += 1

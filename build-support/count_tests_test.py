@@ -32,6 +32,20 @@ def test_failures_and_errors_are_failures(
     assert summary(tmp_path, capsys, *commands) == (1, "2 passed, 2 failed")
 
 
+def test_what_failed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = """
+      <testcase classname="x_test" name="test_c"><failure message="AssertionError: 1&#10; + 2"/>
+      </testcase><testcase classname="y_test" name="test_d"><error/></testcase>"""
+    (tmp_path / "one.xml").write_text(REPORT.format(more=more))
+    main([str(tmp_path), "lint check=2", "test=1"])
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "FAILED x_test.test_c: AssertionError: 1",
+        "FAILED y_test.test_d: ",
+        "lint check: exit status 2, for which no test is the cause: see above",
+        "test: exit status 1",
+    ]
+
+
 @pytest.mark.parametrize("commands", [("lint check=1", "test=0"), ("lint check=0", "test=124")])
 def test_a_command_that_failed_without_a_report_is_one_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], commands: tuple[str, ...]

@@ -40,7 +40,7 @@ __all__ = ["Membership", "Stop", "fail_group"]
 _CONNECT_S = 20.0
 _POLL_S = 0.001
 _LOOK_S = 0.2
-_EXIT_S = 10.0
+_EXIT_S = 5.0
 _DIST: Any = dist  # torch does not declare what is used of it.
 
 _left_alone: WeakSet[threading.Thread] = WeakSet()
