@@ -10,6 +10,9 @@ import grpc.aio
 from treadle.rollout.v1.generation_service_pb2_grpc import GenerationServiceStub
 from treadle.rollout.v1.server_service_pb2_grpc import ServerServiceStub
 from treadle.rollout.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from treadle.rollout_server.testing.request_stream import RequestStream
+
+_SENDS_STREAM = (grpc.aio.StreamUnaryMultiCallable, grpc.aio.StreamStreamMultiCallable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ def stubs_for(
 
 
 class _Sending:
-    """A stub whose calls carry metadata."""
+    """A stub whose calls carry metadata, and say why the server ended them."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         self._stub = stub
@@ -47,4 +50,7 @@ class _Sending:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._stub, name)
-        return partial(method, metadata=self._metadata) if self._metadata else method
+        call = partial(method, metadata=self._metadata) if self._metadata else method
+        if isinstance(method, _SENDS_STREAM):
+            return lambda *args, **kwargs: RequestStream(call(*args, **kwargs))
+        return call
