@@ -248,7 +248,7 @@ def _backend(
     timeout: timedelta,
     look: Callable[[], None],
 ) -> Any:
-    # With a connection of its own: a store serves one call at a time, and this one may wait long.
+    # With a connection of its own: a store serves one call at a time, and NCCL may wait long.
     store = _DIST.PrefixStore(str(sender), _open_store(announced))
     if announced.backend == "nccl":
         if not dist.is_nccl_available():

@@ -248,7 +248,7 @@ class Membership:
     def _connect(self) -> Any:
         size = 1 + self.group.world_size - self.group.num_senders
         timeout = timedelta(seconds=self.group.timeout_s)
-        # With a connection of its own: a store serves one call at a time, and this may wait long.
+        # With a connection of its own: a store serves one call at a time, and NCCL may wait long.
         own = _connect(*_address(self.group.rendezvous), timeout)
         store = _DIST.PrefixStore(f"{self.group.name}/{self._rank}", own)
         if self.group.backend == "nccl":
