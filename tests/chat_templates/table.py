@@ -28,7 +28,7 @@ from chat_templates.conversations import (
 from chat_templates.fidelity import Finding, Verdict, compare
 from treadle.agent_loop import RenderError, SetupError, ToolCall, ToolSpec
 from treadle.agent_loop.hf import HfRenderer
-from treadle.agent_loop.hf_template import PROBE_CALL, ChatTemplate
+from treadle.agent_loop.hf.template import PROBE_CALL, ChatTemplate
 from treadle.agent_loop.parsers import ParsedText, parser_for_template
 
 BAR = "\uff5c"  # the fullwidth bar of DeepSeek's tokens

@@ -31,7 +31,7 @@ from treadle.agent_loop import (
     StickySession,
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, RetryPolicy, RpcDeadlines, connect
-from treadle.agent_loop.rpc.router_server import RouterConfig, serve_router
+from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
 from treadle.rollout_server.engine import ModelInfo

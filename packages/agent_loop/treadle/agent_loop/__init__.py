@@ -11,7 +11,6 @@ from treadle.agent_loop.capture import (
     LimitReachedError,
     SessionEndedError,
 )
-from treadle.agent_loop.conversation import Conversation, Turn
 from treadle.agent_loop.errors import (
     AgentLoopError,
     ContractError,
@@ -35,49 +34,51 @@ from treadle.agent_loop.errors import (
     WeightVersionBehindError,
     boundary,
 )
-from treadle.agent_loop.function_tool import FunctionTool, function_tool
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
-from treadle.agent_loop.interaction import (
-    Interaction,
-    InteractionReply,
-    InteractionSession,
-    Respondent,
-    selected_interaction,
-)
-from treadle.agent_loop.limits import LoopLimits, TextCodec, TruncateSide
-from treadle.agent_loop.loop import AgentLoop, RewardFn, Score, Services
-from treadle.agent_loop.parsers import HermesParser, ParsedText, ToolCallParser
-from treadle.agent_loop.registry import (
+from treadle.agent_loop.loops.conversation import Conversation, Turn
+from treadle.agent_loop.loops.limits import LoopLimits, TextCodec, TruncateSide
+from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Score, Services
+from treadle.agent_loop.loops.registry import (
     LOOP_ENTRY_POINTS,
     SINGLE_TURN_AGENT,
     TOOL_AGENT,
     LoopRegistry,
     default_loops,
 )
-from treadle.agent_loop.renderer import (
-    ChatRenderer,
-    MalformedCall,
-    ParsedCompletion,
-    PlacedImage,
-    Rendering,
-)
-from treadle.agent_loop.routing import (
+from treadle.agent_loop.loops.single_turn import SingleTurnLoop
+from treadle.agent_loop.loops.tool_loop import OnMalformedCall, ToolAgentLoop
+from treadle.agent_loop.parsers import HermesParser, ParsedText, ToolCallParser
+from treadle.agent_loop.routing.placement import (
     HashedSession,
     LeastLoaded,
     ReplicaLoad,
     Router,
     StickySession,
 )
-from treadle.agent_loop.runner import RolloutRunner, RunReport
-from treadle.agent_loop.seeds import derive_seed
-from treadle.agent_loop.session_table import Nowhere
-from treadle.agent_loop.single_turn import SingleTurnLoop
-from treadle.agent_loop.strategy import Drop, FailFast, Retry, Strategy, Verdict
-from treadle.agent_loop.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
-from treadle.agent_loop.tool_loop import OnMalformedCall, ToolAgentLoop
-from treadle.agent_loop.toolbox import Toolbox, selected_tools
+from treadle.agent_loop.routing.session_table import Nowhere
+from treadle.agent_loop.runner.failure_policy import Drop, FailFast, Retry, Strategy, Verdict
+from treadle.agent_loop.runner.runner import RolloutRunner, RunReport
+from treadle.agent_loop.runner.seeds import derive_seed
+from treadle.agent_loop.runner.watchdog import Pulse, Watchdog
+from treadle.agent_loop.tokens.renderer import (
+    ChatRenderer,
+    MalformedCall,
+    ParsedCompletion,
+    PlacedImage,
+    Rendering,
+)
+from treadle.agent_loop.tokens.transcript import Origin, Span, Tokens, Transcript
+from treadle.agent_loop.tools.function_tool import FunctionTool, function_tool
+from treadle.agent_loop.tools.interaction import (
+    Interaction,
+    InteractionReply,
+    InteractionSession,
+    Respondent,
+    selected_interaction,
+)
+from treadle.agent_loop.tools.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
+from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Finding, Trajectory
-from treadle.agent_loop.transcript import Origin, Span, Tokens, Transcript
 from treadle.agent_loop.types import (
     IMAGE_MARK,
     AgentTask,
@@ -92,7 +93,6 @@ from treadle.agent_loop.types import (
     ToolCall,
     ToolSpec,
 )
-from treadle.agent_loop.watchdog import Pulse, Watchdog
 
 __all__ = [
     "IMAGE_MARK",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.agent_loop.renderer import PlacedImage
+from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import Completion, SamplingParams
 
 

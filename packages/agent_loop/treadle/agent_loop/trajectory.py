@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from treadle.agent_loop.errors import RolloutError
-from treadle.agent_loop.transcript import Tokens
+from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.types import AgentTask, Message, StopReason
 from treadle.tracing import Metric
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from treadle.agent_loop.capture.history import ReturnedTurn, shared_history
 from treadle.agent_loop.errors import RenderError
-from treadle.agent_loop.renderer import ChatRenderer, PlacedImage, Rendering
-from treadle.agent_loop.transcript import Transcript
+from treadle.agent_loop.tokens.renderer import ChatRenderer, PlacedImage, Rendering
+from treadle.agent_loop.tokens.transcript import Transcript
 from treadle.agent_loop.types import Completion, FinishReason, Message, ToolSpec
 
 

@@ -40,14 +40,14 @@ from typing import Self
 from treadle.agent_loop.capture.branch import Branch, Continuation, Plan, make_plan
 from treadle.agent_loop.capture.call_ids import CallIds
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
-from treadle.agent_loop.conversation import Turn
-from treadle.agent_loop.drift import Recorded, measure_drift
 from treadle.agent_loop.errors import LoopError, RolloutError
-from treadle.agent_loop.loop import Services
-from treadle.agent_loop.renderer import ParsedCompletion
-from treadle.agent_loop.sampler import TurnSampler
+from treadle.agent_loop.loops.conversation import Turn
+from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.loops.sampler import TurnSampler
+from treadle.agent_loop.tokens.renderer import ParsedCompletion
+from treadle.agent_loop.tokens.retokenization_drift import Recorded, measure_drift
+from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.trajectory import Finding, Trajectory
-from treadle.agent_loop.transcript import Tokens
 from treadle.agent_loop.types import (
     AgentTask,
     Completion,

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treadle.agent_loop.renderer import ChatRenderer, ParsedCompletion
+from treadle.agent_loop.tokens.renderer import ChatRenderer, ParsedCompletion
 from treadle.agent_loop.types import Completion, FinishReason, Message, TokenChunk, ToolSpec
 
 

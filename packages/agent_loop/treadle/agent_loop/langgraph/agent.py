@@ -18,9 +18,9 @@ from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.langgraph.chat_model import ChatModel
 from treadle.agent_loop.langgraph.messages import to_langchain
 from treadle.agent_loop.langgraph.tools import TrajectoryTool
-from treadle.agent_loop.loop import Services
-from treadle.agent_loop.renderer import MalformedCall
-from treadle.agent_loop.toolbox import ToolAnswer, Toolbox
+from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.tokens.renderer import MalformedCall
+from treadle.agent_loop.tools.toolbox import ToolAnswer, Toolbox
 from treadle.agent_loop.types import Message, StopReason, ToolCall, ToolSpec
 
 __all__ = ["Agent", "NewMessages"]

@@ -25,7 +25,7 @@ from pydantic import Field, PrivateAttr
 from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
 from treadle.agent_loop.langgraph.messages import from_langchain, to_langchain
 from treadle.agent_loop.langgraph.tools import tool_spec
-from treadle.agent_loop.renderer import MalformedCall
+from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.types import Message, StopReason, ToolCall, ToolSpec
 
 __all__ = ["ChatModel"]

@@ -17,9 +17,9 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.capture import CapturedSession, LimitReachedError
 from treadle.agent_loop.langgraph import ChatModel
-from treadle.agent_loop.renderer import MalformedCall
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 from treadle.agent_loop.testing.byte_renderer import decode, encode
+from treadle.agent_loop.tokens.renderer import MalformedCall
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 BAD = '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>'

@@ -28,10 +28,10 @@ from treadle.agent_loop.errors import LoopError, SetupError
 from treadle.agent_loop.langgraph.agent import Agent
 from treadle.agent_loop.langgraph.messages import to_langchain
 from treadle.agent_loop.langgraph.tools import LangChainTool
-from treadle.agent_loop.limits import LoopLimits
-from treadle.agent_loop.loop import Services
-from treadle.agent_loop.tool import Tool
-from treadle.agent_loop.toolbox import Toolbox, selected_tools
+from treadle.agent_loop.loops.limits import LoopLimits
+from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.tools.tool import Tool
+from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask
 from treadle.tracing import Metric, Reduce

@@ -21,7 +21,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field, ValidationError
 
 from treadle.agent_loop.langgraph.messages import Content, read_content, write_content
-from treadle.agent_loop.tool import ToolFailure, ToolResult
+from treadle.agent_loop.tools.tool import ToolFailure, ToolResult
 from treadle.agent_loop.types import AgentTask, Message, ToolCall, ToolSpec
 
 __all__ = ["LangChainTool", "TrajectoryTool", "tool_spec"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.agent_loop.renderer import MalformedCall
+from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.types import ToolCall, ToolSpec
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from treadle.agent_loop.parsers.base import ParsedText
-from treadle.agent_loop.renderer import MalformedCall
+from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.types import ToolCall
 
 _SPACE = re.compile(r"\s*")

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.errors import SetupError
-from treadle.agent_loop.limits import LoopLimits
-from treadle.agent_loop.loop import Services
+from treadle.agent_loop.loops.limits import LoopLimits
+from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.parsers import PARSER_NAMES, parser_named
 from treadle.agent_loop.proxy.admin import SessionAdmin
 from treadle.agent_loop.proxy.app import make_app

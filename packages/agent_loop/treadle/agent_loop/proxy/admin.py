@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import GenerationError, LoopError
-from treadle.agent_loop.loop import Services
+from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.proxy.body import SMALL, read_body
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
 from treadle.agent_loop.proxy.messages import read_object, written_message

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import boundary
-from treadle.agent_loop.loop import Score, Services
+from treadle.agent_loop.loops.loop import Score, Services
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treadle.agent_loop.capture import CapturedTurn
 from treadle.agent_loop.proxy.messages import written, written_call
 from treadle.agent_loop.proxy.request import ChatRequest
-from treadle.agent_loop.renderer import ChatRenderer
+from treadle.agent_loop.tokens.renderer import ChatRenderer
 from treadle.agent_loop.types import FinishReason
 
 STREAM_END = b"data: [DONE]\n\n"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
 from treadle.agent_loop.errors import AgentLoopError, GenerationError, PromptTooLongError
-from treadle.agent_loop.loop import Services
+from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
 from treadle.agent_loop.proxy.request import ChatRequest
 from treadle.agent_loop.types import SamplingParams

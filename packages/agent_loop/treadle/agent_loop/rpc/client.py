@@ -30,19 +30,19 @@ from treadle.agent_loop.errors import (
     SetupError,
 )
 from treadle.agent_loop.generator import RequestContext
-from treadle.agent_loop.renderer import PlacedImage
-from treadle.agent_loop.routing import HashedSession, StickySession
+from treadle.agent_loop.routing.placement import HashedSession, StickySession
 from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
 from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check_images_taken
+from treadle.agent_loop.rpc.in_flight_completion import Work
 from treadle.agent_loop.rpc.replica import Replica, Rest, RpcDeadlines
 from treadle.agent_loop.rpc.replica_set import ReplicaSet
 from treadle.agent_loop.rpc.retry import RetryPolicy
-from treadle.agent_loop.rpc.router_client import RemoteRouter
-from treadle.agent_loop.rpc.router_desk import Places, RouterDesk
+from treadle.agent_loop.rpc.router.client import RemoteRouter
+from treadle.agent_loop.rpc.router.session_queue import Places, RouterDesk
 from treadle.agent_loop.rpc.security import ChannelSecurity
-from treadle.agent_loop.rpc.work import Work
+from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import Completion, FinishReason, SamplingParams
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from treadle.agent_loop.errors import ContractError, ImageRejectedError
 from treadle.agent_loop.generator import RequestContext
-from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.rpc.handshake import ServerInfo
+from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import FinishReason, SamplingParams
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import server_service_pb2 as server_pb2

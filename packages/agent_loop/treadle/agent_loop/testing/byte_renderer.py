@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 
 from treadle.agent_loop.parsers import HermesParser, ToolCallParser
-from treadle.agent_loop.renderer import ParsedCompletion, PlacedImage, Rendering
+from treadle.agent_loop.tokens.renderer import ParsedCompletion, PlacedImage, Rendering
 from treadle.agent_loop.types import Image, Message, ToolSpec
 
 END = 256

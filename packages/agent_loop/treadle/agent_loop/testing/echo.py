@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Sequence
 
 from treadle.agent_loop.generator import RequestContext
-from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.testing.byte_renderer import END
 from treadle.agent_loop.testing.scripted import reply
+from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import Completion, SamplingParams
 
 

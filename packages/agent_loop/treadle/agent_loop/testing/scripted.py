@@ -19,8 +19,8 @@ from treadle.agent_loop.errors import (
     WeightVersionBehindError,
 )
 from treadle.agent_loop.generator import RequestContext
-from treadle.agent_loop.renderer import PlacedImage
 from treadle.agent_loop.testing.byte_renderer import END, encode
+from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 Reply = str | Sequence[int] | Completion | Exception

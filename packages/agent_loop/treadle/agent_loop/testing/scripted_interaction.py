@@ -7,7 +7,7 @@ that fails the test.
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from treadle.agent_loop.interaction import InteractionReply
+from treadle.agent_loop.tools.interaction import InteractionReply
 from treadle.agent_loop.types import AgentTask, Message
 
 

@@ -7,7 +7,7 @@ that fails the test.
 import asyncio
 from collections.abc import Iterable, Mapping
 
-from treadle.agent_loop.tool import ToolResult
+from treadle.agent_loop.tools.tool import ToolResult
 from treadle.agent_loop.types import AgentTask, ToolSpec
 
 

@@ -1,0 +1,253 @@
+"""The renderer of Hugging Face tokenizers and their chat templates (extra `hf`).
+
+Invariant: what `extend` returns is what the template writes after a closed assistant turn, token
+for token, the newline after the end-of-turn mark included (verl issue #6501 is that newline
+missing). `hf_template` finds that text; it is tokenised alone, and because it begins with an added
+token, at which every tokenizer splits, that gives the same ids as tokenising it in its context.
+The ids that were sampled are never decoded and encoded again.
+
+So an extension stays exact where a template rewrites what came before, as those do that drop the
+reasoning of earlier turns: the model goes on from what it sampled, not from what the template would
+now make of it. `drift` shows such places. `extend` refuses where it would have to guess: the
+template refuses or drops the messages, or ends the turn in another way before them. What holds for
+which template is listed in docs/chat_templates.md.
+
+Construction checks that the template and the tokenizer allow this, and refuses them otherwise.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from treadle.agent_loop.errors import RenderError, SetupError, boundary
+from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
+from treadle.agent_loop.parsers import (
+    PARSER_NAMES,
+    HermesParser,
+    ToolCallParser,
+    parser_for_template,
+    parser_named,
+)
+from treadle.agent_loop.tokens.renderer import ParsedCompletion, Rendering
+from treadle.agent_loop.types import Message, ToolSpec
+
+if TYPE_CHECKING:
+    from treadle.agent_loop.hf.vision import ImagePlaceholders
+
+_TEXT_MODEL = "this renderer is of a text model"
+_PROMPT_END = 16  # ids that are enough to see whether a reasoning was opened
+
+
+class HfRenderer:
+    """Renders chats with a tokenizer's own template.
+
+    Args:
+        tokenizer: With a chat template.
+        tokenizer_sha256: Of the bytes of its tokenizer.json; compared with the servers'.
+        parser: Reads tool calls and reasoning; or its name. None: the one that the template asks
+            for, hermes if it asks for none.
+        template_kwargs: Handed to the template, as `enable_thinking`.
+        placeholders: Places images among the ids; or why there are none: messages cannot have
+            images then.
+
+    Attributes:
+        template: The chat template, as text.
+        parser: Reads completions.
+        tokenizer_sha256: 32 bytes, or None when the tokenizer has no file.
+        vocab_size: Ids that the tokenizer knows, added tokens included. A model's embedding may
+            be larger.
+        eos_token_id: The tokenizer's end-of-sequence id, None when it has none.
+        stop_token_ids: Ids that end a turn: the template's, then the end-of-sequence id, then
+            those of the parser's format.
+
+    Raises:
+        SetupError: The template is missing, or its turns do not end with a special token, or the
+            parser is of another family: its stop tokens are not in the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tokenizer_sha256: bytes | None = None,
+        parser: ToolCallParser | str | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
+        placeholders: "ImagePlaceholders | str" = _TEXT_MODEL,
+    ) -> None:
+        self._tokenizer: Any = tokenizer
+        self._placeholders = placeholders
+        self.tokenizer_sha256 = tokenizer_sha256
+        self.vocab_size = len(self._tokenizer)
+        self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        self.template = ChatTemplate(self._tokenizer, template_kwargs or {})
+        if parser is None:
+            parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
+        self.parser = parser_named(parser) if isinstance(parser, str) else parser
+        self._unread_call = self._find_unread_call()
+        added = self._tokenizer.added_tokens_decoder
+        self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
+        ids = [self._added_ids[token] for token in self.template.stops]
+        ids += [] if self.eos_token_id is None else [self.eos_token_id]
+        ids += [self._id_of_stop(token) for token in self.parser.stop_tokens]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
+        # A server may end a turn with another id than ours, as Qwen's <|endoftext|>.
+        self._closing_ids = frozenset((*ids, self._tokenizer.pad_token_id))
+
+    @classmethod
+    def from_directory(
+        cls,
+        directory: str | Path,
+        *,
+        parser: ToolCallParser | str | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> "HfRenderer":
+        """Loads a tokenizer, and an image processor if there is one, without a network.
+
+        Chats of text need no image processor: one that cannot be used is an error for messages
+        with images, and says why.
+
+        Raises:
+            SetupError: The directory holds no tokenizer.json, or it does not load.
+        """
+        folder = Path(directory)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise SetupError(f"{directory} holds no tokenizer.json")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # the libraries raise whatever the file makes them stumble over
+            raise SetupError(
+                f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
+            ) from error
+        placeholders: ImagePlaceholders | str = _TEXT_MODEL
+        names = ("preprocessor_config.json", "processor_config.json")
+        if any((folder / name).is_file() for name in names):
+            # Only models that see need the libraries of images.
+            from treadle.agent_loop.hf import vision as hf_vision
+
+            try:
+                placeholders = hf_vision.ImagePlaceholders.from_directory(folder, tokenizer)
+            except SetupError as error:
+                placeholders = str(error)
+        return cls(
+            tokenizer,
+            tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
+            parser=parser,
+            template_kwargs=template_kwargs,
+            placeholders=placeholders,
+        )
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
+        """Returns the ids of a conversation, open for the assistant's turn.
+
+        Raises:
+            RenderError: The template refuses these messages, or one has images that cannot be
+                shown.
+            SetupError: There are tools, and the parser does not read this template's calls.
+        """
+        if tools and self._unread_call is not None:
+            raise SetupError(self._unread_call)
+        text = self.template.text(messages, tools, open_turn=True)
+        return self._placed(self.encode(text), messages)
+
+    def extend(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        history: Sequence[Message] = (),
+    ) -> Rendering:
+        """Returns the ids that follow the sampled turn at the end of `ids`.
+
+        Raises:
+            RenderError: The template refuses these messages, drops them, or ends the turn before
+                them in another way than it ends turns.
+        """
+        after = self.template.after_turn(messages, tools, history=history)
+        if any(ids[-1] == self._added_ids[end] for end in after.ends):
+            # Tokenised with the end in front: some tokenizers treat the beginning of a text
+            # in another way, and some added tokens swallow the space behind them.
+            return self._placed(self.encode(after.text)[1:], messages)
+        return self._placed(self.encode(after.closing + after.text), messages)
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        prompt: Sequence[int] = (),
+    ) -> ParsedCompletion:
+        """Reads the ids of one completion; the id that ended it is no part of its text."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self._closing_ids:
+            ids.pop()
+        parsed = self.parser.parse(
+            self.decode(ids), tools=tools, prompt_end=self.decode(prompt[-_PROMPT_END:])
+        )
+        return ParsedCompletion(
+            message=Message(
+                role="assistant",
+                content=parsed.content,
+                tool_calls=parsed.calls,
+                reasoning=parsed.reasoning,
+            ),
+            call_starts=parsed.call_starts,
+            malformed=parsed.malformed,
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of a text; marks of special tokens in it become special ids.
+
+        Raises:
+            RenderError: The tokenizer refuses the text.
+        """
+        with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of ids, special tokens included."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _placed(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Rendering:
+        images = [image for message in messages for image in message.images]
+        if not images:
+            return Rendering(ids=ids)
+        if isinstance(self._placeholders, str):
+            raise RenderError(f"a message has images, and {self._placeholders}")
+        return self._placeholders.place(ids, images)
+
+    def _id_of_stop(self, token: str) -> int:
+        if token not in self._added_ids:
+            raise SetupError(
+                f"the parser reads turns that end with {token!r}, which this tokenizer does "
+                f"not know; its chat template asks for {self._fitting()}"
+            )
+        return self._added_ids[token]
+
+    def _find_unread_call(self) -> str | None:
+        """What is wrong with the parser, told by a call as the template writes it."""
+        written = self.template.probe_call
+        if written is None or _reads(self.parser, written):
+            return None
+        return (
+            f"the chat template writes a call as {written!r}, which the parser "
+            f"does not read; it asks for {self._fitting()}"
+        )
+
+    def _fitting(self) -> str:
+        written = self.template.probe_call
+        names = [name for name in PARSER_NAMES if written and _reads(parser_named(name), written)]
+        return f"the parser {' or '.join(names)}" if names else f"none of {', '.join(PARSER_NAMES)}"
+
+
+def _reads(parser: ToolCallParser, written: str) -> bool:
+    calls = parser.parse(written, tools=(PROBE_TOOL,)).calls
+    expected = [(PROBE_CALL.name, dict(PROBE_CALL.arguments))]
+    return [(call.name, dict(call.arguments)) for call in calls] == expected

@@ -1,0 +1,299 @@
+"""A tokenizer's chat template: conversations as text, and what it writes after a sampled turn.
+
+Invariant: `after_turn` gives what the template writes behind an assistant's turn, from the token
+that ends the turn on, whatever that turn said. How: it renders a synthetic conversation (a
+question, a turn that holds a marker) with the new messages behind it, and cuts at the end of that
+turn. Answers to tool calls get a synthetic turn that makes these calls, because templates look
+there for names, ids and the number of results. So the cost does not grow with the conversation,
+but for templates that number its results.
+
+What a template does not say is found by rendering probes once, when it is loaded: which token ends
+a turn, whether the next header does that, in which form it wants contents, arguments and ids.
+Nothing waits; nothing here knows token ids.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treadle.agent_loop.errors import RenderError, SetupError, boundary
+from treadle.agent_loop.hf.messages import MessageForm
+from treadle.agent_loop.hf.turn_end import AddedTokens, TurnEnd
+from treadle.agent_loop.types import Message, ToolCall, ToolSpec
+
+_MARKER = "treadle-boundary"
+_ANSWER = "treadle-answer"
+_SYSTEM = Message(role="system", content="instructions")
+_QUESTION = Message(role="user", content="question")
+_TURN = Message(role="assistant", content=_MARKER)
+_USER_ANSWER = Message(role="user", content=_ANSWER)
+_RESULT = Message(role="tool", content=_ANSWER, tool_call_id="call_0", name="probe")
+PROBE_TOOL = ToolSpec(
+    name="probe",
+    description="Answers.",
+    parameters={
+        "type": "object",
+        "properties": {"text": {"type": "string", "description": "Any."}},
+        "required": ["text"],
+    },
+)
+PROBE_CALL = ToolCall(id="call_0", name="probe", arguments={"text": _MARKER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfterTurn:
+    """What follows a turn.
+
+    Attributes:
+        closing: What the template writes between the turn's text and its end.
+        text: From the end on: the end, the messages, the next header.
+        ends: Tokens of which any one, sampled, stands for the end at the beginning of `text`.
+    """
+
+    closing: str
+    text: str
+    ends: frozenset[str]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        tokenizer: With a chat template.
+        kwargs: Handed to the template, as `enable_thinking`.
+
+    Attributes:
+        form: In which it accepts messages.
+        stops: Texts of the tokens that end a turn, each once.
+        probe_call: How it writes a turn that makes `PROBE_CALL`; None when calls are not written,
+            because it expects them in the content or knows no tools.
+        tool_problem: Why results of tools cannot be shown to the model; None when they can.
+
+    Raises:
+        SetupError: There is no template, it does not use one of `kwargs`, it cannot render a
+            plain chat, or its turns do not end with an added token.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, object]) -> None:
+        if not tokenizer.chat_template:
+            raise SetupError("the tokenizer has no chat template: add chat_template.jinja")
+        for name in kwargs:
+            if re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is None:
+                raise SetupError(f"the chat template does not use {name!r}, a template_kwarg")
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs)
+        self._added = AddedTokens(
+            (token.content for token in tokenizer.added_tokens_decoder.values()),
+            eos=tokenizer.eos_token,
+        )
+        self.form = MessageForm()
+        self.probe_call: str | None = None
+        self.tool_problem: str | None = None
+        self._calls_are_written = True
+        self._parallel = self._counts_results = False
+        self._plain_end, implied = self._probe_plain()
+        self._tool_end = self._probe_tools(implied=implied)
+        ends = (self._plain_end, self._tool_end)
+        self.stops = tuple(dict.fromkeys(end.stop for end in ends if end is not None))
+
+    def dicts(self, messages: Iterable[Message]) -> list[dict[str, object]]:
+        """Returns the messages as `apply_chat_template` takes them."""
+        return [self.form.as_dict(message) for message in messages]
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, open_turn: bool
+    ) -> str:
+        """Returns a conversation.
+
+        Args:
+            messages: In order.
+            tools: Shown to the model.
+            open_turn: End with the header of the assistant's next turn.
+
+        Raises:
+            RenderError: The template refuses these messages.
+        """
+        with boundary(RenderError, "chat template"):
+            text: str = self._tokenizer.apply_chat_template(
+                self.dicts(messages),
+                tools=[tool.as_schema() for tool in tools] or None,
+                add_generation_prompt=open_turn,
+                tokenize=False,
+                **self._kwargs,
+            )
+            return text
+
+    def after_turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        history: Sequence[Message] = (),
+    ) -> AfterTurn:
+        """Returns what follows an assistant's turn.
+
+        Args:
+            messages: That answer the turn; results of its calls first, where there are any.
+            tools: Of the conversation.
+            history: The conversation up to the turn, the turn included.
+
+        Raises:
+            RenderError: The template refuses these messages, cannot show results of tools, or
+                ends the turn before them in another way than it ends turns.
+        """
+        end, turn, answers = self._plain_end, _TURN, tuple(messages)
+        if messages[0].role == "tool":
+            if self._tool_end is None:
+                raise RenderError(f"the chat template shows no results: {self.tool_problem}")
+            end, (turn, answers) = self._tool_end, self._calling_turn(messages)
+        before = self._before_turn(history)
+        _refuse_marker(before, tools)
+        whole = self.text((*before, turn, *answers), tools, open_turn=True)
+        after = _after_marker(whole, turn)
+        cut = self._added.cut(after, end)
+        if cut is None:
+            raise RenderError(
+                f"the template ends a turn with {end.token!r}, but writes {after[:80]!r} once "
+                f"{[m.role for m in messages]} follow: the conversation cannot be extended exactly"
+            )
+        return AfterTurn(closing=cut[0], text=cut[1], ends=frozenset((end.token, end.stop)))
+
+    def _before_turn(self, history: Sequence[Message]) -> tuple[Message, ...]:
+        """What comes before the synthetic turn: as little as the template allows."""
+        if self._counts_results and history:
+            return tuple(
+                m if m.role == "system" else replace(m, content="", images=()) for m in history[:-1]
+            )
+        system = (m for m in history[:1] if m.role == "system")
+        return (*system, _QUESTION)
+
+    def _calling_turn(self, messages: Sequence[Message]) -> tuple[Message, tuple[Message, ...]]:
+        """A turn that makes the calls which the messages answer, and the messages with its ids."""
+        results = tuple(itertools.takewhile(lambda m: m.role == "tool", messages))
+        named = tuple(
+            replace(m, tool_call_id=m.tool_call_id or f"call_{i}", name=m.name or "unknown")
+            for i, m in enumerate(results)
+        )
+        calls = tuple(
+            replace(PROBE_CALL, id=m.tool_call_id or "", name=m.name or "")
+            for m in (named if self._parallel else named[:1])
+        )
+        if not self._calls_are_written:
+            calls = tuple(replace(call, arguments={}) for call in calls)
+        content = "" if self._calls_are_written else _MARKER
+        turn = Message(role="assistant", content=content, tool_calls=calls)
+        return turn, (*named, *messages[len(results) :])
+
+    def _probe_plain(self) -> tuple[TurnEnd, bool]:
+        """The end of a turn without calls, and whether it is only the next header."""
+        problem: RenderError | None = None
+        for parts, tools in itertools.product((False, True), ((), (PROBE_TOOL,))):
+            self.form = MessageForm(parts=parts)
+            try:
+                closed, followed = self._probe(_TURN, (_USER_ANSWER,), tools)
+            except RenderError as error:
+                problem = problem or error
+                continue
+            end = self._added.find_end(closed, followed, implied=False)
+            if end is None:
+                raise SetupError(
+                    f"the chat template ends an assistant's turn with {followed[:40]!r}, which has "
+                    "no special token before the next message: turns cannot be extended exactly"
+                )
+            return end, not self._added.any_in(closed)
+        raise SetupError(f"the chat template cannot render a plain chat: {problem}") from problem
+
+    def _probe_tools(self, *, implied: bool) -> TurnEnd | None:
+        """The end of a turn with calls; None, and `tool_problem`, when there can be none."""
+        plain = self.form
+        for written, text, nine in itertools.product((True, False), *[(False, True)] * 2):
+            self._calls_are_written = written
+            self.form = replace(plain, arguments_as_text=text, nine_character_ids=nine)
+            turn, answers = self._calling_turn((_RESULT,))
+            try:
+                closed, followed = self._probe(turn, answers, (PROBE_TOOL,))
+            except RenderError as error:
+                self.tool_problem = self.tool_problem or str(error)
+                continue
+            end = self._added.find_end(closed, followed, implied=implied)
+            if end is not None:
+                self.tool_problem = None
+                self._parallel = self._writes_several()
+                self._counts_results = self._counts()
+                self.probe_call = self._written_call(turn, closed, end) if written else None
+                return end
+            self.tool_problem = f"no special token is between a call and its result: {followed!r}"
+        self.form = plain
+        return None
+
+    def _probe(
+        self, turn: Message, answers: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> tuple[str, str]:
+        """What is written after the turn's text when it is the last one, and before an answer."""
+        chat = (_QUESTION, turn)
+        closed = _after_marker(self.text(chat, tools, open_turn=False), turn)
+        whole = self.text((*chat, *answers), tools, open_turn=True)
+        followed, answer, _ = _after_marker(whole, turn).partition(_ANSWER)
+        if not answer:
+            raise RenderError(f"it leaves out a message of role {answers[0].role!r}")
+        return closed, followed
+
+    def _writes_several(self) -> bool:
+        """Whether several calls of one turn are written, each with its result."""
+        self._parallel = True
+        turn, answers = self._calling_turn((_RESULT, replace(_RESULT, tool_call_id="call_1")))
+        try:
+            self._probe(turn, answers, (PROBE_TOOL,))
+        except RenderError:
+            return False
+        return True
+
+    def _counts(self) -> bool:
+        """Whether a result is written in another way after an earlier round of calls.
+
+        Cohere's templates number the results of a conversation.
+        """
+        (first, result), (second, answer) = (
+            self._calling_turn((replace(_RESULT, tool_call_id=name),))
+            for name in ("call_a", "call_b")
+        )
+        for before in ((_QUESTION,), (_SYSTEM, _QUESTION)):
+            try:
+                once, twice = (
+                    self.text((*before, *middle, second, *answer), (PROBE_TOOL,), open_turn=True)
+                    for middle in ((), (first, *result))
+                )
+            except RenderError:  # it takes no system message; then none comes before a round
+                continue
+            if once.rpartition(_MARKER)[2] != twice.rpartition(_MARKER)[2]:
+                return True
+        return False
+
+    def _written_call(self, turn: Message, closed: str, end: TurnEnd) -> str:
+        """The text of the turn, from behind the open header to the turn's end."""
+        prompt = self.text((_QUESTION,), (PROBE_TOOL,), open_turn=True)
+        whole = self.text((_QUESTION, turn), (PROBE_TOOL,), open_turn=False)
+        pairs = enumerate(zip(prompt, whole, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), len(prompt))
+        cut = self._added.cut(closed, replace(end, token=end.stop))
+        stop = len(whole) - len(closed) + len(closed if cut is None else cut[0])
+        return whole[start:stop]
+
+
+def _refuse_marker(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+    if any(_MARKER in message.content for message in messages):
+        raise RenderError(f"a system message holds {_MARKER!r}, which is kept for us: reword it")
+    if any(_MARKER in json.dumps(tool.as_schema(), default=str) for tool in tools):
+        raise RenderError(f"a tool's schema holds {_MARKER!r}, which is kept for us: reword it")
+
+
+def _after_marker(text: str, turn: Message) -> str:
+    """What follows the synthetic turn's text; the messages after it may hold the marker too."""
+    markers = max(1, sum(bool(call.arguments) for call in turn.tool_calls))
+    pieces = text.split(_MARKER, markers)
+    if len(pieces) <= markers:
+        raise RenderError("it leaves out the assistant's text or calls")
+    return pieces[-1]

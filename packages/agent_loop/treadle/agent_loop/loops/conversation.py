@@ -1,0 +1,299 @@
+"""The conversation: a trajectory under way, as an agent loop drives it.
+
+Invariant: ledger and messages grow together; every completion that comes back is checked, written
+and parsed before anyone sees it, and nothing is written that would leave no room for the model
+to speak last. Used as a context manager so that the generator learns when the session is over.
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        with Conversation(task, services) as chat:
+            await chat.generate()
+            if chat.answer([Message(role="user", content="Are you sure?")]) is None:
+                await chat.generate()
+            return chat.finish(StopReason.FINISHED)
+
+A trajectory may be several conversations: `another` begins one more, for a sub-agent or with a
+history that was made shorter. Each becomes a sample with a prompt and limits of its own; together
+they are one trajectory with one reward. They are told apart by their session ids.
+
+One task owns a conversation. It waits in `generate` only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from treadle.agent_loop.errors import PromptTooLongError
+from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.loops.sampler import TurnSampler
+from treadle.agent_loop.runner.seeds import derive_seed
+from treadle.agent_loop.tokens.renderer import MalformedCall, ParsedCompletion
+from treadle.agent_loop.tokens.retokenization_drift import Recorded, measure_drift
+from treadle.agent_loop.tokens.transcript import Transcript
+from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.types import (
+    AgentTask,
+    FinishReason,
+    Message,
+    StopReason,
+    ToolCall,
+    ToolSpec,
+)
+from treadle.tracing import Metric, Reduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One completion, written and read.
+
+    Attributes:
+        parsed: The completion as a message and the calls in it.
+        finish: Why the completion ended.
+    """
+
+    parsed: ParsedCompletion
+    finish: FinishReason
+
+    @property
+    def requests(self) -> tuple[ToolCall | MalformedCall, ...]:
+        """What the model asks for, in its order."""
+        return self.parsed.requests
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model ended the turn itself."""
+        return self.finish is FinishReason.STOP
+
+
+class Conversation:
+    """A conversation of a trajectory under way; the first one, if made by hand.
+
+    Args:
+        task: What is attempted.
+        services: What it is attempted with.
+        tools: Shown to the model.
+
+    Raises:
+        RenderError: The template refuses the task's messages.
+        PromptTooLongError: The prompt leaves no room for a single token.
+    """
+
+    def __init__(
+        self, task: AgentTask, services: Services, *, tools: Sequence[ToolSpec] = ()
+    ) -> None:
+        self._task = task
+        self._services = services
+        self._tools = tuple(tools)
+        self._messages = list(task.messages)
+        rendered = services.renderer.render(task.messages, tools=self._tools)
+        self._transcript = Transcript(rendered.ids, images=rendered.images)
+        self._assistant_turns = 0
+        self._user_turns = 0
+        self._findings: list[Finding] = []
+        self._activity = "about to begin"
+        self._sampler = TurnSampler(task, services)
+        self._all: list[Conversation] = [self]
+        prompt = self._transcript.num_prompt_tokens
+        if services.limits.tokens_left(prompt=prompt, response=0) < 1:
+            raise PromptTooLongError(
+                f"the prompt of task {task.task_id!r} has {prompt} tokens; the context holds "
+                f"{services.limits.max_context_tokens} with the response: filter or cut the row"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for conversation in self._all if self is self._all[0] else (self,):
+            conversation._sampler.close()
+        if error is not None:
+            error.add_note(
+                f"session {self.session_id} was {self._activity}, after "
+                f"{self._assistant_turns} completions and {len(self._transcript)} tokens"
+            )
+
+    @property
+    def session_id(self) -> str:
+        """Names the conversation in logs, traces and at the servers."""
+        return self._sampler.session_id
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far."""
+        return tuple(self._messages)
+
+    @property
+    def assistant_turns(self) -> int:
+        """Completions so far."""
+        return self._assistant_turns
+
+    @property
+    def user_turns(self) -> int:
+        """Answers so far."""
+        return self._user_turns
+
+    @property
+    def all_assistant_turns(self) -> int:
+        """Completions so far, in all conversations of the trajectory."""
+        return sum(conversation._assistant_turns for conversation in self._all)
+
+    @property
+    def all_user_turns(self) -> int:
+        """Answers so far, in all conversations of the trajectory."""
+        return sum(conversation._user_turns for conversation in self._all)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the limits leave for completions and answers; 0 or less: none."""
+        transcript = self._transcript
+        return self._services.limits.tokens_left(
+            prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
+        )
+
+    def another(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> "Conversation":
+        """Begins another conversation of the same trajectory.
+
+        Its completions have seeds of their own, which depend on how many conversations there are
+        already. Leaving the first conversation's `with` ends all of them; one that ends earlier
+        may be left by a `with` of its own.
+
+        Args:
+            messages: It begins with; at least one.
+            tools: Shown to the model.
+
+        Raises:
+            RenderError: The template refuses the messages.
+            PromptTooLongError: They leave no room for a single token.
+        """
+        task, seed = self._all[0]._task, self._services.sampling.seed
+        number = len(self._all)
+        if task.seed is not None:
+            seed = derive_seed(task.seed, "conversation", number)
+        elif seed is not None:
+            seed = derive_seed(seed, task.task_id, task.rollout_index, "conversation", number)
+        made = Conversation(
+            replace(task, messages=tuple(messages), seed=seed), self._services, tools=tools
+        )
+        made._all = self._all
+        self._all.append(made)
+        return made
+
+    async def generate(self, *, max_tokens: int | None = None) -> Turn:
+        """Samples the assistant's next turn, writes it and reads it.
+
+        Args:
+            max_tokens: Of this turn, below what sampling and limits allow. None: those alone.
+
+        Raises:
+            GenerationError: The completion could not be made.
+            ValueError: There is no room for a token.
+        """
+        transcript, services = self._transcript, self._services
+        left = self.tokens_left if max_tokens is None else min(self.tokens_left, max_tokens)
+        if left < 1:
+            raise ValueError("generate() was called after the budget was used up; check answer()")
+        self._activity = f"generating as {self._sampler.next_request_id}"
+        prompt = transcript.ids
+        completion = await self._sampler.sample(prompt, left=left, images=transcript.images)
+        transcript.sample(completion)
+        parsed = services.renderer.parse(completion.token_ids, tools=self._tools, prompt=prompt)
+        self._messages.append(parsed.message)
+        self._assistant_turns += 1
+        self._findings.extend(
+            Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
+            for bad in parsed.malformed
+        )
+        self._activity = "between turns"
+        return Turn(parsed=parsed, finish=completion.finish)
+
+    def length_stop(self) -> StopReason | None:
+        """Checks 2 and 3 of `limits`."""
+        transcript = self._transcript
+        return self._services.limits.length_stop(
+            prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
+        )
+
+    def answer(self, messages: Sequence[Message], *, reserve: int = 0) -> StopReason | None:
+        """Gives the model tool results or a user's message, unless no room would be left.
+
+        Args:
+            messages: That answer its last turn, all in one call.
+            reserve: Tokens that must be left besides the one that the model needs to speak.
+
+        Returns:
+            None when the messages were appended; else the limit (checks 8 and 9) that keeps
+            them out, and the trajectory has to end as it is.
+
+        Raises:
+            RenderError: The template refuses these messages.
+        """
+        transcript = self._transcript
+        answer = self._services.renderer.extend(
+            transcript.ids, messages, tools=self._tools, history=self._messages
+        )
+        stop = self._services.limits.length_stop(
+            prompt=transcript.num_prompt_tokens,
+            response=transcript.num_response_tokens + len(answer.ids) + reserve,
+        )
+        if stop is None:
+            transcript.observe(answer.ids, images=answer.images)
+            self._messages.extend(messages)
+            self._user_turns += 1
+        return stop
+
+    def doing(self, activity: str) -> None:
+        """Notes what the loop does now, for the text of an error or a timeout."""
+        self._activity = activity
+        self._services.pulse.beat(f"{activity} in session {self.session_id}")
+
+    def finish(
+        self,
+        stop: StopReason,
+        *,
+        reward: float | None = None,
+        tool_rewards: Sequence[float] = (),
+        turn_scores: Sequence[float] = (),
+        metrics: Sequence[Metric] = (),
+    ) -> Trajectory:
+        """Freezes the trajectory: its messages are this conversation's, its last sample too.
+
+        The samples before it are the other conversations in which the model has said something,
+        in the order in which they began.
+        """
+        everyone = self._all
+        spoken = [c for c in everyone if c is not self and c._assistant_turns]
+        recorded = [
+            Recorded(tokens=c._transcript.freeze(), messages=c.messages, tools=c._tools)
+            for c in (*spoken, self)
+        ]
+        findings = [finding for c in everyone for finding in c._findings]
+        generate_s = sum(c._sampler.generate_s for c in everyone)
+        interruptions = sum(c._sampler.num_interruptions for c in everyone)
+        own = (
+            Metric("agent_loop/generate_s", generate_s, Reduce.MEAN),
+            Metric("agent_loop/interruptions", interruptions, Reduce.SUM),
+            Metric("agent_loop/assistant_turns", self.all_assistant_turns, Reduce.MEAN),
+            Metric("agent_loop/user_turns", self.all_user_turns, Reduce.MEAN),
+            Metric("tool/parse_errors", len(findings), Reduce.SUM),
+        )
+        drift = measure_drift(recorded, self._services.renderer)
+        return Trajectory(
+            task=everyone[0]._task,
+            samples=tuple(sample.tokens for sample in recorded),
+            messages=self.messages,
+            stop=stop,
+            assistant_turns=self.all_assistant_turns,
+            user_turns=self.all_user_turns,
+            reward=reward,
+            tool_rewards=tuple(tool_rewards),
+            turn_scores=tuple(turn_scores),
+            metrics=(*own, *drift.metrics, *metrics),
+            findings=(*findings, *drift.findings),
+        )

@@ -1,0 +1,105 @@
+"""The agent loop: any object with `run`, and the services it is given.
+
+Invariant: a loop owns nothing that outlives `run`, and asks the outside only through `Services`;
+so that the same loop runs against the fakes of `testing`, one local server or a cluster.
+The runner waits in `run` and cancels it at the trajectory's deadline.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Protocol, TypeAlias, cast
+
+from treadle.agent_loop.generator import TokenGenerator
+from treadle.agent_loop.loops.limits import LoopLimits
+from treadle.agent_loop.runner.watchdog import Pulse
+from treadle.agent_loop.tokens.renderer import ChatRenderer
+from treadle.agent_loop.tools.interaction import Interaction
+from treadle.agent_loop.tools.tool import Tool
+from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.types import AgentTask, SamplingParams
+from treadle.tracing import Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward that has more to say than its number.
+
+    Attributes:
+        value: The reward; finite.
+        metrics: Carried into `Trajectory.metrics`.
+
+    Raises:
+        ValueError: The value is not a finite number.
+    """
+
+    value: float
+    metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, Real) or not math.isfinite(self.value):
+            raise ValueError(f"the reward is {self.value!r}; it must be a finite number")
+
+    @classmethod
+    def of(cls, result: object) -> "Score":
+        """What a reward returned, as a score.
+
+        Raises:
+            ValueError: It is neither a score nor a finite number.
+        """
+        return result if isinstance(result, Score) else cls(value=cast(float, result))
+
+
+RewardFn: TypeAlias = Callable[[Trajectory], float | Score | Awaitable[float | Score]]
+"""Scores a trajectory that ended without error; plain or async."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What a loop works with; shared by the trajectories of a run.
+
+    Attributes:
+        generator: Samples tokens.
+        renderer: The model's chat format.
+        limits: Bounds of each trajectory.
+        sampling: How completions are sampled. `max_tokens` bounds one completion; loops lower
+            it to what the limits leave.
+        tools: By the name that the model calls.
+        interactions: By the name that a row's `interaction_kwargs` gives.
+        reward: Called by the runner on every trajectory that has no reward yet.
+        deadline: `loop.time()` seconds at which the trajectory ends; the runner sets it.
+        min_weight_version: Refuse to sample from older weights than these.
+        pulse: Told what the trajectory does, for the runner's watchdog; the runner sets it.
+
+    Raises:
+        ValueError: A tool is filed under another name than its own.
+    """
+
+    generator: TokenGenerator
+    renderer: ChatRenderer
+    limits: LoopLimits
+    sampling: SamplingParams
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    interactions: Mapping[str, Interaction] = field(default_factory=dict)
+    reward: RewardFn | None = None
+    deadline: float = math.inf
+    min_weight_version: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
+
+    def __post_init__(self) -> None:
+        for name, tool in self.tools.items():
+            if tool.spec.name != name:
+                raise ValueError(f"tool {tool.spec.name!r} is filed under the name {name!r}")
+
+
+class AgentLoop(Protocol):
+    """Runs one task to its end. Stateless: one object may run many tasks at once."""
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        """Attempts the task once.
+
+        Raises:
+            RolloutError: The attempt failed; the runner makes a failed trajectory of it.
+        """
+        ...

@@ -1,0 +1,125 @@
+"""Tests of the loop registry."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.agent_loop import (
+    LoopRegistry,
+    SetupError,
+    SingleTurnLoop,
+    ToolAgentLoop,
+    UnknownLoopError,
+    default_loops,
+)
+
+
+def test_loops_are_found_by_name() -> None:
+    loops = default_loops()
+    assert loops.names == ("single_turn_agent", "tool_agent")
+    assert isinstance(loops.resolve("tool_agent"), ToolAgentLoop)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        UnknownLoopError, match=r"'tool' is not registered.*single_turn_agent, tool_"
+    ):
+        default_loops().resolve("tool")
+
+
+def test_a_loop_can_be_named_in_full_and_is_made_once() -> None:
+    loops = LoopRegistry({})
+    name = "treadle.agent_loop.loops.single_turn:SingleTurnLoop"
+    assert isinstance(loops.resolve(name), SingleTurnLoop)
+    assert loops.resolve(name) is loops.resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no.such.module:Loop", "No module named 'no'"),
+        ("treadle.agent_loop.loops.single_turn:Nope", "no attribute 'Nope'"),
+        ("treadle.agent_loop.types:Message", "cannot be made without arguments"),
+        ("treadle.agent_loop.types:StopReason.X", "cannot be imported: AttributeError: X"),
+        ("treadle.agent_loop:derive_seed", "no method run"),
+    ],
+)
+def test_what_is_wrong_with_a_full_name_is_said(name: str, problem: str) -> None:
+    with pytest.raises(UnknownLoopError, match=problem):
+        LoopRegistry({}).resolve(name)
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(SetupError, match="'tool_agent' is registered already"):
+        default_loops().adding("tool_agent", SingleTurnLoop())
+
+
+def test_a_name_can_stand_for_a_class_that_is_made_once() -> None:
+    loops = default_loops().adding("mine", "treadle.agent_loop.loops.single_turn:SingleTurnLoop")
+    assert loops.names == ("mine", "single_turn_agent", "tool_agent")
+    assert isinstance(loops.resolve("mine"), SingleTurnLoop)
+    assert loops.resolve("mine") is loops.resolve("mine")
+    with pytest.raises(SetupError, match=r"'yours' is 'yours\.Loop'; it must be \"module:Class\""):
+        loops.adding("yours", "yours.Loop")
+    broken = loops.adding("broken", "no.such.module:Loop")
+    with pytest.raises(UnknownLoopError, match=r"'broken' \(no\.such\.module:Loop\) cannot be imp"):
+        broken.resolve("broken")
+
+
+def install(site: Path, package: str, **loops: str) -> None:
+    """Writes the metadata that an installed package would have."""
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    points = "".join(f"{name} = {value}\n" for name, value in loops.items())
+    (info / "entry_points.txt").write_text(f"[treadle.agent_loops]\n{points}")
+
+
+def test_whatever_a_users_module_raises_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_syntax.py").write_text("class Loop:\n  def run(self:\n")
+    (tmp_path / "broken_import.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "broken_init.py").write_text(
+        "class Loop:\n  def __init__(self):\n    raise KeyError('HOST')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, problem in (
+        ("broken_syntax", r"cannot be imported: SyntaxError: .*broken_syntax\.py"),
+        ("broken_import", "cannot be imported: RuntimeError: no licence"),
+        ("broken_init", "cannot be made without arguments: KeyError: 'HOST'"),
+    ):
+        with pytest.raises(UnknownLoopError, match=f"'{name}:Loop' {problem}"):
+            LoopRegistry({}).resolve(f"{name}:Loop")
+
+
+def test_a_loop_may_stand_inside_of_a_class_and_need_an_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are forms that the metadata of packages allow."""
+    (tmp_path / "nested_loops.py").write_text(
+        "from treadle.agent_loop import SingleTurnLoop\nclass Outer:\n  Loop = SingleTurnLoop\n"
+    )
+    install(tmp_path, "nesting", nested="nested_loops:Outer.Loop [fast,slow]")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    assert isinstance(default_loops().resolve("nested"), SingleTurnLoop)
+
+
+def test_installed_packages_offer_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "offered_loops.py").write_text(
+        "from treadle.agent_loop import SingleTurnLoop\nclass Offered(SingleTurnLoop): ...\n"
+    )
+    install(tmp_path, "offering", offered="offered_loops:Offered")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    loops = default_loops()
+    assert "offered" in loops.names
+    assert "offered_loops" not in sys.modules
+    assert type(loops.resolve("offered")).__name__ == "Offered"
+    install(tmp_path, "greedy", tool_agent="offered_loops:Offered")
+    importlib.invalidate_caches()
+    with pytest.raises(SetupError, match=r"greedy offers an agent loop: .*'tool_agent' is reg"):
+        default_loops()

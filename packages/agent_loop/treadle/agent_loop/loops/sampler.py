@@ -1,0 +1,118 @@
+"""The turn sampler: one trajectory's requests to the generator.
+
+Invariant: every request carries the trajectory's session id, a request id and a seed of its own,
+and asks for no more tokens than the budget leaves; a completion that breaks the contract is an
+error before anyone has seen it. It keeps no ids: prompts come in, completions go out.
+
+One task owns a sampler, or several that take turns on one event loop. They wait in `sample`.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from treadle.agent_loop.errors import ContractError
+from treadle.agent_loop.generator import RequestContext
+from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.runner.seeds import derive_seed
+from treadle.agent_loop.tokens.renderer import PlacedImage
+from treadle.agent_loop.types import AgentTask, Completion, SamplingParams
+from treadle.tracing import span
+
+
+class TurnSampler:
+    """Asks for the completions of one trajectory.
+
+    Args:
+        task: Names the session, and seeds its completions.
+        services: Whom to ask, and how.
+
+    Attributes:
+        session_id: The same in every request; unique among attempts.
+        num_requests: Requests so far, those under way included.
+        generate_s: Seconds waited for completions; those of requests at the same time add up.
+        num_interruptions: Of completions that a server cut before they went on.
+    """
+
+    def __init__(self, task: AgentTask, services: Services) -> None:
+        self._task = task
+        self._services = services
+        # Bytes count, not characters: a request_id, which begins with it, has 128 at most.
+        name = task.task_id.encode()[:64].decode(errors="ignore")
+        self.session_id = f"{name}/{task.rollout_index}/{os.urandom(6).hex()}"
+        self.num_requests = 0
+        self.generate_s = 0.0
+        self.num_interruptions = 0
+
+    @property
+    def next_request_id(self) -> str:
+        """Of the next request."""
+        return f"{self.session_id}/{self.num_requests}"
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        *,
+        left: int,
+        images: Sequence[PlacedImage] = (),
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        """Samples one completion.
+
+        Args:
+            prompt: [P] ids.
+            left: Tokens that the budget leaves; at least 1.
+            images: Among the ids.
+            sampling: Instead of the run's.
+            seed: Of this completion. None: derived from the task's.
+
+        Raises:
+            GenerationError: The completion could not be made.
+        """
+        params = self._params(sampling or self._services.sampling, left=left, seed=seed)
+        request = RequestContext(
+            request_id=self.next_request_id,
+            session_id=self.session_id,
+            deadline=self._services.deadline,
+            min_weight_version=self._services.min_weight_version,
+        )
+        self.num_requests += 1
+        self._services.pulse.beat(f"generating as {request.request_id}")
+        started = time.perf_counter()
+        async with span("generate", request_id=request.request_id) as trace:
+            completion = await self._services.generator.generate(
+                prompt, params, request=request, images=images
+            )
+            trace.set(tokens=completion.num_tokens, finish=completion.finish.value)
+        self.generate_s += time.perf_counter() - started
+        self.num_interruptions += completion.num_interruptions
+        self._services.pulse.beat(f"going on after {request.request_id}")
+        _check(completion, params)
+        return completion
+
+    def close(self) -> None:
+        """Says that no more requests will come. Idempotent."""
+        self._services.generator.finish_session(self.session_id)
+
+    def _params(self, base: SamplingParams, *, left: int, seed: int | None) -> SamplingParams:
+        """What the budget leaves, the template's stop ids, this request's own seed."""
+        stops = dict.fromkeys((*base.stop_token_ids, *self._services.renderer.stop_token_ids))
+        task, index = self._task, self.num_requests
+        if seed is None and task.seed is not None:
+            seed = derive_seed(task.seed, index)
+        elif seed is None and base.seed is not None:
+            seed = derive_seed(base.seed, task.task_id, task.rollout_index, index)
+        return replace(
+            base, max_tokens=min(base.max_tokens, left), stop_token_ids=tuple(stops), seed=seed
+        )
+
+
+def _check(completion: Completion, params: SamplingParams) -> None:
+    if completion.num_tokens > params.max_tokens:
+        raise ContractError(
+            f"{completion.num_tokens} tokens came back where max_tokens was {params.max_tokens}"
+        )
+    if completion.num_tokens == 0:
+        raise ContractError("the completion holds no token, not even the end of the turn")

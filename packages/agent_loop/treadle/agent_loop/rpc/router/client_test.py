@@ -1,0 +1,192 @@
+"""The worker's side of the routing service: what it asks, when, and what it does without answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from treadle.agent_loop import ReplicaUnavailableError, RequestRejectedError, StickySession
+from treadle.agent_loop.rpc import ChannelSecurity, RetryPolicy, RpcDeadlines
+from treadle.agent_loop.rpc.router.client import RemoteRouter
+from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
+from treadle.agent_loop.testing import FakeClock
+from treadle.rollout.v1 import routing_service_pb2 as pb
+from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.asyncio
+
+A, B = "10.0.0.1:4000", "10.0.0.2:4000"
+RETRY = RetryPolicy(max_failures=2, initial_s=1.0, max_s=8.0, jitter=0.0)
+
+
+class Router(pb_grpc.RoutingServiceServicer):
+    """Notes what it is asked; fails as often as it is told."""
+
+    def __init__(self, *, valid_for_s: int = 0) -> None:
+        self.valid_for_s = valid_for_s
+        self.failures: list[grpc.StatusCode] = []
+        self.opened: list[pb.OpenSessionRequest] = []
+        self.finished: list[str] = []
+        self.finish_tried = asyncio.Semaphore(0)
+
+    async def _maybe_fail(self, context: Any) -> None:
+        if self.failures:
+            await context.abort(self.failures.pop(0), "told to")
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> Any:
+        self.opened.append(request)
+        await self._maybe_fail(context)
+        response = pb.OpenSessionResponse(address=A)
+        response.valid_for.FromSeconds(self.valid_for_s)
+        return response
+
+    async def FinishSession(self, request: pb.FinishSessionRequest, context: Any) -> Any:
+        self.finish_tried.release()
+        await self._maybe_fail(context)
+        self.finished.append(request.session_id)
+        return pb.FinishSessionResponse()
+
+
+@asynccontextmanager
+async def remote(address: str, clock: FakeClock) -> AsyncIterator[RemoteRouter]:
+    async with RemoteRouter.connect(
+        address,
+        security=ChannelSecurity(),
+        deadlines=RpcDeadlines(),
+        retry=RETRY,
+        clock=clock,
+    ) as router:
+        yield router
+
+
+@asynccontextmanager
+async def asking(service: Router, clock: FakeClock) -> AsyncIterator[RemoteRouter]:
+    server = grpc.aio.server()
+    pb_grpc.add_RoutingServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with remote(f"127.0.0.1:{port}", clock) as router:
+            yield router
+    finally:
+        await server.stop(None)
+
+
+async def ask(router: RemoteRouter, session: str = "s", *avoid: str, wait_s: float = 60) -> Any:
+    return await router.open(session, context_tokens=7, avoid=avoid, wait_s=wait_s)
+
+
+async def test_an_answer_is_used_while_it_is_valid_and_then_goes_with_the_question() -> None:
+    service, clock = Router(valid_for_s=10), FakeClock()
+    async with asking(service, clock) as router:
+        for _ in range(3):
+            assert await ask(router) == A
+        await clock.advance(10)
+        assert await ask(router) == A
+        await ask(router, "s", A)
+    assert [
+        (r.current_address, r.context_tokens, list(r.avoid_addresses)) for r in service.opened
+    ] == [("", 7, []), (A, 7, []), (A, 7, [A])]
+
+
+async def test_an_open_session_goes_on_at_once_while_the_router_is_away() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        await ask(router)
+        service.failures = [grpc.StatusCode.UNAVAILABLE]
+        for _ in range(5):
+            assert await ask(router) == A
+        assert len(service.opened) == 2  # and the router is left alone for a while
+        await clock.advance(1.0)
+        assert await ask(router) == A
+        assert len(service.opened) == 3
+    assert clock.slept == []
+
+
+async def test_a_new_session_waits_longer_and_longer_until_its_deadline() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        service.failures = [grpc.StatusCode.UNAVAILABLE] * 4
+        waiting = asyncio.create_task(ask(router, wait_s=6.0))
+        for seconds in (1.0, 2.0):
+            await clock.until_sleeping(1)
+            await clock.advance(seconds)
+        with pytest.raises(ReplicaUnavailableError, match=r"router 127.*UNAVAILABLE: told to"):
+            await waiting
+    assert clock.slept == [1.0, 2.0]
+
+
+async def test_a_last_call_that_has_too_little_time_does_not_hide_what_was_wrong() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        service.failures = [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED]
+        waiting = asyncio.create_task(ask(router, wait_s=2.5))
+        await clock.until_sleeping(1)
+        await clock.advance(1.0)
+        with pytest.raises(ReplicaUnavailableError, match=r"router 127.*UNAVAILABLE: told to"):
+            await waiting
+
+
+async def test_what_cannot_change_is_raised_at_once() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        service.failures = [grpc.StatusCode.UNAUTHENTICATED]
+        with pytest.raises(RequestRejectedError, match="UNAUTHENTICATED"):
+            await ask(router)
+
+
+async def test_no_replica_is_waited_for_unless_the_caller_avoids_some() -> None:
+    clock = FakeClock()
+    async with serve_router(RouterConfig()) as address, remote(address, clock) as router:
+        assert await ask(router, "s", B) is None
+        waiting = asyncio.create_task(ask(router))
+        await clock.until_sleeping(1)
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = pb_grpc.RoutingServiceStub(channel)  # type: ignore[no-untyped-call]
+            await stub.RegisterReplica(pb.RegisterReplicaRequest(address=A), timeout=60)
+        await clock.advance(1.0)
+        assert await waiting == A
+
+
+async def test_a_session_is_finished_in_the_background() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        await ask(router)
+        service.failures = [grpc.StatusCode.UNAVAILABLE]
+        for _ in range(2):
+            router.finish("s")
+        router.finish("never opened")
+        await service.finish_tried.acquire()
+        await clock.until_sleeping(1)
+        await clock.advance(1.0)
+        await service.finish_tried.acquire()
+    assert set(service.finished) == {"s"}  # told again if the end came in between
+
+
+async def test_what_is_finished_last_is_told_before_the_channel_closes() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        for name in ("a", "b"):
+            await ask(router, name)
+            router.finish(name)
+    assert sorted(set(service.finished)) == ["a", "b"]
+
+
+async def test_no_room_until_the_deadline_is_a_timeout() -> None:
+    """The router holds the call and asks to come back; a session keeps its turn meanwhile."""
+    policy = StickySession(cache_tokens=10)
+    config = RouterConfig(policy=policy, replicas=(A,), hold_s=0.01)
+    async with serve_router(config) as address:
+        clock = FakeClock()
+        async with remote(address, clock) as router:
+            assert await ask(router, "s0") == A
+            waiting = asyncio.create_task(ask(router, "s1", wait_s=5.0))
+            while not waiting.done():
+                await clock.advance(1.0)
+                await ask(router, "s0")
+            with pytest.raises(TimeoutError):
+                await waiting

@@ -1,0 +1,262 @@
+"""The routing service: `routing.py` behind gRPC, so that many workers share one view.
+
+Invariants:
+
+1. An OpenSession that finds no room is held until there is some, at most for `hold_s` and nine
+   tenths of its deadline, so that the caller hears from us and not from its own clock.
+2. The replicas, and which of them drain, are in the state file before the call that changed them
+   is answered; a router that starts again has them. Sessions come back with their next
+   OpenSession, which says where they are.
+
+    async with serve_router(config) as address:
+        ...
+
+Who waits: OpenSession calls, at the desk. Leaving the block answers no new call, lets those under
+way end for `shutdown_grace_s`, and cancels the rest: workers go on with their last answers.
+"""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from treadle.agent_loop.clock import Clock, LoopClock
+from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.routing.placement import HashedSession, StickySession
+from treadle.agent_loop.rpc.router.guard import Context, RouterFault, RouterGuard, duration
+from treadle.agent_loop.rpc.router.session_queue import RouterDesk
+from treadle.agent_loop.rpc.router.state import check_address, is_address, read_state, write_state
+from treadle.rollout.v1 import errors_pb2
+from treadle.rollout.v1 import routing_service_pb2 as pb
+from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+
+_log = logging.getLogger(__name__)
+_SERVICE = pb.DESCRIPTOR.services_by_name["RoutingService"].full_name
+_NO_REPLICA_RETRY_S = 1.0
+_SHARE_OF_DEADLINE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What a router serves, and how.
+
+    Attributes:
+        address: host:port to listen on; port 0 picks one.
+        policy: Without replicas; from now on the router is its owner.
+        replicas: Known from the start, besides those of the state file.
+        lease_s: A session that is not heard of for so long is finished. Longer than any tool call
+            and any completion.
+        valid_for_s: How long workers use an answer without asking again.
+        hold_s: How long a call waits for room.
+        state_file: Where the replicas are kept over restarts; None: nowhere.
+        tls: PEM private key and PEM certificate chain; None: plain text.
+        token: That callers must show; None: everyone is admitted.
+        shutdown_grace_s: For calls under way at the end.
+    """
+
+    address: str = "127.0.0.1:0"
+    policy: StickySession | HashedSession = field(default_factory=StickySession)
+    replicas: tuple[str, ...] = ()
+    lease_s: float = 3600.0
+    valid_for_s: float = 0.0
+    hold_s: float = 10.0
+    state_file: Path | None = None
+    tls: tuple[bytes, bytes] | None = None
+    token: str | None = None
+    shutdown_grace_s: float = 1.0
+
+
+class RoutingServicer(pb_grpc.RoutingServiceServicer):
+    """Decodes, asks the desk, encodes.
+
+    Args:
+        desk: Where sessions get their replicas.
+        config: See `RouterConfig`.
+    """
+
+    def __init__(self, desk: RouterDesk, config: RouterConfig) -> None:
+        self._desk = desk
+        self._config = config
+
+    async def OpenSession(
+        self, request: pb.OpenSessionRequest, context: Context
+    ) -> pb.OpenSessionResponse:
+        """Names the session's replica, waiting for room."""
+        session_id = _required("session_id", request.session_id, "the trajectory's id")
+        before = self._desk.router.pinned(session_id) or request.current_address
+        left_s = _SHARE_OF_DEADLINE * (context.time_remaining() or 0.0)
+        try:
+            address = await self._desk.open(
+                session_id,
+                context_tokens=request.context_tokens,
+                at=request.current_address or None,
+                avoid=request.avoid_addresses,
+                wait_s=min(self._config.hold_s, left_s),
+            )
+        except TimeoutError:
+            raise RouterFault(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                errors_pb2.ERROR_REASON_OVERLOADED,
+                f"no replica has room for session {session_id}; it keeps its turn",
+                retry_after_s=0.0,
+            ) from None
+        if address is None:
+            router = self._desk.router
+            raise RouterFault(
+                grpc.StatusCode.UNAVAILABLE,
+                errors_pb2.ERROR_REASON_NO_REPLICA,
+                f"none of {len(router.addresses)} replicas takes session {session_id}: "
+                f"{len(router.draining)} drain, {len(request.avoid_addresses)} are to be avoided",
+                retry_after_s=_NO_REPLICA_RETRY_S,
+            )
+        return pb.OpenSessionResponse(
+            address=address,
+            moved=bool(before) and before != address,
+            valid_for=duration(self._config.valid_for_s),
+        )
+
+    async def FinishSession(
+        self, request: pb.FinishSessionRequest, context: Context
+    ) -> pb.FinishSessionResponse:
+        """Frees the session's place."""
+        session_id = _required("session_id", request.session_id, "the trajectory's id")
+        if not self._desk.close(session_id):
+            raise RouterFault(
+                grpc.StatusCode.NOT_FOUND,
+                errors_pb2.ERROR_REASON_SESSION_UNKNOWN,
+                f"session {session_id} is not open: it was never opened, was finished, or its "
+                f"lease of {self._config.lease_s:g} s ran out",
+            )
+        return pb.FinishSessionResponse()
+
+    async def RegisterReplica(
+        self, request: pb.RegisterReplicaRequest, context: Context
+    ) -> pb.RegisterReplicaResponse:
+        """Adds a replica, or brings a draining one back."""
+        self._desk.add(_address(request.address))
+        self._save()
+        return pb.RegisterReplicaResponse()
+
+    async def DrainReplica(
+        self, request: pb.DrainReplicaRequest, context: Context
+    ) -> pb.DrainReplicaResponse:
+        """Takes no new session there."""
+        address = _address(request.address)
+        known = self._desk.router.addresses
+        if address not in known:
+            raise _invalid("address", address, f"one of {', '.join(known) or 'no replicas'}")
+        open_sessions = self._desk.drain(address)
+        self._save()
+        return pb.DrainReplicaResponse(open_sessions=open_sessions)
+
+    async def RemoveReplica(
+        self, request: pb.RemoveReplicaRequest, context: Context
+    ) -> pb.RemoveReplicaResponse:
+        """Forgets a replica at once."""
+        self._desk.remove(_address(request.address))
+        self._save()
+        return pb.RemoveReplicaResponse()
+
+    async def ListReplicas(
+        self, request: pb.ListReplicasRequest, context: Context
+    ) -> pb.ListReplicasResponse:
+        """The replicas, as the router sees them."""
+        router = self._desk.router
+        return pb.ListReplicasResponse(
+            replicas=[
+                pb.Replica(
+                    address=address,
+                    draining=address in router.draining,
+                    open_sessions=router.load(address),
+                )
+                for address in router.addresses
+            ]
+        )
+
+    def _save(self) -> None:
+        if self._config.state_file is not None:
+            write_state(self._config.state_file, self._desk)
+
+
+@asynccontextmanager
+async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> AsyncIterator[str]:
+    """Runs a router for as long as the block lasts; yields its address.
+
+    Args:
+        config: What to serve and where.
+        clock: Times the leases; by default the event loop's.
+
+    Raises:
+        SetupError: The address cannot be listened on, a replica is given wrongly, or the state
+            file cannot be read.
+    """
+    desk = RouterDesk(config.policy, clock=clock or LoopClock(), lease_s=config.lease_s)
+    for replica in config.replicas:
+        check_address(replica)
+        desk.add(replica)
+    if config.state_file is not None:
+        read_state(config.state_file, desk)
+    server = grpc.aio.server(
+        interceptors=(RouterGuard(config.token),),
+        options=(
+            ("grpc.so_reuseport", 0),
+            # Workers ping every 20 s (`security`); by default those that do are cut off.
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ),
+    )
+    pb_grpc.add_RoutingServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        RoutingServicer(desk, config), server
+    )
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    address = f"{config.address.rpartition(':')[0]}:{_bind(server, config)}"
+    await server.start()
+    for service in ("", _SERVICE):
+        await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    _log.info("the router serves %d replicas at %s", len(desk.router.addresses), address)
+    try:
+        yield address
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        await server.stop(config.shutdown_grace_s)
+
+
+def _bind(server: grpc.aio.Server, config: RouterConfig) -> int:
+    try:
+        if config.tls is None:
+            return server.add_insecure_port(config.address)
+        return server.add_secure_port(config.address, grpc.ssl_server_credentials([config.tls]))
+    except RuntimeError as error:
+        raise SetupError(
+            f"cannot listen on {config.address}: {error}; choose another address, port 0 picks "
+            "a free one"
+        ) from error
+
+
+def _address(address: str) -> str:
+    if not is_address(address):
+        raise _invalid("address", address, "host:port, as 10.0.0.1:4000")
+    return address
+
+
+def _required(name: str, value: str, expected: str) -> str:
+    if not value:
+        raise _invalid(name, value, expected)
+    return value
+
+
+def _invalid(name: str, received: str, expected: str) -> RouterFault:
+    return RouterFault(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        errors_pb2.ERROR_REASON_INVALID_FIELD,
+        f"{name} is {received[:200]!r}; expected {expected}",
+        detail=errors_pb2.InvalidField(field=name, received=received[:200], expected=expected),
+    )

@@ -1,0 +1,293 @@
+"""The runner: many tasks, a bounded number at a time, exactly one trajectory for each.
+
+Invariants:
+
+1. The sink gets exactly one trajectory per task taken, in the order in which they end.
+2. At most `max_in_flight` tasks are under way; one counts until the sink has taken its
+   trajectory. So a slow sink stops the intake, which is the backpressure.
+3. The sink is called by one task at a time.
+4. A failed attempt touches no other (strategies decide whether it ends the run). A task that
+   passes its deadline, all its attempts together, is cancelled and fails for good.
+5. When `run` returns or raises, no task of it is left, also after a cancellation.
+
+6. A trajectory in which nothing happens for `watchdog_s` is named, and goes on (`watchdog`).
+
+Who waits: the intake for a free place (woken by a sink that returned), attempts for their
+generator and tools (bounded by the deadline), ended attempts for the sink.
+"""
+
+import asyncio
+import inspect
+import time
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+from treadle.agent_loop.aio import sole_cause
+from treadle.agent_loop.clock import Clock
+from treadle.agent_loop.errors import (
+    LoopError,
+    RewardError,
+    RolloutError,
+    TrajectoryTimeoutError,
+    boundary,
+)
+from treadle.agent_loop.loops.loop import Score, Services
+from treadle.agent_loop.loops.registry import LoopRegistry
+from treadle.agent_loop.runner.failure_policy import Strategy, Verdict
+from treadle.agent_loop.runner.watchdog import Watchdog
+from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.types import AgentTask, StopReason
+from treadle.tracing import span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a run did.
+
+    Attributes:
+        num_tasks: Tasks taken, each of which gave one trajectory.
+        num_failed: Trajectories with stop ERROR.
+        num_retries: Attempts that were thrown away and made again.
+        num_sampled_tokens: Over all trajectories that did not fail.
+        wall_s: Seconds from the first to the last.
+        stops: Trajectories per stop reason.
+        errors: Failed attempts per type of error, with the text of the first.
+        findings: Per kind (`Trajectory.findings`), with the text of the first.
+    """
+
+    num_tasks: int
+    num_failed: int
+    num_retries: int
+    num_sampled_tokens: int
+    wall_s: float
+    stops: Mapping[StopReason, int]
+    errors: Mapping[str, tuple[int, str]]
+    findings: Mapping[str, tuple[int, str]]
+
+
+class RolloutRunner:
+    """Runs tasks with the loops that they name.
+
+    Args:
+        loops: By name.
+        services: Handed to every loop, with the task's own deadline and pulse.
+        max_in_flight: Tasks under way at a time; at least 1.
+        deadline_s: Seconds that one task may take, with all its attempts and its reward.
+        strategy: What a failed attempt means.
+        watchdog_s: Seconds without a sign of life after which a trajectory is reported. None:
+            none ever is.
+        clock: Of the watchdog; replaced in tests.
+
+    Raises:
+        ValueError: `max_in_flight`, `deadline_s` or `watchdog_s` is out of range.
+    """
+
+    def __init__(
+        self,
+        loops: LoopRegistry,
+        services: Services,
+        *,
+        max_in_flight: int,
+        deadline_s: float,
+        strategy: Strategy,
+        watchdog_s: float | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 1")
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s is {deadline_s}; it must be above 0")
+        self._loops = loops
+        self._services = services
+        self._max_in_flight = max_in_flight
+        self._deadline_s = deadline_s
+        self._strategy = strategy
+        if watchdog_s is not None and not watchdog_s > 0:
+            raise ValueError(f"watchdog_s is {watchdog_s}; it must be above 0, or None for none")
+        self._watchdog_s = watchdog_s
+        self._clock = clock
+
+    async def run(
+        self,
+        tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
+        sink: Callable[[Trajectory], Awaitable[None]],
+    ) -> RunReport:
+        """Runs every task and gives its trajectory to the sink.
+
+        Args:
+            tasks: Taken one by one, each when a place is free.
+            sink: Awaited; see the invariants.
+
+        Raises:
+            RolloutError: An attempt failed and the strategy said RAISE.
+            SetupError: A task names a loop that does not exist.
+            Exception: The sink or the source of tasks raised; as it was raised.
+        """
+        tally, watchdog = _Tally(), Watchdog(self._watchdog_s, clock=self._clock)
+        places = asyncio.Semaphore(self._max_in_flight)
+        sink_lock = asyncio.Lock()
+
+        async def attempt_and_deliver(task: AgentTask) -> None:
+            try:
+                trajectory = await self._settle(task, tally, watchdog)
+                async with sink_lock:
+                    await sink(trajectory)
+                tally.deliver(trajectory)
+            finally:
+                places.release()
+
+        try:
+            async with AsyncExitStack() as stack, watchdog, asyncio.TaskGroup() as group:
+                source = await _open_source(tasks, stack)
+                while True:
+                    await places.acquire()
+                    try:
+                        task = await anext(source)
+                    except StopAsyncIteration:
+                        break
+                    group.create_task(attempt_and_deliver(task), name=f"task {task.task_id}")
+        except BaseExceptionGroup as failures:
+            first = sole_cause(failures)
+            raise first from first.__cause__  # `from None` would cut off what caused it
+        return tally.report()
+
+    async def _settle(self, task: AgentTask, tally: "_Tally", watchdog: Watchdog) -> Trajectory:
+        """Attempts a task until the strategy is satisfied, with what the watchdog found."""
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        with watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
+            services = replace(self._services, deadline=deadline, pulse=pulse)
+            trajectory = await self._until_settled(task, services, tally)
+        stalls = (Finding(kind="stalled", text=text) for text in pulse.stalls)
+        return replace(trajectory, findings=(*trajectory.findings, *stalls))
+
+    async def _until_settled(
+        self, task: AgentTask, services: Services, tally: "_Tally"
+    ) -> Trajectory:
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(task, services, attempt)
+            except RolloutError as error:
+                tally.fail(error)
+                match self._strategy.judge(error, attempt=attempt):
+                    case Verdict.RAISE:
+                        raise
+                    case Verdict.RETRY:
+                        attempt += 1
+                        tally.num_retries += 1
+                    case Verdict.DELIVER:
+                        return Trajectory.failed(task, error)
+
+    async def _attempt(self, task: AgentTask, services: Services, attempt: int) -> Trajectory:
+        loop = self._loops.resolve(task.loop)
+        timeout = asyncio.timeout_at(services.deadline)
+        try:
+            async with span(
+                "trajectory",
+                task_id=task.task_id,
+                rollout_index=task.rollout_index,
+                loop=task.loop,
+                attempt=attempt,
+            ) as trace:
+                async with timeout:
+                    with boundary(LoopError, f"agent loop {task.loop!r}, task {task.task_id!r}"):
+                        trajectory = _checked(await loop.run(task, services), task)
+                    services.pulse.beat("being scored")
+                    trajectory = await self._score(trajectory)
+                trace.set(stop=trajectory.stop.value, reward=trajectory.reward)
+                return trajectory
+        except TimeoutError as late:
+            # Only our own timer: a TimeoutError of the loop has become a LoopError above.
+            raise self._late(task, getattr(late.__cause__, "__notes__", ())) from late
+        except RolloutError as error:
+            # The generator knows the deadline too, and may be the first to say so.
+            if asyncio.get_running_loop().time() < services.deadline:
+                raise
+            raise self._late(task, (str(error), *getattr(error, "__notes__", ()))) from error
+
+    def _late(self, task: AgentTask, where: Iterable[str]) -> TrajectoryTimeoutError:
+        doing = "; ".join(where)
+        return TrajectoryTimeoutError(
+            f"task {task.task_id!r}, rollout {task.rollout_index}, did not end within "
+            f"{self._deadline_s:g} s" + (f": {doing}" if doing else "")
+        )
+
+    async def _score(self, trajectory: Trajectory) -> Trajectory:
+        reward = self._services.reward
+        if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
+            return trajectory
+        with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
+            result = reward(trajectory)
+            score = Score.of(await result if inspect.isawaitable(result) else result)
+        metrics = (*trajectory.metrics, *score.metrics)
+        return replace(trajectory, reward=float(score.value), metrics=metrics)
+
+
+def _checked(result: object, task: AgentTask) -> Trajectory:
+    """A loop that forgets to return is broken; its attempt fails, and no other."""
+    if not isinstance(result, Trajectory):
+        raise TypeError(f"run() gave {result!r:.80}, which is no Trajectory")
+    given = result.task
+    if (given.task_id, given.rollout_index) != (task.task_id, task.rollout_index):
+        raise ValueError(
+            f"run() gave a trajectory of task {given.task_id!r}, rollout {given.rollout_index}, "
+            f"not of rollout {task.rollout_index} of the one that it was given"
+        )
+    return result
+
+
+async def _open_source(
+    tasks: AsyncIterable[AgentTask] | Iterable[AgentTask], stack: AsyncExitStack
+) -> AsyncIterator[AgentTask]:
+    """Returns an iterator over the tasks; an async generator is closed with the stack."""
+    if not isinstance(tasks, AsyncIterable):
+        tasks = _each(tasks)
+    source = aiter(tasks)
+    if (aclose := getattr(source, "aclose", None)) is not None:
+        stack.push_async_callback(aclose)
+    return source
+
+
+async def _each(tasks: Iterable[AgentTask]) -> AsyncIterator[AgentTask]:
+    for task in tasks:
+        yield task
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tally:
+    """Counts of a run under way."""
+
+    started: float = field(default_factory=time.perf_counter)
+    num_retries: int = 0
+    num_sampled_tokens: int = 0
+    stops: Counter[StopReason] = field(default_factory=Counter)
+    errors: dict[str, tuple[int, str]] = field(default_factory=dict)
+    findings: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def fail(self, error: RolloutError) -> None:
+        _count(self.errors, type(error).__name__, str(error))
+
+    def deliver(self, trajectory: Trajectory) -> None:
+        self.stops[trajectory.stop] += 1
+        self.num_sampled_tokens += trajectory.num_sampled_tokens
+        for finding in trajectory.findings:
+            _count(self.findings, finding.kind, finding.text)
+
+    def report(self) -> RunReport:
+        return RunReport(
+            num_tasks=self.stops.total(),
+            num_failed=self.stops[StopReason.ERROR],
+            num_retries=self.num_retries,
+            num_sampled_tokens=self.num_sampled_tokens,
+            wall_s=time.perf_counter() - self.started,
+            stops=dict(self.stops),
+            errors=dict(self.errors),
+            findings=dict(self.findings),
+        )
+
+
+def _count(counts: dict[str, tuple[int, str]], kind: str, text: str) -> None:
+    count, first = counts.get(kind, (0, text))
+    counts[kind] = (count + 1, first)

@@ -1,0 +1,197 @@
+"""Drift: where the ids of a sample are not those that the template writes for its messages.
+
+A loop that keeps text and renders it anew would train on the template's ids, which nobody sampled;
+the ledger keeps the sampled ones, so nothing of this reaches the loss. What drifts is worth knowing
+all the same, in every run: a few turns are usual (a model may split a word, space its JSON or leave
+out a newline in its own way), many mean that parser, template and model do not belong together.
+
+Both sides are cut into turns, each up to and including an id that ends one, and compared turn by
+turn, so that one difference counts once. A turn drifts as
+
+- *sampled* when its first difference is in what the model wrote;
+- *observed* when it is in what we wrote: the template renders that context differently by now (it
+  drops the reasoning of earlier turns, say), or a boundary is not the one it writes.
+
+Pure: one rendering of each sample when its trajectory ends, which costs as much as tokenising the
+sample once. The event loop waits meanwhile, so no more than `MAX_TOKENS` of a trajectory are
+measured: an agent that edits its history with each request has a sample for each.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from treadle.agent_loop.errors import RenderError
+from treadle.agent_loop.tokens.renderer import ChatRenderer
+from treadle.agent_loop.tokens.transcript import Origin, Tokens
+from treadle.agent_loop.trajectory import Finding
+from treadle.agent_loop.types import Message, ToolSpec
+from treadle.tracing import Metric, Reduce
+
+_CONTEXT = 8
+
+MAX_TOKENS: Final = 65_536
+"""Samples are measured in order until they have so many ids; the first one always is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftPoint:
+    """The first difference of a turn.
+
+    Attributes:
+        sample: Which sample of the trajectory, from 0.
+        turn: Which turn of it, from 0; the end of a message of any role ends a turn where the
+            template marks it so.
+        position: Of the first id that differs, in the sample.
+        origin: Who wrote that id.
+        expected: The template's text around it.
+        actual: The sample's.
+    """
+
+    sample: int
+    turn: int
+    position: int
+    origin: Origin
+    expected: str
+    actual: str
+
+    def __str__(self) -> str:
+        return (
+            f"turn {self.turn} of sample {self.sample}, {self.origin.value} id {self.position}: "
+            f"the template writes {self.expected!r}, the sample has {self.actual!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """The drift of a trajectory.
+
+    Attributes:
+        num_turns: Turns compared, over all samples.
+        num_sampled: Turns that drift in what the model wrote.
+        num_observed: Turns that drift in what we wrote.
+        num_unknown: Samples whose messages the template refuses as a whole.
+        num_unmeasured: Samples beyond `MAX_TOKENS`.
+        first: The first of all.
+    """
+
+    num_turns: int = 0
+    num_sampled: int = 0
+    num_observed: int = 0
+    num_unknown: int = 0
+    num_unmeasured: int = 0
+    first: DriftPoint | None = None
+
+    @property
+    def num_drifted(self) -> int:
+        """Turns that drift, either way."""
+        return self.num_sampled + self.num_observed
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The first place, as a trajectory reports it."""
+        return () if self.first is None else (Finding(kind="drift", text=str(self.first)),)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The counts, as a trajectory reports them."""
+        return (
+            Metric("drift/turns", self.num_turns, Reduce.SUM),
+            Metric("drift/sampled", self.num_sampled, Reduce.SUM),
+            Metric("drift/observed", self.num_observed, Reduce.SUM),
+            Metric("drift/unknown_samples", self.num_unknown, Reduce.SUM),
+            Metric("drift/unmeasured_samples", self.num_unmeasured, Reduce.SUM),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A sample, and what it says.
+
+    Attributes:
+        tokens: Of the sample.
+        messages: That the tokens say; the last one is the assistant's.
+        tools: That were shown.
+    """
+
+    tokens: Tokens
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+
+
+def measure_drift(samples: Iterable[Recorded], renderer: ChatRenderer) -> Drift:
+    """Compares each sample with the renderer's own rendering of its messages. Never raises."""
+    turns = unknown = unmeasured = seen = 0
+    origins: Counter[bool] = Counter()
+    first: DriftPoint | None = None
+    end = renderer.stop_token_ids[0]
+    for index, sample in enumerate(samples):
+        actual = sample.tokens.ids
+        seen += len(actual)
+        if index and seen > MAX_TOKENS:
+            unmeasured += 1
+            continue
+        try:
+            expected = renderer.render(sample.messages, tools=sample.tools).ids
+        except RenderError:
+            unknown += 1
+            continue
+        turns += actual.count(end) + (actual[-1] != end)
+        if expected[: len(actual)] == actual:  # the rendering goes on with the next turn's header
+            continue
+        for turn, ours, theirs in _differences(actual, expected, end):
+            origin = _origin(sample.tokens, ours)
+            origins[origin is Origin.SAMPLED] += 1
+            if first is None:
+                first = DriftPoint(
+                    sample=index,
+                    turn=turn,
+                    position=ours,
+                    origin=origin,
+                    expected=renderer.decode(_around(expected, theirs)),
+                    actual=renderer.decode(_around(actual, ours)),
+                )
+    return Drift(
+        num_turns=turns,
+        num_sampled=origins[True],
+        num_observed=origins[False],
+        num_unknown=unknown,
+        num_unmeasured=unmeasured,
+        first=first,
+    )
+
+
+def _differences(
+    actual: Sequence[int], expected: Sequence[int], end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Each turn that differs, with the place of its first difference on both sides."""
+    theirs = _turns(expected, end)
+    for turn, (start, stop) in enumerate(_turns(actual, end)):
+        their_start, their_stop = theirs[turn] if turn < len(theirs) else (len(expected),) * 2
+        if actual[stop - 1] != end:  # the last turn was cut
+            their_stop = min(their_stop, their_start + stop - start)
+        if actual[start:stop] == expected[their_start:their_stop]:
+            continue
+        pairs = zip(actual[start:stop], expected[their_start:their_stop], strict=False)
+        same = next(
+            (place for place, (a, b) in enumerate(pairs) if a != b),
+            min(stop - start, their_stop - their_start),
+        )
+        yield turn, min(start + same, stop - 1), their_start + same
+
+
+def _turns(ids: Sequence[int], end: int) -> list[tuple[int, int]]:
+    """Where each turn begins and ends."""
+    stops = [place + 1 for place, token in enumerate(ids) if token == end]
+    if not stops or stops[-1] < len(ids):
+        stops.append(len(ids))
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def _origin(tokens: Tokens, position: int) -> Origin:
+    return next(span.origin for span in tokens.spans if position < span.stop)
+
+
+def _around(ids: Sequence[int], position: int) -> Sequence[int]:
+    return ids[max(0, position - _CONTEXT) : position + _CONTEXT]

@@ -1,0 +1,224 @@
+"""The transcript: the ledger of a trajectory's tokens, and their only writer.
+
+Invariants, at every moment:
+
+1. ids, loss mask, log-probabilities and spans describe the same L tokens.
+2. Spans are not empty, tile [0, L) in order, and the first one is the PROMPT.
+3. The loss mask is True exactly on SAMPLED spans; elsewhere the log-probability is 0.0.
+4. A SAMPLED span has one weight version; other spans have none.
+5. Images stand whole on PROMPT and OBSERVED spans, in order, and none overlaps another.
+6. What was written is never changed: each state is a prefix of every later one, and the prompt
+   of turn n+1 begins with all tokens of turn n.
+
+Sampled ids are the truth: text is a view of them, and nothing is tokenised again.
+
+    prompt = renderer.render(messages, tools=specs)
+    transcript = Transcript(prompt.ids, images=prompt.images)
+    transcript.sample(await generator.generate(transcript.ids, params, request=request))
+    answer = renderer.extend(transcript.ids, [message], tools=specs)
+    transcript.observe(answer.ids, images=answer.images)
+    tokens = transcript.freeze(max_response_tokens=1024)
+
+One task owns a transcript; nothing waits.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle.agent_loop.tokens.renderer import PlacedImage, Rendering
+from treadle.agent_loop.types import Completion
+
+
+class Origin(enum.StrEnum):
+    """Who wrote a span."""
+
+    PROMPT = "prompt"
+    SAMPLED = "sampled"
+    OBSERVED = "observed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens [start, stop) of one origin; sampled ones of one weight version."""
+
+    origin: Origin
+    start: int
+    stop: int
+    weight_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A frozen transcript of L tokens. L is 0 only in a trajectory that failed.
+
+    Attributes:
+        ids: [L].
+        loss_mask: [L]; True on sampled tokens.
+        logprobs: [L], nats; 0.0 where the mask is False.
+        spans: Tile [0, L).
+        images: In the order of their places, which count from the first id.
+    """
+
+    ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    images: tuple[PlacedImage, ...] = ()
+
+    @classmethod
+    def empty(cls) -> "Tokens":
+        """The tokens of an attempt that failed."""
+        return cls(ids=(), loss_mask=(), logprobs=(), spans=())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first completion."""
+        return self.spans[0].stop if self.spans else 0
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """[P] ids of the prompt."""
+        return self.ids[: self.num_prompt_tokens]
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """[L - P] ids after the prompt, sampled and observed."""
+        return self.ids[self.num_prompt_tokens :]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the loss is taken over."""
+        return sum(self.loss_mask)
+
+    @property
+    def weight_versions(self) -> tuple[int, int] | None:
+        """Oldest and newest weight version of the sampled tokens; None when there are none."""
+        versions = [s.weight_version for s in self.spans if s.weight_version is not None]
+        return (min(versions), max(versions)) if versions else None
+
+
+class Transcript:
+    """The growing ledger of one trajectory.
+
+    Args:
+        prompt: [P] ids, at least one.
+        images: In the prompt; a `Rendering` has them.
+
+    Raises:
+        ValueError: The prompt is empty, or an image does not lie within it.
+    """
+
+    def __init__(self, prompt: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
+        if not prompt:
+            raise ValueError("a transcript begins with at least one prompt id")
+        self._ids = list(prompt)
+        self._logprobs = [0.0] * len(prompt)
+        self._spans = [Span(origin=Origin.PROMPT, start=0, stop=len(prompt))]
+        self._images = list(Rendering(ids=tuple(prompt), images=tuple(images)).images)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """[L] all ids so far: the prompt of the next completion."""
+        return tuple(self._ids)
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """All images so far, their places counted from the first id."""
+        return tuple(self._images)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the first prompt."""
+        return self._spans[0].stop
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens after the first prompt, sampled and observed."""
+        return len(self._ids) - self.num_prompt_tokens
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens written by `sample`."""
+        return sum(s.stop - s.start for s in self._spans if s.origin is Origin.SAMPLED)
+
+    def sample(self, completion: Completion) -> None:
+        """Writes what the model sampled, one span per run of a weight version."""
+        for chunk in completion.chunks:
+            self._write(chunk.token_ids, chunk.logprobs, Origin.SAMPLED, chunk.weight_version)
+
+    def observe(self, token_ids: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
+        """Writes what the model did not sample: tool results, user turns, template glue.
+
+        Args:
+            token_ids: [R].
+            images: Among them; their places count from the first of these ids.
+
+        Raises:
+            ValueError: An image does not lie within these ids.
+        """
+        placed = Rendering(ids=tuple(token_ids), images=tuple(images)).images
+        self._images.extend(image.shifted(len(self._ids)) for image in placed)
+        self._write(token_ids, [0.0] * len(token_ids), Origin.OBSERVED, None)
+
+    def freeze(self, *, max_response_tokens: int | None = None) -> Tokens:
+        """Returns the tokens so far; the transcript may go on growing.
+
+        Args:
+            max_response_tokens: Keep at most so many tokens after the prompt; an image that
+                would be cut goes whole. None: all.
+
+        Raises:
+            ValueError: `max_response_tokens` is negative.
+        """
+        size = len(self._ids)
+        if max_response_tokens is not None:
+            if max_response_tokens < 0:
+                raise ValueError(f"max_response_tokens is {max_response_tokens}; at least 0")
+            size = min(size, self.num_prompt_tokens + max_response_tokens)
+            size = next((i.start for i in self._images if i.start < size < i.stop), size)
+        spans: list[Span] = []
+        mask: list[bool] = []
+        for span in self._spans:
+            stop = min(span.stop, size)
+            if stop <= span.start:
+                break
+            spans.append(
+                Span(
+                    origin=span.origin,
+                    start=span.start,
+                    stop=stop,
+                    weight_version=span.weight_version,
+                )
+            )
+            mask.extend([span.origin is Origin.SAMPLED] * (stop - span.start))
+        return Tokens(
+            ids=tuple(self._ids[:size]),
+            loss_mask=tuple(mask),
+            logprobs=tuple(self._logprobs[:size]),
+            spans=tuple(spans),
+            images=tuple(image for image in self._images if image.stop <= size),
+        )
+
+    def _write(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        origin: Origin,
+        weight_version: int | None,
+    ) -> None:
+        if not token_ids:
+            return
+        start = len(self._ids)
+        self._ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        last = self._spans[-1]
+        if (last.origin, last.weight_version) == (origin, weight_version):
+            start = last.start
+            self._spans.pop()
+        self._spans.append(
+            Span(origin=origin, start=start, stop=len(self._ids), weight_version=weight_version)
+        )

@@ -1,0 +1,223 @@
+"""The toolbox: the tools of one trajectory, opened at their first call and closed at its end.
+
+Invariant: what a call does wrong becomes a text for the model (the texts are verl's); what we do
+wrong leaves as `ToolError`. Calls of one turn run at the same time; answers keep their order. A
+session is closed once, shielded from cancellation, within `LoopLimits.close_timeout_s`.
+
+The loop waits in `run`; cancelling it cancels every call.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from treadle.agent_loop.aio import concurrently
+from treadle.agent_loop.errors import SetupError, ToolError, boundary
+from treadle.agent_loop.loops.limits import LoopLimits, TextCodec
+from treadle.agent_loop.tokens.renderer import MalformedCall
+from treadle.agent_loop.tools.session_cleanup import close_all
+from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
+from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
+from treadle.tracing import Metric, Reduce, span
+
+_logger = logging.getLogger(__name__)
+
+_COUNTS = ("calls", "unknown", "failures", "timeouts", "over_cap", "close_errors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """What one request is answered with.
+
+    Attributes:
+        message: For the model, cut to the limit.
+        stop: A tool asks to end the trajectory.
+    """
+
+    message: Message
+    stop: bool
+
+
+def selected_tools(task: AgentTask, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
+    """Returns the tools that the task's row selects; all of them when it selects none by name.
+
+    Args:
+        task: `fields["extra_info"]["tool_selection"]` is a list of names, None or absent.
+        tools: By name.
+
+    Raises:
+        SetupError: The selection is no list of names, or names a tool that is not there.
+    """
+    extra = task.fields.get("extra_info")
+    names = extra.get("tool_selection") if isinstance(extra, Mapping) else None
+    if names is None:
+        return tools
+    if (
+        not isinstance(names, Sequence)
+        or isinstance(names, str)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise SetupError(
+            f"task {task.task_id!r}: tool_selection is {names!r:.80}; it is a list of names"
+        )
+    if unknown := [name for name in names if name not in tools]:
+        raise SetupError(
+            f"task {task.task_id!r}: tool_selection names {unknown}, which are not configured; "
+            f"configured tools: {sorted(tools)}"
+        )
+    return {name: tool for name, tool in tools.items() if name in names}
+
+
+class Toolbox:
+    """The tools of one trajectory.
+
+    Args:
+        task: Handed to `Tool.open`.
+        tools: By name.
+        limits: Texts, timeouts and calls per turn.
+        codec: Counts the tokens of texts; the renderer.
+    """
+
+    def __init__(
+        self, task: AgentTask, tools: Mapping[str, Tool], limits: LoopLimits, *, codec: TextCodec
+    ) -> None:
+        self._task = task
+        self._tools = tools
+        self._limits = limits
+        self._codec = codec
+        self._sessions: dict[str, ToolSession] = {}
+        self._opening = asyncio.Lock()
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._metrics: list[Metric] = []
+        self.rewards: list[float] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._sessions:
+            await close_all(
+                {f"tool {name!r}": session for name, session in self._sessions.items()},
+                error=ToolError,
+                timeout_s=self._limits.close_timeout_s,
+                leaks=self._leaks,
+            )
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """What the model is told about the tools."""
+        return tuple(tool.spec for tool in self._tools.values())
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What the tools reported, then the counts and the seconds of this trajectory."""
+        counts = (Metric(f"tool/{name}", self._counts[name], Reduce.SUM) for name in _COUNTS)
+        seconds = Metric("agent_loop/tool_calls_s", self._seconds, Reduce.MEAN)
+        return (*self._metrics, *counts, seconds)
+
+    async def run(self, requests: Sequence[ToolCall | MalformedCall]) -> list[ToolAnswer]:
+        """Answers the first `max_parallel_calls` requests, in their order.
+
+        Raises:
+            ToolError: A tool failed and it was not the model's fault.
+        """
+        taken = requests[: self._limits.max_parallel_calls]
+        self._counts["over_cap"] += len(requests) - len(taken)
+        started = time.perf_counter()
+        wanted = dict.fromkeys(r.name for r in taken if isinstance(r, ToolCall))
+        async with self._opening:  # an agent's own calls may come at the same time
+            missing = [n for n in wanted if n in self._tools and n not in self._sessions]
+            await concurrently([self._open(name) for name in missing])
+        results = await concurrently([self._answer(request) for request in taken])
+        self._seconds += time.perf_counter() - started
+        for _, result in results:
+            self.rewards.append(result.reward)
+            self._metrics.extend(result.metrics)
+        return [ToolAnswer(message=message, stop=result.stop) for message, result in results]
+
+    async def _open(self, name: str) -> None:
+        with boundary(ToolError, f"tool {name!r} could not be opened"):
+            async with asyncio.timeout(self._limits.tool_timeout_s):
+                self._sessions[name] = await self._tools[name].open(self._task)
+
+    async def _answer(self, request: ToolCall | MalformedCall) -> tuple[Message, ToolResult]:
+        if isinstance(request, MalformedCall):
+            result = ToolResult(content=_malformed_text(request))
+        else:
+            result = await self._call(request)
+        message = Message(
+            role="tool",
+            content=self._shown(result),
+            tool_call_id=request.id,
+            name=request.name,
+            images=result.images,
+        )
+        return message, result
+
+    def _shown(self, result: ToolResult) -> str:
+        """The text within the limits; one that is cut loses the marks of its images."""
+        text = self._limits.truncate_tool_text(result.content, self._codec)
+        if not result.images or text == result.content:
+            return text
+        # By a space: what is around a mark may be one without it.
+        plain = result.content.replace(IMAGE_MARK, " ")
+        return self._limits.truncate_tool_text(plain, self._codec)
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        self._counts["calls"] += 1
+        session = self._sessions.get(call.name)
+        if session is None:
+            self._counts["unknown"] += 1
+            known = sorted(self._tools)
+            return ToolResult(content=f"Unknown function '{call.name}'. Available tools: {known}")
+        limit_s = self._limits.tool_timeout_s
+        timeout = asyncio.timeout(limit_s)
+        async with span("tool", tool=call.name) as trace:
+            try:
+                with boundary(ToolError, f"tool {call.name!r}"):
+                    try:
+                        async with timeout:
+                            return _checked(await session.call(call.arguments))
+                    except ToolFailure as failure:
+                        self._counts["failures"] += 1
+                        trace.set(failure=str(failure))
+                        return _failed(call, str(failure))
+            except ToolError:
+                if not timeout.expired():
+                    raise
+                self._counts["timeouts"] += 1
+                trace.set(failure="timeout")
+                return _failed(call, f"it did not end within {limit_s:g} s")
+
+    def _leaks(self, what: str) -> None:
+        """Names and counts what could not be closed."""
+        self._counts["close_errors"] += 1
+        _logger.warning("task %s: %s", self._task.task_id, what)
+
+
+def _checked(result: object) -> ToolResult:
+    """A tool that forgets to return is broken; nothing after the border may find that out."""
+    if not isinstance(result, ToolResult):
+        raise TypeError(f"call() gave {result!r:.80}, which is no ToolResult")
+    return result
+
+
+def _failed(call: ToolCall, reason: str) -> ToolResult:
+    return ToolResult(content=f"Error executing tool '{call.name}': {reason}")
+
+
+def _malformed_text(bad: MalformedCall) -> str:
+    if bad.name is not None:
+        return f"Invalid JSON in arguments for '{bad.name}': {bad.reason}"
+    return f"Invalid tool call: {bad.reason}"

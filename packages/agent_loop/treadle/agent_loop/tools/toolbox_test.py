@@ -1,0 +1,147 @@
+"""Tests of the toolbox: whose fault a call is, and how sessions are closed."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Self
+
+import pytest
+
+from treadle.agent_loop import (
+    AgentTask,
+    LoopLimits,
+    Message,
+    ToolCall,
+    ToolError,
+    ToolResult,
+    ToolSpec,
+)
+from treadle.agent_loop.testing import ByteRenderer
+from treadle.agent_loop.tools.toolbox import Toolbox
+
+TASK = AgentTask(
+    task_id="t",
+    sample_index=0,
+    rollout_index=0,
+    loop="tool_agent",
+    messages=(Message(role="user", content="hi"),),
+)
+
+
+class BareTool:
+    """A tool that is its own session and gives or raises what it was made with."""
+
+    def __init__(self, name: str = "lookup", result: object = None) -> None:
+        self.spec = ToolSpec(name=name, description="Bare.")
+        self.result = result
+
+    async def open(self, task: AgentTask) -> Self:
+        return self
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result  # type: ignore[return-value]
+
+    async def aclose(self) -> None:
+        pass
+
+
+class StuckTool(BareTool):
+    async def aclose(self) -> None:
+        await asyncio.Event().wait()
+
+
+def toolbox(*tools: BareTool, tool_timeout_s: float = 60.0) -> Toolbox:
+    limits = LoopLimits(
+        max_response_tokens=1, max_parallel_calls=len(tools), tool_timeout_s=tool_timeout_s
+    )
+    by_name = {tool.spec.name: tool for tool in tools}
+    return Toolbox(TASK, by_name, limits, codec=ByteRenderer())
+
+
+def call(name: str = "lookup") -> ToolCall:
+    return ToolCall(id=f"call_{name}", name=name, arguments={})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, r"TypeError: call\(\) gave None, which is no ToolResult"),
+        ("text", r"TypeError: call\(\) gave 'text', which is no ToolResult"),
+        (ConnectionError("sandbox is down"), "ConnectionError: sandbox is down"),
+        (TimeoutError("its own"), "TimeoutError: its own"),
+        (asyncio.CancelledError(), "CancelledError, though nobody cancelled it"),
+    ],
+)
+async def test_what_a_tool_does_wrong_names_the_tool_and_chains_the_cause(
+    result: object, said: str
+) -> None:
+    """Spec A3.9 #10: a tool that gave None took a whole worker down."""
+    async with toolbox(BareTool(result=result)) as box:
+        with pytest.raises(ToolError, match=f"tool 'lookup': {said}") as failed:
+            await box.run([call()])
+    assert failed.value.__cause__ is not None
+
+
+def test_a_result_holds_text() -> None:
+    """Spec A3.9 #4: a result within a result."""
+    with pytest.raises(TypeError, match="content must be a text, not ToolResult"):
+        ToolResult(content=ToolResult(content="nested"))  # type: ignore[arg-type]
+
+
+def test_the_reward_of_a_result_is_a_number() -> None:
+    with pytest.raises(ValueError, match="the reward is nan; it must be a finite number"):
+        ToolResult(content="", reward=float("nan"))
+
+
+class ClingingTool(BareTool):
+    """Does not even end when its closing is cancelled, until it is cancelled once more."""
+
+    async def aclose(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_resists_its_closing_spoils_no_trajectory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    box = toolbox(ClingingTool("a", ToolResult(content="a")), tool_timeout_s=0.05)
+    async with box:
+        await box.run([call("a")])
+    assert ("tool/close_errors", 1) in [(m.name, m.value) for m in box.metrics]
+    assert "task t: tool 'a' could not be closed: it did not end when it was" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_resists_its_closing_swallows_no_cancellation() -> None:
+    entered = asyncio.Event()
+
+    async def use() -> None:
+        async with toolbox(ClingingTool("a", ToolResult(content="a")), tool_timeout_s=0.05) as box:
+            await box.run([call("a")])
+            entered.set()
+            await asyncio.Event().wait()
+
+    user = asyncio.create_task(use())
+    await entered.wait()
+    user.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await user
+
+
+@pytest.mark.asyncio
+async def test_tools_that_hang_when_closed_are_counted_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All at once: one after the other would take longer than the shield lasts."""
+    names = ("a", "b", "c", "d")
+    box = toolbox(*(StuckTool(n, ToolResult(content=n)) for n in names), tool_timeout_s=0.05)
+    async with box:
+        answers = await box.run([call(name) for name in names])
+    assert [answer.message.content for answer in answers] == list(names)
+    assert ("tool/close_errors", 4) in [(m.name, m.value) for m in box.metrics]
+    assert all(f"task t: tool '{name}' could not be closed" in caplog.text for name in names)
