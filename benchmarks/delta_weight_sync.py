@@ -27,14 +27,14 @@ from null_engine import COMMAND
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.config.schema import DeltaConfig, WeightSyncConfig
-from treadle.trainer.policy import ElementType, NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import Command, Compare, Push, Specs, WriteFiles
-from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.policy.commands import Command, Compare, Push, Specs, WriteFiles
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.types import ElementType, NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.delta import DeltaSender
-from treadle.trainer.weight_sync.file import write_files
-from treadle.trainer.weight_sync.inline import push
 from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.transports.file import write_files
+from treadle.trainer.weight_sync.transports.inline import push
 
 ROWS, COLUMNS = 2048, 2048
 

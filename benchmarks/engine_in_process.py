@@ -15,7 +15,7 @@ from random import Random
 
 import uvloop
 
-from treadle.rollout_server.command_line import parse
+from treadle.rollout_server.config.command_line import parse
 from treadle.rollout_server.engine import Engine, EngineRequest, Sampling, Tokens
 from treadle.rollout_server.registry import engine_factory
 

@@ -33,8 +33,8 @@ import grpc.aio
 import uvloop
 from engine_in_process import Batch
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.testing import stubs_for
 from treadle.rollout_server.testing.process import HERE, running_server
 
 _DRIVER = Path(__file__).with_name("engine_in_process.py")

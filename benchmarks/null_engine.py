@@ -8,7 +8,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     EngineEvent,
     EngineRequest,
@@ -19,7 +19,7 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 
 COMMAND = (
     sys.executable,

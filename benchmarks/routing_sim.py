@@ -1,6 +1,6 @@
 """The replay: sessions against fake engines in simulated time.
 
-The engine's cost model is the fake engine's (`treadle.rollout_server.engines.fake`), computed
+The engine's cost model is the fake engine's (`engines/fake/engine.py`), computed
 instead of waited for: a place for each of at most `max_running` sequences, first come first served;
 `prefill_s_per_token` for each prompt token that is not cached and `decode_s_per_token` for each
 sampled one, however many run; a prefix cache of `cache_tokens`, least recently used first.

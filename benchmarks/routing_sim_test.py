@@ -11,7 +11,7 @@ from routing_sim import Cost, Session, Simulation, Turn
 from routing_trace import COMMON_TOKENS, make_trace
 
 from treadle.rollout_server.engine import EngineRequest, ModelInfo, Sampling, Tokens
-from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.testing.clock import FakeClock
 
 SMALL = Cost(

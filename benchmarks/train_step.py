@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import transformers
 
-from treadle.trainer.algorithms.loss import ClippedSurrogate
+from treadle.trainer.algorithms.losses import ClippedSurrogate
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.megatron.backend import MegatronPolicy
-from treadle.trainer.policy import TrainSequence
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.types import TrainSequence
 
 LR = 1e-4
 SHAPES: dict[str, dict[str, Any]] = {

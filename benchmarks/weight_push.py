@@ -36,8 +36,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.config.schema import SharedMemoryTransportConfig, WeightSyncConfig
-from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import (
+from treadle.trainer.policy.commands import (
     Broadcast,
     Command,
     OpenGroup,
@@ -46,13 +45,14 @@ from treadle.trainer.policy_commands import (
     Specs,
     WriteFiles,
 )
-from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.collective import CollectiveSender
-from treadle.trainer.weight_sync.file import write_files
-from treadle.trainer.weight_sync.inline import push
 from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.shared_memory import NUM_SLOTS, SharedMemorySender
+from treadle.trainer.weight_sync.transports.collective import CollectiveSender
+from treadle.trainer.weight_sync.transports.file import write_files
+from treadle.trainer.weight_sync.transports.inline import push
+from treadle.trainer.weight_sync.transports.shared_memory import NUM_SLOTS, SharedMemorySender
 
 WAYS = tuple(
     (kind, in_place) for kind in ("inline", "file", "shared_memory") for in_place in (True, False)

@@ -25,7 +25,7 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator, ScriptedTool
 from treadle.agent_loop.testing.byte_renderer import decode
-from treadle.trainer.flow.groups import make_batch
+from treadle.trainer.training_loop.groups import make_batch
 
 QUESTION = Message(role="user", content="How far is it?")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from treadle.rollout_server.config import ServerConfig
-from treadle.rollout_server.metrics import ReplicaCollector
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.observability.metrics import ReplicaCollector
+from treadle.rollout_server.observability.server_stats import Tally
 from treadle.rollout_server.replica import Replica
-from treadle.rollout_server.tally import Tally
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo, NamedTensor, TensorSpec
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import CapabilityMissing, RolloutServerError
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.errors import reason_name

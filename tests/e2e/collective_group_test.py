@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
-from treadle.rollout_server.engines import collective as receiving
-from treadle.rollout_server.engines import collective_group as receiving_group
-from treadle.rollout_server.engines.collective import CollectiveMember
-from treadle.rollout_server.engines.collective_group import Membership, Stop, fail_group
-from treadle.rollout_server.engines.collective_message import encode_group
+from treadle.rollout_server.engines.common import collective as receiving
+from treadle.rollout_server.engines.common import collective_group as receiving_group
+from treadle.rollout_server.engines.common.collective import CollectiveMember
+from treadle.rollout_server.engines.common.collective_group import Membership, Stop, fail_group
+from treadle.rollout_server.engines.common.collective_message import encode_group
 from treadle.rollout_server.errors import CollectiveBroken
-from treadle.trainer import policy
-from treadle.trainer.policy import NamedTensor
-from treadle.trainer.policy_commands import Broadcast, BroadcastReport, OpenGroup
-from treadle.trainer.weight_sync import collective as sending
-from treadle.trainer.weight_sync import collective_group
-from treadle.trainer.weight_sync.collective import CollectiveSender
+from treadle.trainer.policy import types as policy
+from treadle.trainer.policy.commands import Broadcast, BroadcastReport, OpenGroup
+from treadle.trainer.policy.types import NamedTensor
+from treadle.trainer.weight_sync.transports import collective as sending
+from treadle.trainer.weight_sync.transports import collective_group
+from treadle.trainer.weight_sync.transports.collective import CollectiveSender
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (3, 5), "b": (700,), "none": (0, 4), "scalar": (), "c": (50, 8), "d": (9,)}
@@ -44,8 +44,8 @@ BUCKET_BYTES = 1 << 10
 WORKER = """
 import sys
 import torch
-from treadle.rollout_server.engines.collective import CollectiveMember
-from treadle.rollout_server.engines.collective_message import decode_group
+from treadle.rollout_server.engines.common.collective import CollectiveMember
+from treadle.rollout_server.engines.common.collective_message import decode_group
 
 for spec, _ in CollectiveMember(worker=1, device=torch.device("cpu")).receive(
     *decode_group(sys.argv[1])
@@ -59,10 +59,10 @@ BOTH = """
 import threading
 import torch
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
-from treadle.rollout_server.engines.collective import CollectiveMember
+from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.trainer import policy
-from treadle.trainer.policy_commands import Broadcast, OpenGroup
-from treadle.trainer.weight_sync.collective import CollectiveSender
+from treadle.trainer.policy.commands import Broadcast, OpenGroup
+from treadle.trainer.weight_sync.transports.collective import CollectiveSender
 
 class Policy:
     def weight_specs(self):

@@ -22,16 +22,16 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
-from treadle.rollout_server.lifecycle import ServerState
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing.clock import FakeClock
 from treadle.rollout_server.testing.process import ServerProcess
 from treadle.rollout_server.testing.serving import serve_in_process
 from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.config.schema import CollectiveTransportConfig, WeightSyncConfig
 from treadle.trainer.launch.local import LocalProcess
-from treadle.trainer.megatron.testing.tiny import write_model
-from treadle.trainer.policy_group import PolicyError
+from treadle.trainer.policy.group import PolicyError
+from treadle.trainer.policy.megatron.testing.tiny import write_model
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import WeightSyncError
 from treadle.trainer.weight_sync.publisher import WeightPublisher

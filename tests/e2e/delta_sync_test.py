@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server import engine as server_engine
-from treadle.rollout_server.config import ServerConfig, WeightsConfig
-from treadle.rollout_server.engines.fake import FakeEngine
-from treadle.rollout_server.engines.fake_model import fingerprint_entry, fingerprint_of
+from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
+from treadle.rollout_server.engines.fake.engine import FakeEngine
+from treadle.rollout_server.engines.fake.model import fingerprint_entry, fingerprint_of
 from treadle.rollout_server.server import Server
 from treadle.rollout_server.testing import FakeClock, serve_in_process
 from treadle.trainer.config.schema import (
@@ -32,15 +32,15 @@ from treadle.trainer.config.schema import (
     InlineTransportConfig,
     WeightSyncConfig,
 )
-from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import Command, Compare, Push, Specs, WriteFiles
-from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.policy.commands import Command, Compare, Push, Specs, WriteFiles
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.delta import DeltaSender
-from treadle.trainer.weight_sync.file import write_files
-from treadle.trainer.weight_sync.inline import push
 from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
 from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.transports.file import write_files
+from treadle.trainer.weight_sync.transports.inline import push
 
 RANKS = 2
 SHAPES = {"a": (3, 50), "b": (400,), "c": (), "d": (0,)}

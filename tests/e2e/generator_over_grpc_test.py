@@ -23,9 +23,9 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, RpcDeadlines, connect
 from treadle.agent_loop.testing.generator_contract import GeneratorContract, GeneratorSubject
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import InFlightPolicy, ModelInfo
-from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.testing.serving import serve_in_process
 
 pytestmark = pytest.mark.asyncio

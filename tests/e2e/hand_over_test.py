@@ -21,26 +21,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from treadle.agent_loop import RequestContext, SamplingParams
 from treadle.agent_loop.rpc import Requirements, connect
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     InFlightPolicy,
     MemoryKind,
     ModelInfo,
     NamedTensor,
 )
-from treadle.rollout_server.engines.fake import FakeEngine
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.engines.fake.engine import FakeEngine
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import serve_in_process
 from treadle.trainer.config.schema import InlineTransportConfig, WeightSyncConfig
-from treadle.trainer.flow.hand_over import HandOver
-from treadle.trainer.flow.run import Run
-from treadle.trainer.policy import NamedTensor as Weight
-from treadle.trainer.policy import TensorSpec
-from treadle.trainer.policy_commands import Push, Specs
+from treadle.trainer.policy.commands import Push, Specs
+from treadle.trainer.policy.types import NamedTensor as Weight
+from treadle.trainer.policy.types import TensorSpec
+from treadle.trainer.training_loop.context import Run
+from treadle.trainer.training_loop.memory_offload import HandOver
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.inline import push
 from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.transports.inline import push
 
 _CONFIG = ServerConfig(shutdown_grace_s=0)
 _SYNC = WeightSyncConfig(transport=InlineTransportConfig(), control_deadline_s=10)

@@ -31,19 +31,19 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
-from treadle.trainer.agents import prompt_rules
-from treadle.trainer.checkpoint import Checkpoints
+from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import InFlight
-from treadle.trainer.flow.groups import make_batch
-from treadle.trainer.flow.run import Run
-from treadle.trainer.flow.sync import update_metrics
-from treadle.trainer.inputs import read_all_rows
+from treadle.trainer.data.load_data import read_all_rows
 from treadle.trainer.main import DEMO
 from treadle.trainer.plan import make_plan
-from treadle.trainer.policy import TrainSequence
+from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report.progress import PlainProgress
-from treadle.trainer.setup import Setup
+from treadle.trainer.rollout.loops_from_config import prompt_rules
+from treadle.trainer.training_loop.build_context import Setup
+from treadle.trainer.training_loop.context import Run
+from treadle.trainer.training_loop.groups import make_batch
+from treadle.trainer.training_loop.sync import update_metrics
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 from .conftest import server_command

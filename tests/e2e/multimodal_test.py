@@ -39,7 +39,7 @@ from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.agent_loop.testing import ByteRenderer, ScriptedTool
 from treadle.rollout_server.engine import ElementType, Engine, ModelInfo, PromptImage
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.engines.torch.vision_harness import Transformers, write_vision_model
 from treadle.rollout_server.testing.serving import serve_in_process

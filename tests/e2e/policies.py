@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import Broadcast, Command, OpenGroup, Specs
-from treadle.trainer.policy_group import PolicyGroup
-from treadle.trainer.weight_sync.collective import CollectiveSender
+from treadle.trainer.policy.commands import Broadcast, Command, OpenGroup, Specs
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
+from treadle.trainer.weight_sync.transports.collective import CollectiveSender
 
 
 class Driven:

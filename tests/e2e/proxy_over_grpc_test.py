@@ -24,7 +24,7 @@ from treadle.agent_loop.proxy import AgentSession, ProxyAgentLoop
 from treadle.agent_loop.rpc import connect
 from treadle.agent_loop.testing import ByteRenderer
 from treadle.rollout_server.engine import ModelInfo
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.testing.serving import serve_in_process
 
 pytestmark = pytest.mark.asyncio

@@ -35,7 +35,7 @@ from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
 from treadle.rollout_server.engine import ModelInfo
-from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.testing.serving import serve_in_process
 
 pytestmark = pytest.mark.asyncio

@@ -16,12 +16,12 @@ import torch
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.testing import running_server
-from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import SendReport, Share, ShareTarget
+from treadle.trainer.policy.commands import SendReport, Share, ShareTarget
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import tensor_spec_to_proto
-from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
+from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
 
 _SIZE = 2048
 _NAMES = [f"t{number}" for number in range(6)]

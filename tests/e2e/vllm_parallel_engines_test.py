@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from engines.tiny_model import write_tiny_model
 
+from treadle.conformance.client.checkpoint import read_checkpoint
+from treadle.conformance.client.remote_engine import RemoteEngine, connect_engine
+from treadle.conformance.contracts.reader import drawn_prompt, request, run_all, update
+from treadle.conformance.contracts.reference import reference
+from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout_server.engine import InFlightPolicy, MemoryKind
-from treadle.rollout_server.testing.checkpoint import read_checkpoint
 from treadle.rollout_server.testing.descendants import Descendants
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess, running_server
-from treadle.rollout_server.testing.reader import drawn_prompt, request, run_all, update
-from treadle.rollout_server.testing.reference import reference
-from treadle.rollout_server.testing.remote_contract import plain_channel
-from treadle.rollout_server.testing.remote_engine import RemoteEngine, connect_engine
 from treadle.trainer.config.schema import WeightSyncConfig
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.publisher import WeightPublisher

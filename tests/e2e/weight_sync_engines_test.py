@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from treadle.conformance.client.remote_engine import RemoteEngine, connect_engine
+from treadle.conformance.contracts.reader import Output, drawn_prompt, request, run_all
+from treadle.conformance.contracts.reference import reference
+from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout_server.testing.descendants import Descendants
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess
-from treadle.rollout_server.testing.reader import Output, drawn_prompt, request, run_all
-from treadle.rollout_server.testing.reference import reference
-from treadle.rollout_server.testing.remote_contract import plain_channel
-from treadle.rollout_server.testing.remote_engine import RemoteEngine, connect_engine
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.trainer.config.schema import WeightSyncConfig
-from treadle.trainer.megatron.testing.tiny import VOCAB, write_model
-from treadle.trainer.policy import ElementType, TrainSequence
-from treadle.trainer.policy_commands import Update
-from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.policy.commands import Update
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.megatron.testing.tiny import VOCAB, write_model
+from treadle.trainer.policy.types import ElementType, TrainSequence
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.publisher import PublishReport, WeightPublisher
 

@@ -13,15 +13,15 @@ import torch
 
 from treadle.rollout_server.testing import ServerProcess, running_server
 from treadle.trainer.config.schema import WeightSyncConfig
-from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import Command, Push, Share, Specs
-from treadle.trainer.policy_group import PolicyGroup
-from treadle.trainer.server_security import ServerSecurity
+from treadle.trainer.policy.commands import Command, Push, Share, Specs
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
+from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import WeightSyncError
-from treadle.trainer.weight_sync.inline import push
 from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
+from treadle.trainer.weight_sync.transports.inline import push
+from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="makes its certificate with openssl"

@@ -12,8 +12,8 @@ import pytest
 
 from treadle.rollout_server.testing.process import running_server
 
-KIT = (sys.executable, "-m", "treadle.rollout_server.conformance")
-SABOTEURS = "treadle.rollout_server.testing.saboteurs"
+KIT = (sys.executable, "-m", "treadle.conformance")
+SABOTEURS = "engines.faulty_servers"
 FEW = (
     "greedy repeats or seeds repeat or a stop id is or draws follow or cancelling frees or "
     "continue goes on or an update equals or corrupt chunk or completion is started"

@@ -5,9 +5,9 @@ import pytest
 from engines.smollm2 import SmolUnavailable, smollm2
 from engines.tiny_model import write_tiny_model
 
+from treadle.conformance.contracts.remote_contract import Target
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import running_server
-from treadle.rollout_server.testing.remote_contract import Target
 
 CONTEXT_LENGTH = "1024"
 

@@ -1,7 +1,7 @@
 """The engine contract against a server that runs the fake engine."""
 
-from treadle.rollout_server.testing.engine_contract import EngineContract
-from treadle.rollout_server.testing.remote_contract import RemoteContract
+from treadle.conformance.contracts.engine_contract import EngineContract
+from treadle.conformance.contracts.remote_contract import RemoteContract
 
 ENGINE = "fake"
 MODELS = "tiny_models"

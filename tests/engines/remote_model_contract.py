@@ -5,11 +5,11 @@ import os
 import signal
 from pathlib import Path
 
+from treadle.conformance.contracts.engine_contract import EngineContract
+from treadle.conformance.contracts.model_contract import ModelContract
+from treadle.conformance.contracts.remote_contract import RemoteContract
 from treadle.rollout_server.engine import Engine
 from treadle.rollout_server.testing.descendants import descendants
-from treadle.rollout_server.testing.engine_contract import EngineContract
-from treadle.rollout_server.testing.model_contract import ModelContract
-from treadle.rollout_server.testing.remote_contract import RemoteContract
 
 
 class RemoteModelContract(RemoteContract, EngineContract, ModelContract):

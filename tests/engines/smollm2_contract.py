@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from treadle.rollout_server.testing.control_contract import ControlContract
-from treadle.rollout_server.testing.model_contract import ModelContract
-from treadle.rollout_server.testing.remote_contract import RemoteContract
-from treadle.rollout_server.testing.sampling_contract import SamplingContract
+from treadle.conformance.contracts.control_contract import ControlContract
+from treadle.conformance.contracts.model_contract import ModelContract
+from treadle.conformance.contracts.remote_contract import RemoteContract
+from treadle.conformance.contracts.sampling_contract import SamplingContract
 
 
 @pytest.mark.asyncio

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from treadle.conformance.client.remote_engine import connect_engine
+from treadle.conformance.contracts.reader import drawn_prompt, request, run, run_all
+from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout_server.engine import EngineRequest
 from treadle.rollout_server.testing.descendants import Descendants
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess, running_server
-from treadle.rollout_server.testing.reader import drawn_prompt, request, run, run_all
-from treadle.rollout_server.testing.remote_contract import plain_channel
-from treadle.rollout_server.testing.remote_engine import connect_engine
 
 STEP_TOKENS = 64
 

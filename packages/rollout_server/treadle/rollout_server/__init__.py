@@ -10,7 +10,7 @@ Start one with ``python -m treadle.rollout_server``, or inside a program:
 `engine.py` is what an engine implements, `testing.engine_contract` what it must pass.
 """
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import Engine, EngineInfo, EngineRequest
 from treadle.rollout_server.registry import ENGINES, EngineFactory
 

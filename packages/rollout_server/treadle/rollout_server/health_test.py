@@ -7,9 +7,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ModelInfo
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.testing import serve_in_process
 
 MODEL = ModelInfo(architecture="x", vocab_size=9, context_length=64, eos_token_ids=frozenset())

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from treadle.rollout_server import logs
-from treadle.rollout_server.command_line import PROGRAM, ConfigError, parse
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.command_line import PROGRAM, ConfigError, parse
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.observability import logs
 
 _log = logging.getLogger(__name__)
 _PARENT_POLL_S = 1.0  # where the kernel has no pidfd

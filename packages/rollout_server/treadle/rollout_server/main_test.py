@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import server_service_pb2 as srv
-from treadle.rollout_server.testing import stubs_for
 
 LIMIT_S = 60
 

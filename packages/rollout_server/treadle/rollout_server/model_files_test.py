@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from treadle.rollout_server.config import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
 from treadle.rollout_server.engine import ElementType, TensorSpec
-from treadle.rollout_server.engines.fake import create
+from treadle.rollout_server.engines.fake.engine import create
 from treadle.rollout_server.model_files import read_model, read_parameters, tokenizer_sha256
 
 CONFIG = {

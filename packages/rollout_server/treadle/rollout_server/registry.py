@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import Engine
 
 EngineFactory = Callable[[ServerConfig], Awaitable[Engine]]

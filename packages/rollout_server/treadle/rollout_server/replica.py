@@ -14,9 +14,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from treadle.rollout_server.admission import Admission
 from treadle.rollout_server.clock import Clock
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     Engine,
     EngineEvent,
@@ -30,10 +29,11 @@ from treadle.rollout_server.errors import (
     StateConflict,
     WeightVersionBehind,
 )
-from treadle.rollout_server.lifecycle import Lifecycle, ServerState
-from treadle.rollout_server.seat import EngineSeat
-from treadle.rollout_server.updates.slot import UpdateSlot
-from treadle.rollout_server.updates.switch import WeightSwitch
+from treadle.rollout_server.scheduling.admission import Admission
+from treadle.rollout_server.scheduling.engine_controller import EngineSeat
+from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
+from treadle.rollout_server.updates.current_update import UpdateSlot
+from treadle.rollout_server.updates.weight_updater import WeightSwitch
 
 _TRANSIENT = frozenset({ServerState.SERVING, ServerState.UPDATING})
 

@@ -27,15 +27,15 @@ from treadle.rollout.v1 import server_service_pb2_grpc as srv_grpc
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync_pb
 from treadle.rollout_server.address import Address
 from treadle.rollout_server.clock import Clock
-from treadle.rollout_server.config import ServerConfig
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.observability.server_stats import Tally
 from treadle.rollout_server.registry import EngineFactory, engine_factory
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.services import generation, weight_sync
 from treadle.rollout_server.services.interceptors import Guard
 from treadle.rollout_server.services.methods import Methods
 from treadle.rollout_server.services.server import ServerServicer
-from treadle.rollout_server.tally import Tally
 from treadle.rollout_server.version import server_version
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _metrics(
         yield None
         return
     # Late: it takes as long to import as a tenth of gRPC, and most servers start for a test.
-    from treadle.rollout_server.metrics import ReplicaCollector, serve_metrics
+    from treadle.rollout_server.observability.metrics import ReplicaCollector, serve_metrics
 
     collector = ReplicaCollector(replica, tally)
     address = Address.parse(config.metrics_address)

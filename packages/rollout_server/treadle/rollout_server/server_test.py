@@ -15,10 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.config import SecurityConfig, ServerConfig
+from treadle.rollout_server.config.schema import SecurityConfig, ServerConfig
 from treadle.rollout_server.engine import (
     ElementType,
     Engine,
@@ -27,11 +28,11 @@ from treadle.rollout_server.engine import (
     NamedTensor,
     TensorSpec,
 )
-from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.errors import EngineFailed, UpdateUnknown
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.server import AddressUnavailable, serve
-from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
+from treadle.rollout_server.testing import FakeClock, serve_in_process
 
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
 STATUS = health_pb2.HealthCheckResponse

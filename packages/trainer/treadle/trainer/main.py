@@ -92,11 +92,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _dry_run(loaded: LoadedConfig) -> int:
     from treadle.agent_loop import SetupError
-    from treadle.trainer.agents import prompt_rules
     from treadle.trainer.data import DataError, check_rows, read_rows
     from treadle.trainer.launch.environment import cpu_count
     from treadle.trainer.plan import make_plan
-    from treadle.trainer.server_process import ask_server_command, check_server_command
+    from treadle.trainer.rollout.loops_from_config import prompt_rules
+    from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
 
     data, answer = loaded.config.data, None
     try:
@@ -124,15 +124,15 @@ def _dry_run(loaded: LoadedConfig) -> int:
 
 def _train(loaded: LoadedConfig) -> int:
     from treadle.agent_loop import SetupError
-    from treadle.trainer.checkpoint import RunDirectoryError
+    from treadle.trainer.checkpoint.run_directory import RunDirectoryError
     from treadle.trainer.data import DataError
-    from treadle.trainer.flow.groups import NoGroupLeftError
-    from treadle.trainer.inputs import read_all_rows
+    from treadle.trainer.data.load_data import read_all_rows
     from treadle.trainer.launch.process import ProcessError
-    from treadle.trainer.policy_group import PolicyError
-    from treadle.trainer.replicas import ReplicasLostError
+    from treadle.trainer.policy.group import PolicyError
     from treadle.trainer.report import print_summary
-    from treadle.trainer.training import train
+    from treadle.trainer.rollout.server_pool import ReplicasLostError
+    from treadle.trainer.training_loop.groups import NoGroupLeftError
+    from treadle.trainer.training_loop.train import train
     from treadle.trainer.weight_sync.errors import WeightSyncError
 
     config = loaded.config

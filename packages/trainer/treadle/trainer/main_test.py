@@ -137,7 +137,7 @@ def test_what_ends_a_run_from_outside_is_one_line(
     def read(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("treadle.trainer.inputs.read_all_rows", read)
+    monkeypatch.setattr("treadle.trainer.data.load_data.read_all_rows", read)
     assert main([f"run.dir={tmp_path / 'run'}"]) == status
     err = capsys.readouterr().err
     assert message in err

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.config.verl_keys import ConfigError
-from treadle.trainer.server_process import engine_settings
+from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]
 

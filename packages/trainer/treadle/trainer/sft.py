@@ -30,8 +30,8 @@ from treadle.agent_loop import (
     ToolSpec,
     Transcript,
 )
-from treadle.trainer.algorithms.loss import NegativeLogLikelihood
-from treadle.trainer.policy import PolicyBackend, StepStats, TrainSequence
+from treadle.trainer.algorithms.losses import NegativeLogLikelihood
+from treadle.trainer.policy.types import PolicyBackend, StepStats, TrainSequence
 
 __all__ = ["Demonstration", "fine_tune", "train_sequence", "transcribe"]
 

@@ -12,7 +12,7 @@ from treadle.agent_loop.hf import HfRenderer
 from treadle.tools import load_catalogue
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
 from treadle.trainer.demo.demonstrations import drill, habit, tool_use
-from treadle.trainer.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
 
 _DEMO = Path(__file__).parent / "demo" / "calculator"

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from treadle.rollout_server.command_line import ConfigError, parse
+from treadle.rollout_server.config.command_line import ConfigError, parse
 from treadle.rollout_server.doctor.environment import check_environment
 from treadle.rollout_server.doctor.facts import Facts, gather
 from treadle.rollout_server.doctor.finding import Finding, Level

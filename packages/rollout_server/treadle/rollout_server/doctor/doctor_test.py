@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treadle.rollout_server.config import ModelConfig, ServerConfig, WeightsConfig
+from treadle.rollout_server.config.schema import ModelConfig, ServerConfig, WeightsConfig
 from treadle.rollout_server.doctor.command import examine, main
 from treadle.rollout_server.doctor.facts import Facts, Gpu, ModelFacts
 from treadle.rollout_server.doctor.finding import Finding, Level

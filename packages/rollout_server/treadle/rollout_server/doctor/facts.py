@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from treadle.rollout_server.address import Address
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.doctor import container
 from treadle.rollout_server.engine import ElementType
 from treadle.rollout_server.model_files import read_model

@@ -12,7 +12,6 @@ from typing import Any
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.admission import Admission
 from treadle.rollout_server.engine import (
     ElementType,
     EngineCounters,
@@ -31,7 +30,8 @@ from treadle.rollout_server.errors import (
     InvalidField,
     PromptTooLong,
 )
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.scheduling.admission import Admission
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 
 MAX_ID_BYTES = 128
 

@@ -14,15 +14,16 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo, TensorSpec
-from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.server import Server
-from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
+from treadle.rollout_server.testing import FakeClock, serve_in_process
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import pytest
 
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.config import ServerConfig, WeightsConfig
+from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
 from treadle.rollout_server.errors import CapabilityMissing
 from treadle.rollout_server.services.conftest import (
     BYTES,

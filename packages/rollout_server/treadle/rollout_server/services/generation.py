@@ -14,15 +14,15 @@ import grpc
 import grpc.aio
 
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.coalesce import Coalescer
 from treadle.rollout_server.engine import EngineEvent, Started, Tokens
 from treadle.rollout_server.errors import RolloutServerError
+from treadle.rollout_server.observability.server_stats import Tally
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.services.coalesce import Coalescer
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.services.errors import reason_name
 from treadle.rollout_server.services.event_message import Numbers, encode_batch, encode_event
 from treadle.rollout_server.services.methods import Methods
-from treadle.rollout_server.tally import Tally
 
 _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name

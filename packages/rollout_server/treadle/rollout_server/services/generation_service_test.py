@@ -10,7 +10,7 @@ import pytest
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.config import AdmissionConfig, ServerConfig
+from treadle.rollout_server.config.schema import AdmissionConfig, ServerConfig
 from treadle.rollout_server.services.conftest import bench, ids, refusal, want
 
 

@@ -10,8 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     EngineEvent,
     EngineRequest,
@@ -21,11 +22,11 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
+from treadle.rollout_server.observability.server_stats import Tally
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.generation import GenerationServicer
-from treadle.rollout_server.tally import Tally
-from treadle.rollout_server.testing import serve_in_process, stubs_for
+from treadle.rollout_server.testing import serve_in_process
 
 MODEL = ModelInfo(architecture="x", vocab_size=9, context_length=64, eos_token_ids=frozenset())
 EVENTS: list[EngineEvent] = [Started(2), Tokens((1, 2), (-0.5, -1.0), 3), Tokens((4,), (-2.0,), 4)]

@@ -10,10 +10,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     EngineCapabilities,
     EngineInfo,
@@ -21,7 +22,7 @@ from treadle.rollout_server.engine import (
     ModelInfo,
     PromptImage,
 )
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import (
     CapabilityMissing,
     ImagePlaceholders,
@@ -30,7 +31,7 @@ from treadle.rollout_server.errors import (
     PromptTooLong,
 )
 from treadle.rollout_server.services.codec import decode_generate
-from treadle.rollout_server.testing import serve_in_process, stubs_for
+from treadle.rollout_server.testing import serve_in_process
 
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=256)
 PNG = b"\x89PNG\r\n\x1a\n"

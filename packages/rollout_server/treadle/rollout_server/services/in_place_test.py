@@ -13,10 +13,10 @@ import pytest
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.config import ServerConfig, WeightsConfig
+from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
 from treadle.rollout_server.engine import NamedTensor
 from treadle.rollout_server.errors import CapabilityMissing
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.services.conftest import (
     BYTES,
     Bench,

@@ -25,7 +25,7 @@ from treadle.rollout_server.errors import (
     RolloutServerError,
     Unauthenticated,
 )
-from treadle.rollout_server.logs import name_call
+from treadle.rollout_server.observability.logs import name_call
 from treadle.rollout_server.services.errors import message_of, reason_name, to_status
 
 _log = logging.getLogger(__name__)

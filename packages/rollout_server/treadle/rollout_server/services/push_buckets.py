@@ -19,7 +19,7 @@ from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.codec import decode_update_id
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.session import UpdateSession, UpdateState
+from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
 
 _SHORT_BYTES = 256 << 10  # copied sooner than a thread is woken
 

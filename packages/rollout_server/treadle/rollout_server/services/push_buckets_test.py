@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
+from treadle.conformance.client.shared_segment import LAST, PAGE, Part, SharedSegment
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import CollectiveGroup
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.services import push_buckets
 from treadle.rollout_server.services.conftest import (
     BYTES,
@@ -27,8 +29,6 @@ from treadle.rollout_server.services.conftest import (
     push,
     refusal,
 )
-from treadle.rollout_server.testing import stubs_for
-from treadle.rollout_server.testing.shared_segment import LAST, PAGE, Part, SharedSegment
 from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.files import WeightFiles
 

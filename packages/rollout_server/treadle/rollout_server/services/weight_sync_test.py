@@ -10,12 +10,13 @@ import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
 
+from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.config import ServerConfig, WeightsConfig
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import CapabilityMissing
-from treadle.rollout_server.lifecycle import ServerState
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.services.conftest import (
     BYTES,
     MODEL,
@@ -29,7 +30,7 @@ from treadle.rollout_server.services.conftest import (
     refusal,
     want,
 )
-from treadle.rollout_server.testing import FakeClock, serve_in_process, stubs_for
+from treadle.rollout_server.testing import FakeClock, serve_in_process
 
 
 @pytest.mark.asyncio

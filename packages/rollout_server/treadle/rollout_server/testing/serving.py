@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from treadle.rollout_server.clock import Clock
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import Engine
 from treadle.rollout_server.server import Server, serve
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from treadle.rollout_server.config import ServerConfig, WeightsConfig
+from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
 from treadle.rollout_server.engine import ElementType, InFlightPolicy, ModelInfo, TensorSpec
-from treadle.rollout_server.engines.fake import FakeEngine
+from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import FileMissing, InvalidField, RolloutServerError
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.testing import FakeClock
-from treadle.rollout_server.updates import switch
+from treadle.rollout_server.updates import weight_updater as switch
 from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.files import WeightFiles
-from treadle.rollout_server.updates.session import UpdateSession, UpdateState
+from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
 
 TENSORS = tuple(TensorSpec(name=n, element_type=ElementType.FLOAT32, shape=(2,)) for n in "ab")
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=64)

@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 from treadle.rollout_server.engine import Engine, InFlightPolicy
 from treadle.rollout_server.errors import RolloutServerError, UpdateUnknown
-from treadle.rollout_server.seat import EngineSeat
-from treadle.rollout_server.updates.session import UpdateSession
-from treadle.rollout_server.updates.slot import UpdateSlot
+from treadle.rollout_server.scheduling.engine_controller import EngineSeat
+from treadle.rollout_server.updates.current_update import UpdateSlot
+from treadle.rollout_server.updates.weight_update import UpdateSession
 
 _log = logging.getLogger(__name__)
 Load: TypeAlias = Callable[[Engine], Awaitable[None]]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import ElementType, FilePlace, NamedTensor, TensorSpec
-from treadle.rollout_server.updates.session import UpdateSession
+from treadle.rollout_server.updates.weight_update import UpdateSession
 
 TENSORS = (
     TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(5,)),

@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from treadle.rollout_server.config import ServerConfig, WeightsConfig
+from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
 from treadle.rollout_server.engine import (
     ElementType,
     EngineRequest,
@@ -33,8 +33,8 @@ from treadle.rollout_server.engine import (
     TensorSpec,
     Tokens,
 )
-from treadle.rollout_server.engines.fake import FakeEngine, FakeLatency
-from treadle.rollout_server.engines.fake_model import (
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.model import (
     Prefix,
     fingerprint_entry,
     fingerprint_of,
@@ -42,8 +42,8 @@ from treadle.rollout_server.engines.fake_model import (
     sample,
 )
 from treadle.rollout_server.errors import CapabilityMissing, RolloutServerError
-from treadle.rollout_server.lifecycle import ServerState
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import FakeClock
 from treadle.rollout_server.updates.delta import Delta
 from treadle.rollout_server.updates.files import WeightFiles

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.trainer.policy import LossAggregation
+from treadle.trainer.policy.types import LossAggregation
 
 
 class AlgorithmConfig(BaseModel):

@@ -1,7 +1,7 @@
 """The policy's settings: parallel sizes, optimizer, precision and memory.
 
 Invariant: a value of these models can be trained with; what cannot work together is refused here,
-except what depends on the model's own sizes, which `treadle.trainer.megatron.model` checks.
+except what depends on the model's own sizes, which `treadle.trainer.policy.megatron.model` checks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.trainer.policy import ElementType
+from treadle.trainer.policy.types import ElementType
 
 
 class ParallelConfig(BaseModel):

@@ -16,7 +16,7 @@ from treadle.trainer.demo.demonstrations import answered_with_tool
 from treadle.trainer.demo.math_expression.recipe import MATH_EXPRESSION
 from treadle.trainer.demo.questions import TEMPLATES, Split, sample_question
 from treadle.trainer.demo.warm_start import RECIPES, measure
-from treadle.trainer.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
 
 _CALCULATOR = Path(__file__).parent / "calculator" / "model"
 _MATH_EXPRESSION = Path(__file__).parent / "math_expression" / "model"

@@ -46,9 +46,9 @@ from treadle.trainer.demo.tokenizer import (
     build_tokenizer,
     write_tokenizer,
 )
-from treadle.trainer.hf_weights import write_folder
-from treadle.trainer.megatron.backend import MegatronPolicy
-from treadle.trainer.policy import NamedTensor, PolicyBackend, TrainSequence
+from treadle.trainer.policy.hf_weights import write_folder
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.types import NamedTensor, PolicyBackend, TrainSequence
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
 
 __all__ = ["RECIPES", "Skill", "main", "measure", "warm_start"]

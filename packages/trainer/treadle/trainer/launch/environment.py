@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from treadle.trainer.policy_commands import AUTHKEY_VARIABLE
+from treadle.trainer.policy.commands import AUTHKEY_VARIABLE
 
 __all__ = [
     "child_environment",

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from treadle.trainer.policy import NamedTensor, TensorSpec
-from treadle.trainer.policy_commands import Command, Compare, Push, Share, Specs, WriteFiles
+from treadle.trainer.policy.commands import Command, Compare, Push, Share, Specs, WriteFiles
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.delta import DeltaSender
-from treadle.trainer.weight_sync.file import write_files
-from treadle.trainer.weight_sync.inline import push
-from treadle.trainer.weight_sync.shared_memory import SharedMemorySender
+from treadle.trainer.weight_sync.transports.file import write_files
+from treadle.trainer.weight_sync.transports.inline import push
+from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in its stub only
 

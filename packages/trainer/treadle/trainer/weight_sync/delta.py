@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.trainer.policy import ElementType
-from treadle.trainer.policy_commands import Compare, DeltaReport, Push, SendReport, WriteFiles
-from treadle.trainer.weight_sync.file import FileEntry, write_file
-from treadle.trainer.weight_sync.inline import push_bytes
+from treadle.trainer.policy.commands import Compare, DeltaReport, Push, SendReport, WriteFiles
+from treadle.trainer.policy.types import ElementType
 from treadle.trainer.weight_sync.payload import WeightSource, tensor_bytes
+from treadle.trainer.weight_sync.transports.file import FileEntry, write_file
+from treadle.trainer.weight_sync.transports.inline import push_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from treadle.trainer.policy import ElementType
-from treadle.trainer.policy_commands import Compare, WriteFiles
+from treadle.trainer.policy.commands import Compare, WriteFiles
+from treadle.trainer.policy.types import ElementType
 from treadle.trainer.weight_sync.conftest import Taker, Weights
 from treadle.trainer.weight_sync.delta import DeltaSender, encode
 from treadle.trainer.weight_sync.payload import tensor_bytes

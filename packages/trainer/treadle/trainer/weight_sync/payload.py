@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.trainer.policy import ElementType, NamedTensor, TensorSpec
+from treadle.trainer.policy.types import ElementType, NamedTensor, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
-from treadle.trainer.policy_commands import Compare, DeltaReport
-from treadle.trainer.weight_sync.round import Changes, Round
+from treadle.trainer.policy.commands import Compare, DeltaReport
+from treadle.trainer.weight_sync.update_round import Changes, Round
 
 __all__ = ["DeltaPublisher"]
 

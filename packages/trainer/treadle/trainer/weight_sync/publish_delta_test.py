@@ -12,7 +12,7 @@ from treadle.trainer.config.schema import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
-from treadle.trainer.policy_group import PolicyGroup
+from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
 from treadle.trainer.weight_sync.payload import tensor_bytes
 from treadle.trainer.weight_sync.publisher import WeightPublisher

@@ -21,18 +21,18 @@ from treadle.trainer.config.schema import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
-from treadle.trainer.policy import ElementType, TensorSpec
-from treadle.trainer.policy_commands import Specs
-from treadle.trainer.policy_group import PolicyGroup
-from treadle.trainer.server_security import ServerSecurity
+from treadle.trainer.policy.commands import Specs
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.types import ElementType, TensorSpec
+from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.publish_collective import CollectivePublisher
 from treadle.trainer.weight_sync.publish_delta import DeltaPublisher
-from treadle.trainer.weight_sync.publish_file import publish_files, send_files
-from treadle.trainer.weight_sync.publish_inline import publish_inline, push_all
-from treadle.trainer.weight_sync.publish_shared_memory import publish_shared_memory
-from treadle.trainer.weight_sync.round import Round
+from treadle.trainer.weight_sync.transports.publish_collective import CollectivePublisher
+from treadle.trainer.weight_sync.transports.publish_file import publish_files, send_files
+from treadle.trainer.weight_sync.transports.publish_inline import publish_inline, push_all
+from treadle.trainer.weight_sync.transports.publish_shared_memory import publish_shared_memory
+from treadle.trainer.weight_sync.update_round import Round
 
 __all__ = ["PublishReport", "WeightPublisher"]
 

@@ -13,8 +13,8 @@ from treadle.trainer.config.schema import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
-from treadle.trainer.policy_group import PolicyGroup
-from treadle.trainer.server_security import ServerSecurity
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import tensor_bytes

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
-from treadle.rollout_server.engines.arguments import (
+from treadle.rollout_server.engines.common.arguments import (
     OwnArgument,
     merged_arguments,
     refuse_unhonoured,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from treadle.rollout_server.config import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
 from treadle.rollout_server.engines.sglang.arguments import kv_bytes_per_token, server_arguments
 

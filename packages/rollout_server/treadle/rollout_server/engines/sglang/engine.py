@@ -19,7 +19,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from treadle.rollout_server.admission import Admission
 from treadle.rollout_server.engine import (
     CollectiveGroup,
     EngineCounters,
@@ -34,12 +33,13 @@ from treadle.rollout_server.engine import (
     Started,
     TensorSpec,
 )
-from treadle.rollout_server.engines.collective_group import fail_group
-from treadle.rollout_server.engines.collective_message import encode_group
+from treadle.rollout_server.engines.common.collective_group import fail_group
+from treadle.rollout_server.engines.common.collective_message import encode_group
+from treadle.rollout_server.engines.common.staging import Staging, staging
 from treadle.rollout_server.engines.sglang import sequence, weights
-from treadle.rollout_server.engines.staging import Staging, staging
 from treadle.rollout_server.errors import EngineFailed, ShuttingDown
-from treadle.rollout_server.gate import AdmissionGate
+from treadle.rollout_server.scheduling.admission import Admission
+from treadle.rollout_server.scheduling.request_queue import AdmissionGate
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
 _log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import EngineCapabilities, EngineInfo, ModelInfo
-from treadle.rollout_server.engines.building import built
-from treadle.rollout_server.engines.parameters import held_parameters
-from treadle.rollout_server.engines.scratch import Scratch
+from treadle.rollout_server.engines.common.cancellable_startup import built
+from treadle.rollout_server.engines.common.parameters import held_parameters
+from treadle.rollout_server.engines.common.runtime_dir import Scratch
 from treadle.rollout_server.engines.sglang import startup
 from treadle.rollout_server.engines.sglang.arguments import server_arguments
 from treadle.rollout_server.engines.sglang.engine import SglangEngine

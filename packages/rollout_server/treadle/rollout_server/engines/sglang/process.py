@@ -43,7 +43,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
-from treadle.rollout_server.engines.scratch import Scratch
+from treadle.rollout_server.engines.common.runtime_dir import Scratch
 from treadle.rollout_server.engines.sglang.startup import ProcessSetup, run_scheduler
 from treadle.rollout_server.engines.sglang.weights import decode_problems
 from treadle.rollout_server.errors import CollectiveBroken

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from treadle.rollout_server.engine import Sampling
-from treadle.rollout_server.engines.sampling import Drawn, SamplingBatch, penalised
+from treadle.rollout_server.engines.common.sampling import Drawn, SamplingBatch, penalised
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import Sampling
-from treadle.rollout_server.engines.sampling import SamplingBatch
+from treadle.rollout_server.engines.common.sampling import SamplingBatch
 from treadle.rollout_server.engines.sglang.sampling import Row, Rows, to_wire
 
 VOCAB = 40

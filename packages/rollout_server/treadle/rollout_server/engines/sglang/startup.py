@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from treadle.rollout_server.engines.parent import end_with_parent
+from treadle.rollout_server.engines.common.die_with_parent import end_with_parent
 from treadle.rollout_server.engines.sglang import shims
 
 

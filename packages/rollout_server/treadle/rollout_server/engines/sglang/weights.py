@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from treadle.rollout_server.engine import NamedTensor
-from treadle.rollout_server.engines.mapped_files import MappedFiles
-from treadle.rollout_server.engines.staging import Entry
+from treadle.rollout_server.engines.common.mapped_files import MappedFiles
+from treadle.rollout_server.engines.common.staging import Entry
 
 
 def batches(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:

@@ -9,6 +9,7 @@ from treadle.rollout_server.engine import (
     NamedTensor,
     TensorSpec,
 )
+from treadle.rollout_server.engines.common.staging import staging
 from treadle.rollout_server.engines.sglang.weights import (
     Problem,
     batches,
@@ -17,7 +18,6 @@ from treadle.rollout_server.engines.sglang.weights import (
     encode_problems,
     mapped,
 )
-from treadle.rollout_server.engines.staging import staging
 
 
 def named(name: str, tensor: torch.Tensor, place: FilePlace | None = None) -> NamedTensor:

@@ -31,8 +31,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from treadle.rollout_server.engines.collective import CollectiveMember
-from treadle.rollout_server.engines.collective_message import decode_group
+from treadle.rollout_server.engines.common.collective import CollectiveMember
+from treadle.rollout_server.engines.common.collective_message import decode_group
 from treadle.rollout_server.engines.sglang import weights
 from treadle.rollout_server.engines.sglang.sampling import Row, Rows
 from treadle.rollout_server.engines.sglang.sequence import SETTINGS_KEY

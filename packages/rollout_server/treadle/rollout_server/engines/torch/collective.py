@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from treadle.rollout_server.engine import CollectiveGroup, TensorSpec
-from treadle.rollout_server.engines.collective import CollectiveMember, Received
+from treadle.rollout_server.engines.common.collective import CollectiveMember, Received
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.model import CachedModel
 

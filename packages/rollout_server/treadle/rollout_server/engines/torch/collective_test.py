@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from treadle.conformance.client.collective_sender import CollectiveSender
 from treadle.rollout_server.engine import InFlightPolicy, NamedTensor
-from treadle.rollout_server.engines.collective_group import Membership
+from treadle.rollout_server.engines.common.collective_group import Membership
 from treadle.rollout_server.engines.torch.harness import (
     ModelDir,
     complete,
@@ -18,7 +19,6 @@ from treadle.rollout_server.engines.torch.harness import (
     serving,
 )
 from treadle.rollout_server.errors import TensorMismatch
-from treadle.rollout_server.testing.collective_sender import CollectiveSender
 
 PROMPT = [5, 6, 7]
 

@@ -3,11 +3,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from treadle.conformance.contracts.collective_contract import CollectiveContract
+from treadle.conformance.contracts.engine_contract import EngineContract
 from treadle.rollout_server.engine import ElementType, Engine, NamedTensor
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.engines.torch.harness import ModelDir, named_tensors
-from treadle.rollout_server.testing.collective_contract import CollectiveContract
-from treadle.rollout_server.testing.engine_contract import EngineContract
 
 
 class TestTorchEngine(EngineContract, CollectiveContract):

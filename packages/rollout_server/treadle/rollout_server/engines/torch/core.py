@@ -38,7 +38,7 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.sampling import SamplingBatch
+from treadle.rollout_server.engines.common.sampling import SamplingBatch
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
 from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.kv_rows import KvRows

@@ -20,7 +20,7 @@ from importlib.metadata import version as package_version
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     CollectiveGroup,
     ElementType,
@@ -37,8 +37,8 @@ from treadle.rollout_server.engine import (
     Started,
     TensorSpec,
 )
-from treadle.rollout_server.engines.arguments import refuse_unhonoured
-from treadle.rollout_server.engines.collective import CollectiveMember
+from treadle.rollout_server.engines.common.arguments import refuse_unhonoured
+from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.torch.collective import receive
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.core import EngineCore

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from treadle.rollout_server.config import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
 from treadle.rollout_server.engine import (
     FinishReason,
     InFlightPolicy,

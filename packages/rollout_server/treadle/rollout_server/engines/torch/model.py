@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
-from treadle.rollout_server.engines.element_types import TORCH_DTYPES
+from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     StepLayout,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from treadle.conformance.contracts.image_contract import ImageContract
 from treadle.rollout_server.engine import (
     Engine,
     EngineRequest,
@@ -38,7 +39,6 @@ from treadle.rollout_server.engines.torch.vision_harness import (
     write_vision_model,
 )
 from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
-from treadle.rollout_server.testing.image_contract import ImageContract
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)

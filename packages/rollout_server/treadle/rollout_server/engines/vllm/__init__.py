@@ -9,7 +9,7 @@ Importing this needs vLLM nowhere but in `create`.
 
 import asyncio
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import Engine
 from treadle.rollout_server.engines.vllm import startup
 

@@ -5,8 +5,8 @@ a key of ours nor `engine_args` says otherwise, except for the arguments listed 
 with its reason.
 """
 
-from treadle.rollout_server.config import ServerConfig
-from treadle.rollout_server.engines.arguments import OwnArgument
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.engines.common.arguments import OwnArgument
 
 WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
 

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from treadle.rollout_server.config import ModelConfig, ServerConfig
-from treadle.rollout_server.engines.arguments import merged_arguments, refuse_unhonoured
+from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.engines.common.arguments import merged_arguments, refuse_unhonoured
 from treadle.rollout_server.engines.vllm.arguments import UNHONOURED, own_arguments
 
 

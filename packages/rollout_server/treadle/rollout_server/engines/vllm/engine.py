@@ -24,7 +24,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from treadle.rollout_server.config import ServerConfig
+from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     CollectiveGroup,
     EngineCapabilities,
@@ -38,11 +38,11 @@ from treadle.rollout_server.engine import (
     NamedTensor,
     TensorSpec,
 )
-from treadle.rollout_server.engines.collective_group import fail_group
-from treadle.rollout_server.engines.collective_message import encode_group
-from treadle.rollout_server.engines.parameters import held_parameters
-from treadle.rollout_server.engines.scratch import Scratch
-from treadle.rollout_server.engines.staging import staging
+from treadle.rollout_server.engines.common.collective_group import fail_group
+from treadle.rollout_server.engines.common.collective_message import encode_group
+from treadle.rollout_server.engines.common.parameters import held_parameters
+from treadle.rollout_server.engines.common.runtime_dir import Scratch
+from treadle.rollout_server.engines.common.staging import staging
 from treadle.rollout_server.engines.vllm import startup
 from treadle.rollout_server.engines.vllm.memory import Memory
 from treadle.rollout_server.engines.vllm.sampling import translate

@@ -7,7 +7,7 @@ server's.
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from treadle.rollout_server.engines.parent import end_with_parent
+from treadle.rollout_server.engines.common.die_with_parent import end_with_parent
 
 
 class OneWorker(UniProcExecutor):  # type: ignore[misc]

@@ -16,7 +16,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from treadle.rollout_server.engines.sampling import SamplingBatch
+from treadle.rollout_server.engines.common.sampling import SamplingBatch
 from treadle.rollout_server.engines.vllm.sampling import drawn_by
 
 

@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from treadle.rollout_server.config import ServerConfig
-from treadle.rollout_server.engines.arguments import merged_arguments, refuse_unhonoured
-from treadle.rollout_server.engines.building import built
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.engines.common.arguments import merged_arguments, refuse_unhonoured
+from treadle.rollout_server.engines.common.cancellable_startup import built
 from treadle.rollout_server.engines.vllm.arguments import UNHONOURED, own_arguments
 
 _KNOWN_VERSION = "0.32."

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treadle.rollout_server.engines.collective import CollectiveMember
-from treadle.rollout_server.engines.collective_message import decode_group
-from treadle.rollout_server.engines.mapped_files import MappedFiles
-from treadle.rollout_server.engines.parent import end_with_parent
+from treadle.rollout_server.engines.common.collective import CollectiveMember
+from treadle.rollout_server.engines.common.collective_message import decode_group
+from treadle.rollout_server.engines.common.die_with_parent import end_with_parent
+from treadle.rollout_server.engines.common.mapped_files import MappedFiles
 from treadle.rollout_server.errors import CollectiveBroken
 
 if TYPE_CHECKING:
-    from treadle.rollout_server.engines.staging import Entry
+    from treadle.rollout_server.engines.common.staging import Entry
 
 
 class WorkerExtension:

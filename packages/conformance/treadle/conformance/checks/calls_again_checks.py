@@ -1,0 +1,155 @@
+# ruff: noqa: D102  (a check's name says what it shows)
+"""Calls that come again, since an answer got lost: what is told depends on where the update stands.
+
+The rows of the table in docs/protocol.md that can be seen from outside and need a whole update.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from treadle.conformance.checks.server_harness import CALL_S, Bench, Checks, chunk_of, rest_of
+from treadle.conformance.client.refusals import refusal
+from treadle.rollout.v1 import errors_pb2
+from treadle.rollout.v1 import server_service_pb2 as srv
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+
+_IN_PLACE = {"in_place": sync.InPlace(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)}
+_WAYS = pytest.mark.parametrize("way", [{}, _IN_PLACE], ids=["staged", "in place"])
+_Way = dict[str, Any]
+_UNKNOWN = ("NOT_FOUND", "UPDATE_UNKNOWN")
+_CONFLICT = ("FAILED_PRECONDITION", "STATE_CONFLICT")
+
+
+class Again:
+    """One update, of which every byte was pushed, and its calls."""
+
+    def __init__(self, it: Bench, update_id: str, way: _Way) -> None:
+        self.it = it
+        self.update_id = update_id
+        self.version = it.server.weight_version + 1
+        self._way = way
+
+    @property
+    def all_bytes(self) -> list[int]:
+        return [len(tensor.data) for tensor in self.it.tensors()]
+
+    async def begin(self) -> list[int]:
+        fields: _Way = {"update_id": self.update_id, "weight_version": self.version} | self._way
+        _, begun = await self.it.begin(**fields)
+        return list(begun.received_bytes)
+
+    async def refused_begin(self, **changes: Any) -> tuple[str, str]:
+        fields: _Way = {"update_id": self.update_id, "weight_version": self.version} | self._way
+        _, found = await self.it.refused_begin(**fields | changes)
+        return found.code, found.reason
+
+    async def refused(self, call: str) -> tuple[str, str]:
+        tensors = self.it.tensors()
+        calls = {
+            "GetUpdate": self.it.held,
+            "PushWeights": lambda name: self.it.push_chunks(name, chunk_of(tensors, 0, 0, 4)),
+            "CommitUpdate": self.it.commit,
+            "AbortUpdate": self.it.abort,
+        }
+        found = await refusal(calls[call](self.update_id), call)
+        if found.reason == "CHUNK_OUT_OF_ORDER":
+            detail = found.detail(errors_pb2.ChunkOutOfOrder)
+            assert detail.expected_offset == self.all_bytes[0]
+        return found.code, found.reason
+
+    async def is_over(self) -> None:
+        """What each call but Begin is told of an update that was committed."""
+        for call in ("GetUpdate", "PushWeights"):
+            assert await self.refused(call) == _UNKNOWN, f"{call} after CommitUpdate"
+        assert await self.it.commit(self.update_id) == self.version
+        assert await self.refused("AbortUpdate") == _CONFLICT, "AbortUpdate after CommitUpdate"
+
+
+@pytest.mark.asyncio
+class CheckCallsAgain(Checks):
+    """See the module docstring."""
+
+    @asynccontextmanager
+    async def pushed(self, way: _Way) -> AsyncIterator[Again]:
+        async with self.bench() as it:
+            if way and not it.can.in_place_update:
+                pytest.skip("it takes no updates in place")
+            update_id, _ = await it.begin(**way)
+            await it.push(update_id)
+            yield Again(it, update_id, way)
+
+    @_WAYS
+    async def test_a_whole_update_is_held_until_it_is_dropped(self, way: _Way) -> None:
+        async with self.pushed(way) as update:
+            assert await update.begin() == update.all_bytes
+            assert await update.it.held(update.update_id) == update.all_bytes
+            assert await update.refused("PushWeights") == ("OUT_OF_RANGE", "CHUNK_OUT_OF_ORDER")
+            await update.it.abort(update.update_id)
+            for call in ("GetUpdate", "PushWeights", "CommitUpdate"):
+                assert await update.refused(call) == _UNKNOWN, f"{call} after AbortUpdate"
+            await update.it.abort(update.update_id)
+
+    @_WAYS
+    async def test_an_update_that_was_dropped_may_begin_anew(self, way: _Way) -> None:
+        async with self.pushed(way) as update:
+            await update.it.abort(update.update_id)
+            assert not any(await update.begin()), "it still holds what was dropped"
+            await update.it.push(update.update_id)
+            assert await update.it.commit(update.update_id) == update.version
+
+    @_WAYS
+    async def test_an_update_that_serves_is_known(self, way: _Way) -> None:
+        async with self.pushed(way) as update:
+            it = update.it
+            assert await it.commit(update.update_id) == update.version
+            before = await it.sampled()
+            await update.is_over()
+            assert await update.begin() == update.all_bytes
+            await update.is_over()
+            server = await it.info()
+            assert (server.state, server.weight_version) == (
+                srv.SERVER_STATE_SERVING,
+                update.version,
+            )
+            assert await it.sampled() == before
+
+    @_WAYS
+    async def test_an_update_that_serves_is_not_announced_otherwise(self, way: _Way) -> None:
+        async with self.pushed(way) as update:
+            tensors = list(update.it.begin_request().tensors)[::-1]
+            if len(tensors) < 2:
+                pytest.skip("its model is one tensor")
+            await update.it.commit(update.update_id)
+            found = await update.refused_begin(tensors=tensors)
+        assert found == ("INVALID_ARGUMENT", "INVALID_FIELD")
+
+    @_WAYS
+    async def test_an_update_that_served_before_is_remembered(self, way: _Way) -> None:
+        async with self.pushed(way) as update:
+            await update.it.commit(update.update_id)
+            await update.it.info()
+            await update.it.bring(0)
+            await update.is_over()
+            found = await update.refused_begin()
+        assert found == ("FAILED_PRECONDITION", "WEIGHT_VERSION_BEHIND")
+
+    async def test_an_update_that_is_being_committed_is_neither_dropped_nor_begun(self) -> None:
+        """Each call is answered alike when the commit has ended meanwhile."""
+        async with self.pushed({}) as update:
+            it = update.it
+            wanted = it.want()
+            wanted.sampling.max_tokens = it.server.model.context_length
+            running = it.stubs.generation.Generate(wanted, timeout=CALL_S)
+            await running.read()
+            committing = asyncio.create_task(it.commit(update.update_id))
+            while not committing.done():
+                if (await it.info()).state == srv.SERVER_STATE_UPDATING:
+                    break
+            assert await update.begin() == update.all_bytes
+            assert await update.refused("AbortUpdate") == _CONFLICT
+            assert await it.commit(update.update_id) == await committing == update.version
+            assert (await rest_of(running))[-1].finished.num_tokens > 0

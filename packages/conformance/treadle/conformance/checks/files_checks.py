@@ -1,0 +1,138 @@
+# ruff: noqa: D102  (a check's name says what it shows)
+"""Updates by files below the directory that the server was started with; the kit writes them."""
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.conformance.checks.server_harness import Bench, Checks
+from treadle.conformance.client.refusals import Refusal
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.engine import ElementType, NamedTensor
+
+_NAMES = {
+    ElementType.FLOAT32: "F32",
+    ElementType.BFLOAT16: "BF16",
+    ElementType.FLOAT16: "F16",
+    ElementType.FLOAT8_E4M3FN: "F8_E4M3",
+}
+
+
+@pytest.mark.asyncio
+class CheckFiles(Checks):
+    """BeginUpdate(file)."""
+
+    @asynccontextmanager
+    async def able(self) -> AsyncIterator[tuple[Bench, Path]]:
+        """The server, and an empty directory of its own."""
+        async with self.bench() as it:
+            if not it.can.file_transport:
+                pytest.skip("it reads no files")
+            if self.settings.files is None:
+                pytest.skip("needs the directory that it reads: give --files")
+            with directory_in(self.settings.files) as made:
+                yield it, made
+
+    @pytest.mark.parametrize("way", ["staged", "in place"])
+    async def test_they_bring_what_inline_brings(self, way: str) -> None:
+        async with self.able() as (it, directory):
+            if way == "in place" and not it.can.in_place_update:
+                pytest.skip("it takes no updates in place")
+            wanted, _ = await it.after(1), await it.bring(0)
+            tensors = it.tensors(1)
+            write(directory / "first.safetensors", tensors[::2])
+            write(directory / "second.safetensors", tensors[1::2])
+            in_place = sync.InPlace(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)
+            update_id, begun = await it.begin(
+                1,
+                inline=None,
+                file=_transport(directory, tensors),
+                in_place=in_place if way == "in place" else None,
+            )
+            assert list(begun.received_bytes) == [len(tensor.data) for tensor in tensors]
+            assert await it.commit(update_id) == it.server.weight_version + 1
+            assert await it.sampled() == wanted
+
+    @pytest.mark.parametrize(
+        ("wrong", "code"),
+        [("checksum", "DATA_LOSS"), ("cut short", "DATA_LOSS"), ("absent", "NOT_FOUND")],
+        ids=["checksum", "cut short", "absent"],
+    )
+    async def test_files_that_are_not_as_announced_are_refused(self, wrong: str, code: str) -> None:
+        async with self.able() as (it, directory):
+            before = await it.sampled()
+            tensors = it.tensors(1)
+            transport = _transport(directory, tensors)
+            if wrong == "checksum":
+                transport.crc32[0] ^= 1
+            if wrong != "absent":
+                write(directory / "all.safetensors", tensors, cut=int(wrong == "cut short"))
+            found = await self._refused(it, transport)
+            assert await it.sampled() == before
+        assert (found.code, found.reason) == (code, "FILE_UNREADABLE")
+
+    async def test_a_link_leads_to_no_other_directory(self) -> None:
+        async with self.able() as (it, directory):
+            tensors = it.tensors(1)
+            with tempfile.TemporaryDirectory() as elsewhere:
+                write(Path(elsewhere) / "all.safetensors", tensors)
+                (directory / "link").symlink_to(elsewhere)
+                found = await self._refused(it, _transport(directory / "link", tensors))
+        assert (found.code, found.reason) == ("PERMISSION_DENIED", "FILE_OUTSIDE_ROOT")
+
+    async def _refused(self, it: Bench, transport: sync.FileTransport) -> Refusal:
+        _, found = await it.refused_begin(inline=None, file=transport)
+        return found
+
+
+@contextmanager
+def directory_in(files: Path) -> Iterator[Path]:
+    """A directory of our own below the server's."""
+    with tempfile.TemporaryDirectory(dir=files) as made:
+        os.chmod(made, 0o755)  # The server may be another user.
+        yield Path(made)
+
+
+def _transport(directory: Path, tensors: list[NamedTensor]) -> sync.FileTransport:
+    """A directory below the server's, which both sides may know by other paths."""
+    parts = [directory.name] if directory.name != "link" else [directory.parent.name, "link"]
+    crc32 = [zlib.crc32(tensor.data) for tensor in tensors]
+    return sync.FileTransport(directory="/".join(parts), crc32=crc32)
+
+
+def write(path: Path, tensors: list[NamedTensor], *, cut: int = 0) -> None:
+    """Writes a safetensors file, without its last bytes perhaps."""
+    parts = [
+        (tensor.spec.name, _NAMES[tensor.spec.element_type], tensor.spec.shape, tensor.data)
+        for tensor in tensors
+    ]
+    path.write_bytes(_safetensors(parts, {})[: -cut or None])
+
+
+def write_delta(path: Path, tensors: list[NamedTensor], changes: list[bytes], *, base: int) -> None:
+    """Writes the encoded changes of tensors, as the file transport of a delta wants them."""
+    parts = [
+        (tensor.spec.name, "U8", (len(data),), memoryview(data))
+        for tensor, data in zip(tensors, changes, strict=True)
+    ]
+    path.write_bytes(_safetensors(parts, {"base_weight_version": str(base)}))
+
+
+def _safetensors(
+    parts: Sequence[tuple[str, str, tuple[int, ...], memoryview]], metadata: dict[str, str]
+) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for name, dtype, shape, data in parts:
+        stop = start + len(data)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *(data for *_, data in parts)])

@@ -1,0 +1,329 @@
+"""The bench: one server, spoken to message by message.
+
+Invariant: whatever a check does, the server serves again after it: updates that it began are
+aborted or mended, memory is restored, and what it paused goes on.
+"""
+
+import os
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from treadle.conformance.client.checkpoint import read_checkpoint, specs_of
+from treadle.conformance.client.refusals import Refusal, read_refusal, refusal
+from treadle.conformance.client.remote_messages import begin_request, push_messages
+from treadle.conformance.client.shared_segment import (
+    LAST,
+    Part,
+    SharedSegment,
+    push_segment,
+    whole_tensors,
+)
+from treadle.conformance.client.stubs import Stubs, stubs_for
+from treadle.conformance.contracts.reader import stream
+from treadle.conformance.settings import Settings
+from treadle.rollout.v1 import generation_service_pb2 as gen
+from treadle.rollout.v1 import server_service_pb2 as srv
+from treadle.rollout.v1 import weight_sync_service_pb2 as sync
+from treadle.rollout_server.engine import NamedTensor
+
+CALL_S = 60.0
+_KINDS = (srv.MEMORY_KIND_WEIGHTS, srv.MEMORY_KIND_KV_CACHE)
+
+
+SHARED: dict[str, Any] = {"inline": None, "shared_memory": sync.SharedMemoryTransport()}
+"""Fields of an update by shared memory."""
+Weights = int | list[NamedTensor]
+"""One of the two sets that the kit was given, or another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """Ids and log-probs of a completion; equal within a tolerance of nats."""
+
+    ids: list[int]
+    logprobs: list[float]
+    tolerance: float
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sampled):
+            return NotImplemented
+        pairs = zip(self.logprobs, other.logprobs, strict=False)
+        return self.ids == other.ids and all(abs(a - b) <= self.tolerance for a, b in pairs)
+
+
+class Bench:
+    """What a check speaks through; made by `Checks.bench`.
+
+    Args:
+        settings: Of the kit.
+        channel: To the server.
+        server: Its first answer.
+    """
+
+    def __init__(
+        self, settings: Settings, channel: grpc.aio.Channel, server: srv.GetServerInfoResponse
+    ) -> None:
+        self.settings = settings
+        self.channel = channel
+        self.server = server
+        self.stubs: Stubs = stubs_for(channel, settings.target.metadata)
+        self._begun: list[str] = []
+
+    @property
+    def can(self) -> srv.Capabilities:
+        """What the server can do."""
+        return self.server.capabilities
+
+    async def info(self) -> srv.GetServerInfoResponse:
+        """What the server is and does now."""
+        request = srv.GetServerInfoRequest(client="conformance")
+        self.server = await self.stubs.control.GetServerInfo(request, timeout=CALL_S)
+        return self.server
+
+    def want(self, **fields: Any) -> gen.GenerateRequest:
+        """A request for 8 ids that are drawn with a seed, unless told otherwise."""
+        values: dict[str, Any] = {
+            "request_id": f"conformance-{uuid.uuid4()}",
+            "prompt_token_ids": [1, 2, 3],
+            "sampling": gen.SamplingParams(max_tokens=8, temperature=1, seed=5, ignore_eos=True),
+            "logprob_mode": gen.LOGPROB_MODE_SAMPLED,
+        } | fields
+        return gen.GenerateRequest(**values)
+
+    async def generate(self, **fields: Any) -> list[gen.GenerateResponse]:
+        """One completion's messages."""
+        call = self.stubs.generation.Generate(self.want(**fields), timeout=CALL_S)
+        return [message async for message in call]
+
+    async def refused(self, **fields: Any) -> Refusal:
+        """A completion that must be refused."""
+        return await refusal(self.generate(**fields))
+
+    async def pause(self, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN) -> None:
+        """Stops the server."""
+        await self.stubs.control.Pause(srv.PauseRequest(in_flight=policy), timeout=CALL_S)
+
+    async def resume(self) -> None:
+        """Lets it go on."""
+        await self.stubs.control.Resume(srv.ResumeRequest(), timeout=CALL_S)
+
+    async def sampled(self) -> Sampled:
+        """What the server makes of one prompt now."""
+        sampling = gen.SamplingParams(max_tokens=16, temperature=1, seed=5, ignore_eos=True)
+        messages = await self.generate(prompt_token_ids=range(1, 17), sampling=sampling)
+        return Sampled(
+            ids=ids(messages),
+            logprobs=[round(x, 4) for message in messages for x in message.tokens.logprobs],
+            tolerance=max(1e-3, self.settings.tolerance),
+        )
+
+    def tensors(self, which: Weights = 1) -> list[NamedTensor]:
+        """A set of weights; skips the check where there is none."""
+        if not isinstance(which, int):
+            return which
+        checkpoints = self.settings.target.checkpoints
+        if checkpoints is None:
+            pytest.skip("needs weights to send: give --model or --weights")
+        return read_checkpoint(checkpoints[which])
+
+    def begin_request(self, which: int = 1, **fields: Any) -> sync.BeginUpdateRequest:
+        """A staged inline update to the next version, unless told otherwise."""
+        update_id = fields.pop("update_id", f"conformance-{uuid.uuid4()}")
+        version = fields.pop("weight_version", self.server.weight_version + 1)
+        request = begin_request(update_id, version, specs_of(self.tensors(which)))
+        for name, value in fields.items():
+            request.ClearField(name)
+            if isinstance(value, list):
+                getattr(request, name).extend(value)
+            elif value is not None and hasattr(value, "DESCRIPTOR"):
+                getattr(request, name).CopyFrom(value)
+                getattr(request, name).SetInParent()
+            elif value is not None:
+                setattr(request, name, value)
+        return request
+
+    async def refused_begin(self, **fields: Any) -> tuple[sync.BeginUpdateRequest, Refusal]:
+        """An update that must not open; what was asked for, and the answer."""
+        request = self.begin_request(**fields)
+        self._begun.append(request.update_id)
+        return request, await refusal(self.stubs.weights.BeginUpdate(request, timeout=CALL_S))
+
+    async def begin(self, which: int = 1, **fields: Any) -> tuple[str, sync.BeginUpdateResponse]:
+        """Opens an update; returns its id and the answer."""
+        request = self.begin_request(which, **fields)
+        self._begun.append(request.update_id)
+        answer = await self.stubs.weights.BeginUpdate(request, timeout=CALL_S)
+        return request.update_id, answer
+
+    async def push(self, update_id: str, which: Weights = 1) -> sync.PushWeightsResponse:
+        """Sends all of a set of weights."""
+        tensors = self.tensors(which)
+        messages = push_messages(update_id, specs_of(tensors), stream(tensors), 1 << 20)
+        answer = await self.stubs.weights.PushWeights(messages, timeout=10 * CALL_S)
+        assert isinstance(answer, sync.PushWeightsResponse)
+        return answer
+
+    async def push_chunks(self, update_id: str, *chunks: sync.WeightChunk) -> object:
+        """Sends some chunks in one stream."""
+        header = sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
+        messages = [header, *(sync.PushWeightsRequest(chunk=chunk) for chunk in chunks)]
+        return await self.stubs.weights.PushWeights(messages, timeout=CALL_S)
+
+    async def commit(
+        self, update_id: str, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN
+    ) -> int:
+        """Switches; returns the version that serves."""
+        request = sync.CommitUpdateRequest(update_id=update_id, in_flight=policy)
+        answer = await self.stubs.weights.CommitUpdate(request, timeout=10 * CALL_S)
+        return int(answer.weight_version)
+
+    async def bring(self, which: Weights = 1, **fields: Any) -> int:
+        """One whole update; returns the version that serves."""
+        update_id, _ = await self.begin(**fields)
+        await self.push(update_id, which)
+        version = await self.commit(update_id)
+        await self.info()
+        return version
+
+    async def after(self, which: Weights) -> Sampled:
+        """What the server makes of one prompt after a whole update."""
+        await self.bring(which)
+        return await self.sampled()
+
+    async def share(
+        self,
+        update_id: str,
+        data: Sequence[bytes | memoryview],
+        buckets: Sequence[Sequence[Part]] | None = None,
+        *,
+        num_slots: int = 2,
+    ) -> None:
+        """Sends bytes by shared memory, tensor by tensor unless told how to cut them."""
+        room = max(len(tensor) for tensor in data)
+        segment = SharedSegment(update_id, num_slots=num_slots, slot_bytes=room)
+        if buckets is None:
+            buckets = whole_tensors(data, room)
+        slots = await push_segment(
+            self.stubs.weights, segment, data, buckets, timeout_s=10 * CALL_S
+        )
+        assert len(slots) == len(buckets) + 1, f"of {len(buckets)} buckets came back {slots}"
+
+    async def bucket_answer(self, *requests: sync.PushBucketsRequest) -> object:
+        """What a stream is answered to its first messages, of which the last may be refused."""
+        call = self.stubs.weights.PushBuckets([*requests, LAST], timeout=CALL_S)
+        try:
+            return await call.read()
+        finally:
+            call.cancel()
+
+    async def need_shared_memory(self) -> None:
+        """Skips the check where the server cannot be shown this process's memory.
+
+        A server that is reached by loopback is taken to be on this host.
+        """
+        if not self.can.shared_memory_transport:
+            pytest.skip("it reads no shared memory")
+        if not hasattr(os, "memfd_create"):
+            pytest.skip("run the kit on Linux: this system has no memfd")
+        if self.settings.on_loopback:
+            return
+        update_id, _ = await self.begin(**SHARED)
+        try:
+            await self.bucket_answer(SharedSegment(update_id).header())
+            await self.abort(update_id)
+        except grpc.aio.AioRpcError as error:
+            pytest.skip(f"run the kit on the server's host: {read_refusal(error).message}")
+
+    async def abort(self, update_id: str) -> None:
+        """Drops an update."""
+        request = sync.AbortUpdateRequest(update_id=update_id)
+        await self.stubs.weights.AbortUpdate(request, timeout=CALL_S)
+
+    async def held(self, update_id: str) -> list[int]:
+        """Bytes that the server holds of each tensor."""
+        request = sync.GetUpdateRequest(update_id=update_id)
+        answer = await self.stubs.weights.GetUpdate(request, timeout=CALL_S)
+        return list(answer.received_bytes)
+
+    async def settle(self) -> None:
+        """Has the server serve again."""
+        for update_id in self._begun:
+            with suppress(grpc.aio.AioRpcError):  # Most of them ended otherwise.
+                await self.abort(update_id)
+        server = await self.info()
+        if server.state == srv.SERVER_STATE_LOADING:
+            update_id, _ = await self.begin(0)
+            await self.push(update_id, 0)
+            await self.commit(update_id)
+            server = await self.info()
+        if server.state == srv.SERVER_STATE_PAUSED:
+            if server.capabilities.release_memory:
+                restore = srv.RestoreMemoryRequest(kinds=_KINDS)
+                await self.stubs.control.RestoreMemory(restore, timeout=CALL_S)
+            await self.resume()
+
+
+class Checks:
+    """Base of the checks that speak message by message."""
+
+    settings: Settings
+
+    @pytest.fixture(autouse=True)
+    def _take_settings(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @asynccontextmanager
+    async def bench(self) -> AsyncIterator[Bench]:
+        """The server, which serves; likewise afterwards."""
+        target = self.settings.target
+        async with target.channel(target.address) as channel:
+            stubs = stubs_for(channel, target.metadata)
+            request = srv.GetServerInfoRequest(client="conformance")
+            bench = Bench(
+                self.settings, channel, await stubs.control.GetServerInfo(request, timeout=CALL_S)
+            )
+            try:
+                yield bench
+            finally:
+                await bench.settle()
+
+
+def chunk_of(
+    tensors: Sequence[NamedTensor],
+    index: int,
+    offset: int,
+    length: int,
+    *,
+    crc32: int | None = None,
+) -> sync.WeightChunk:
+    """Consecutive bytes of one tensor, with their checksum or another one."""
+    data = bytes(tensors[index].data[offset : offset + length])
+    return sync.WeightChunk(
+        tensor_index=index,
+        offset=offset,
+        data=data,
+        crc32=zlib.crc32(data) if crc32 is None else crc32,
+    )
+
+
+async def rest_of(call: Any) -> list[gen.GenerateResponse]:
+    """The messages of a stream of which some have been read."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+def ids(messages: Sequence[gen.GenerateResponse]) -> list[int]:
+    """All ids of a completion."""
+    return [i for message in messages for i in message.tokens.token_ids]

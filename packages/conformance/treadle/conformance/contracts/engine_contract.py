@@ -1,0 +1,25 @@
+"""The engine contract: what every `Engine` must do, as tests to inherit.
+
+    class TestMyEngine(EngineContract):
+        @asynccontextmanager
+        async def engine(self, weights=0):
+            engine = MyEngine(weights_of(weights))
+            yield engine
+            await engine.aclose()
+
+        def weights(self, which):
+            return [NamedTensor(...), ...]
+
+Needs a vocabulary of at least 32 ids and a context of at least 512 tokens; a long completion
+should take more than a few event-loop turns. What does not fit an engine is set by the
+attributes of `ContractBase`. An engine that runs a real model passes `ModelContract` too.
+"""
+
+from treadle.conformance.contracts.control_contract import ControlContract
+from treadle.conformance.contracts.sampling_contract import SamplingContract
+from treadle.conformance.contracts.update_contract import UpdateContract
+
+
+# In this order: the last test of the last part may break the engine.
+class EngineContract(ControlContract, UpdateContract, SamplingContract):
+    """See the module docstring."""

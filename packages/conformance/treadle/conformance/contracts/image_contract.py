@@ -1,0 +1,124 @@
+# ruff: noqa: D102  (a test's name says what it shows)
+"""The image contract: what every `Engine` that has the capability must do, as tests to inherit.
+
+class TestMyEngineSees(ImageContract):
+    @asynccontextmanager
+    async def engine(self):
+        ...
+
+    def pictured(self, which):
+        return prompt, PromptImage(...)
+"""
+
+from abc import abstractmethod
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+import pytest
+
+from treadle.conformance.contracts.contract_base import LONG
+from treadle.conformance.contracts.reader import Output, Reader, request, run
+from treadle.rollout_server.engine import Engine, EngineRequest, InFlightPolicy, PromptImage
+
+
+@pytest.mark.asyncio
+class ImageContract:
+    """Inherit, name the subclass `Test...`, and give it these two."""
+
+    @abstractmethod
+    def engine(self) -> AbstractAsyncContextManager[Engine]:
+        """A fresh engine."""
+
+    @abstractmethod
+    def pictured(self, which: int) -> tuple[tuple[int, ...], PromptImage]:
+        """A prompt and its image: 0 or 1, with the same ids and not the same pixels.
+
+        At least 16 ids stand before the image and 32 behind it.
+        """
+
+    def wanted(self, which: int, **sampling: object) -> EngineRequest:
+        prompt, image = self.pictured(which)
+        values = {"temperature": 1.0, "seed": 5} | sampling
+        return replace(request(prompt, **values), images=(image,))  # type: ignore[arg-type]
+
+    async def test_the_image_decides_and_repeats(self) -> None:
+        async with self.engine() as engine:
+            assert engine.info.capabilities.images
+            first = await run(engine, self.wanted(0))
+            other = await run(engine, self.wanted(1))
+            again = await run(engine, self.wanted(0))
+            without = await run(engine, replace(self.wanted(0), images=()))
+        assert _close(first, again)
+        assert not _close(first, other)
+        assert not _close(first, without)
+
+    async def test_a_prefix_is_shared_up_to_an_image_that_differs(self) -> None:
+        prompt, image = self.pictured(0)
+        async with self.engine() as engine:
+            await run(engine, self.wanted(0))
+            other = await run(engine, self.wanted(1))
+            same = await run(engine, self.wanted(0))
+        async with self.engine() as fresh:
+            alone = await run(fresh, self.wanted(1))
+        assert 0 < other.cached_prompt_tokens <= image.start
+        assert image.stop < same.cached_prompt_tokens < len(prompt)
+        assert _close(other, alone)
+
+    async def test_two_images_in_one_batch_do_not_meet(self) -> None:
+        kinds = [0, 1, None, 1, 0, None]
+        wanted = [
+            request((3, 4, 5), temperature=1.0, seed=5) if kind is None else self.wanted(kind)
+            for kind in kinds
+        ]
+        async with self.engine() as engine:
+            readers = [Reader(engine, one) for one in wanted]
+            together = [await reader.output() for reader in readers]
+        async with self.engine() as fresh:
+            alone = [await run(fresh, one) for one in wanted[:3]]
+        for kind, output in zip(kinds, together, strict=True):
+            assert _close(output, alone[2 if kind is None else kind])
+
+    async def test_a_completion_goes_on_from_its_middle(self) -> None:
+        async with self.engine() as engine:
+            whole = await run(engine, self.wanted(0, max_tokens=12))
+            start = self.wanted(0, max_tokens=7)
+            rest = await run(engine, replace(start, prompt=start.prompt + whole.token_ids[:5]))
+        assert whole.token_ids[5:] == rest.token_ids
+
+    async def test_an_interrupted_completion_goes_on(self) -> None:
+        async with self.engine() as engine:
+            whole = await run(engine, self.wanted(0, max_tokens=LONG))
+            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            await reader.first_tokens()
+            await engine.pause(InFlightPolicy.INTERRUPT)
+            begun = await reader.output()
+            await engine.resume()
+            start = self.wanted(0, max_tokens=LONG - len(begun.token_ids))
+            rest = await run(engine, replace(start, prompt=start.prompt + begun.token_ids))
+        assert 0 < len(begun.token_ids) < LONG
+        assert begun.token_ids + rest.token_ids == whole.token_ids
+
+    async def test_what_continue_kept_goes_on_as_if_nothing_had_been(self) -> None:
+        async with self.engine() as engine:
+            whole = await run(engine, self.wanted(0, max_tokens=LONG))
+            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            await reader.first_tokens()
+            await engine.pause(InFlightPolicy.CONTINUE)
+            await engine.resume()
+            kept = await reader.output()
+        assert _close(kept, whole)
+
+    async def test_cancelling_frees_the_sequence(self) -> None:
+        async with self.engine() as engine:
+            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            await reader.first_tokens()
+            await reader.abort()
+            await engine.pause(InFlightPolicy.DRAIN)
+            assert (engine.counters.running, engine.counters.aborted) == (0, 1)
+
+
+def _close(left: Output, right: Output) -> bool:
+    """The same draws, up to the rounding of another batch."""
+    return left.token_ids == right.token_ids and left.logprobs == pytest.approx(
+        right.logprobs, abs=1e-4
+    )

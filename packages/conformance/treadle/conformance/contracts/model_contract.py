@@ -1,0 +1,173 @@
+# ruff: noqa: D102  (a test's name says what it shows)
+"""The part of the engine contract about real models: the engine computes what transformers does.
+
+Invariant: every number that is compared with comes from the checkpoints themselves, by
+`reference`; an engine that keeps anything of old weights, as a packed output head, is told apart
+from one that does not.
+
+Needs torch and transformers.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.reader import (
+    Output,
+    Reader,
+    drawn_prompt,
+    kept,
+    request,
+    run,
+    run_all,
+    stream,
+    update,
+)
+from treadle.conformance.contracts.reference import Reference, reference
+from treadle.rollout_server.engine import Engine, InFlightPolicy
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5, "top_k": 10},
+    {"top_p": 0.8},
+    {"temperature": 1.3, "min_p": 0.1},
+    {"repetition_penalty": 1.4},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
+)
+"""Every filter alone, and all of them in their order."""
+
+
+@pytest.mark.asyncio
+class ModelContract(ContractBase):
+    """See `ContractBase`, and give it these.
+
+    Attributes:
+        model_tolerance: Nats between a log-prob and transformers', for the engine's element type.
+        compared: Tokens that are compared of each completion.
+        continue_recomputes: Whether sequences kept by CONTINUE are read anew by new weights;
+            else the keys and values that old weights made of them stay.
+    """
+
+    model_tolerance: float = 1e-4
+    compared: int = 24
+    continue_recomputes: bool = False
+
+    @abstractmethod
+    def checkpoint(self, which: int) -> Path:
+        """The Hugging Face directory of weight set 0 or 1."""
+
+    def reference(self, which: int) -> Reference:
+        """The same weights in transformers."""
+        return reference(self.checkpoint(which))
+
+    async def test_greedy_tokens_are_those_of_transformers(self) -> None:
+        async with self.engine() as engine:
+            await self._is_greedy(engine, 0)
+            await update(engine, self.weights(1), engine.weight_version + 1)
+            await self._is_greedy(engine, 1)
+
+    async def _is_greedy(self, engine: Engine, which: int) -> None:
+        vocab_size = engine.info.model.vocab_size
+        prompts = [drawn_prompt(length, vocab_size, seed=length) for length in (1, 7, 40)]
+        wanted = [request(prompt, max_tokens=self.compared) for prompt in prompts]
+        for prompt, output in zip(prompts, await run_all(engine, wanted), strict=True):
+            assert output.token_ids == self.reference(which).greedy(prompt, self.compared)
+
+    async def test_logprobs_are_those_of_transformers_before_and_after_updates(self) -> None:
+        async with self.engine() as engine:
+            await self._fit(engine, 0)
+            await update(engine, self.weights(1), engine.weight_version + 1)
+            await self._fit(engine, 1)
+            await update(engine, self.weights(0), engine.weight_version + 1)
+            await self._fit(engine, 0)
+
+    async def test_logprobs_are_those_of_transformers_after_an_update_in_place(self) -> None:
+        async with self.engine() as engine:
+            need(self.takes_in_place(engine), "this server takes no updates in place")
+            await engine.pause(InFlightPolicy.DRAIN)
+            version = engine.weight_version + 1
+            tensors = stream(self.weights(1))
+            await engine.load_weights(tensors, version=version, in_place=True)
+            await engine.resume()
+            await self._fit(engine, 1)
+
+    async def _fit(self, engine: Engine, which: int) -> None:
+        """All filters side by side in one batch, each against its own distribution."""
+        prompt = drawn_prompt(30, engine.info.model.vocab_size, seed=11)
+        wanted = [
+            request(prompt, seed=place, max_tokens=self.compared, **({"temperature": 1.0} | values))
+            for place, values in enumerate(SAMPLINGS)
+        ]
+        for one, output in zip(wanted, await run_all(engine, wanted), strict=True):
+            told = self.reference(which).logprobs(prompt, output.token_ids, one.sampling)
+            assert output.logprobs == pytest.approx(told, abs=self.model_tolerance), one.sampling
+
+    async def test_a_cached_prefix_leads_to_the_same_logprobs(self) -> None:
+        async with self.engine() as engine:
+            vocab_size = engine.info.model.vocab_size
+            prompt = drawn_prompt(self.turn_tokens, vocab_size, seed=5)
+            first = request(prompt, temperature=1.0, seed=1, max_tokens=self.compared)
+            begun = await run(engine, first)
+            turn = prompt + begun.token_ids + drawn_prompt(9, vocab_size, seed=6)
+            wanted = replace(first, prompt=turn)
+            output = await run(engine, wanted)
+        assert output.cached_prompt_tokens > 0 or not self.caches_prefixes
+        told = self.reference(0).logprobs(turn, output.token_ids, wanted.sampling)
+        assert output.logprobs == pytest.approx(told, abs=self.model_tolerance)
+
+    @pytest.mark.parametrize(
+        "policy", [InFlightPolicy.DRAIN, InFlightPolicy.CONTINUE], ids=["drain", "continue"]
+    )
+    async def test_each_token_was_sampled_by_the_version_it_is_labelled_with(
+        self, policy: InFlightPolicy
+    ) -> None:
+        """Its log-prob tells: no other version has that number for it."""
+        async with self.engine() as engine:
+            can = engine.info.capabilities.in_flight_continue
+            need(can or policy is InFlightPolicy.DRAIN, "this engine cannot continue")
+            base = engine.weight_version
+            prompt = drawn_prompt(12, engine.info.model.vocab_size, seed=9)
+            wanted = request(prompt, temperature=1.0, seed=5, max_tokens=self.long)
+            if policy is InFlightPolicy.CONTINUE:
+                reader = await kept(engine, wanted)
+            else:
+                reader = Reader(engine, wanted)
+                await reader.first_tokens()
+                await engine.pause(policy)
+            await engine.load_weights(stream(self.weights(1)), version=base + 1)
+            await engine.resume()
+            output = await reader.output()
+        assert len(output.token_ids) == self.long
+        old = output.versions.count(base)
+        assert output.versions == (base,) * old + (base + 1,) * (self.long - old)
+        assert (old == self.long) == (policy is InFlightPolicy.DRAIN)
+        told = self._labelled(prompt, output, old)
+        assert output.logprobs == pytest.approx(told, abs=self.model_tolerance)
+
+    def _labelled(self, prompt: tuple[int, ...], output: Output, old: int) -> list[float]:
+        sampling = request(temperature=1.0).sampling
+        first, second = self.reference(0), self.reference(1)
+        told = first.logprobs(prompt, output.token_ids[:old], sampling)
+        if old == len(output.token_ids):
+            return told
+        if self.continue_recomputes:
+            read = prompt + output.token_ids[:old]
+            return told + second.logprobs(read, output.token_ids[old:], sampling)
+        return told + second.continued_logprobs(
+            first, prompt, output.token_ids, sampling, switched=old
+        )
+
+    async def test_the_sets_of_weights_differ_in_every_way_that_is_compared(self) -> None:
+        """A test of the test: an engine that kept its old weights would not pass."""
+        prompt = drawn_prompt(30, 32, seed=11)
+        sampling = request(temperature=1.0).sampling
+        ids = self.reference(0).greedy(prompt, self.compared)
+        assert self.reference(1).greedy(prompt, self.compared) != ids
+        old, new = (self.reference(which).logprobs(prompt, ids, sampling) for which in (0, 1))
+        far = [abs(a - b) > 10 * self.model_tolerance for a, b in zip(old, new, strict=True)]
+        assert sum(far) > len(far) // 2

@@ -1,0 +1,185 @@
+# ruff: noqa: D102  (a test's name says what it shows)
+"""The part of the engine contract about one sequence: its draws, its log-probs and its end."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from treadle.conformance.contracts.contract_base import ContractBase
+from treadle.conformance.contracts.reader import (
+    OF_FEW,
+    Output,
+    drawn_prompt,
+    request,
+    run,
+    run_all,
+)
+from treadle.rollout_server.engine import FinishReason
+
+_SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "top_k": 4},
+    {"temperature": 0.5},
+    {"temperature": 2.0, "top_p": 0.7},
+)
+
+
+@pytest.mark.asyncio
+class SamplingContract(ContractBase):
+    """See `ContractBase`."""
+
+    async def test_greedy_repeats(self) -> None:
+        async with self.engine() as engine:
+            first, second = await run(engine, request()), await run(engine, request())
+        assert first.token_ids == second.token_ids
+        assert set(first.logprobs) == {0.0}, "at temperature 0 the distribution is one point"
+
+    async def test_seeds_repeat_and_differ(self) -> None:
+        async with self.engine() as engine:
+            outputs = [
+                (await run(engine, request(seed=seed, **OF_FEW))).token_ids for seed in (1, 1, 2)
+            ]
+        assert outputs[0] == outputs[1], "the same seed gave other tokens"
+        assert outputs[1] != outputs[2], "another seed gave the same tokens"
+
+    async def test_seeds_of_64_bits_differ(self) -> None:
+        async with self.engine() as engine:
+            outputs = {
+                (await run(engine, request(temperature=1.0, seed=seed))).token_ids
+                for seed in (0, 1 << 32, 1 << 63, (1 << 64) - 1)
+            }
+        assert len(outputs) == 4
+
+    async def test_unseeded_sequences_differ(self) -> None:
+        async with self.engine() as engine:
+            outputs = {(await run(engine, request(temperature=1.0))).token_ids for _ in range(4)}
+        assert len(outputs) > 1
+
+    async def test_a_seeded_sequence_goes_on_from_its_middle(self) -> None:
+        wanted = request(seed=7, max_tokens=12, **OF_FEW)
+        async with self.engine() as engine:
+            whole = await run(engine, wanted)
+            for done in (1, 5, 11):
+                prompt = wanted.prompt + whole.token_ids[:done]
+                left = request(prompt, seed=7, max_tokens=12 - done, **OF_FEW)
+                assert (await run(engine, left)).token_ids == whole.token_ids[done:]
+
+    async def test_logprobs_are_as_many_as_tokens_and_never_positive(self) -> None:
+        async with self.engine() as engine:
+            assert engine.info.capabilities.sampled_logprobs
+            output = await run(engine, request(temperature=1.0, seed=3))
+            bare = await run(engine, request(temperature=1.0, seed=3, logprobs=False))
+        assert len(output.logprobs) == len(output.token_ids) == 16
+        assert all(logprob <= 0.0 for logprob in output.logprobs)
+        assert any(logprob < 0.0 for logprob in output.logprobs)
+        assert bare.logprobs == () and bare.token_ids == output.token_ids
+
+    @pytest.mark.parametrize("sampling", _SAMPLINGS, ids=["top_k", "cool", "hot top_p"])
+    async def test_draws_follow_the_distribution_that_is_reported(
+        self, sampling: dict[str, Any]
+    ) -> None:
+        """How often an id is drawn is what its log-prob says, within six standard deviations."""
+        async with self.engine() as engine:
+            outputs = await run_all(
+                engine,
+                (request(max_tokens=1, seed=seed, **sampling) for seed in range(self.draws)),
+            )
+        counts = Counter(output.token_ids[0] for output in outputs)
+        logprobs = self._one_logprob_each(outputs)
+        told = {token_id: math.exp(logprob) for token_id, logprob in logprobs.items()}
+        assert sum(told.values()) <= 1 + self.logprob_tolerance * len(told), told
+        for token_id, probability in told.items():
+            expected = self.draws * probability
+            spread = 6 * math.sqrt(expected * (1 - min(probability, 1.0))) + 1
+            assert abs(counts[token_id] - expected) <= spread, (
+                f"id {token_id} was drawn {counts[token_id]} times of {self.draws} and its "
+                f"log-prob promises {expected:.1f}"
+            )
+        unseen = self.draws * (1 - sum(told.values()))
+        # Of the ids never drawn each is rare, and together they may hold only so much.
+        assert unseen <= 6 * math.sqrt(self.draws), f"{unseen:.0f} draws are missing"
+
+    def _one_logprob_each(self, outputs: list[Output]) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for output in outputs:
+            known = found.setdefault(output.token_ids[0], output.logprobs[0])
+            assert output.logprobs[0] == pytest.approx(known, abs=self.logprob_tolerance), (
+                f"id {output.token_ids[0]} has two log-probs after one prompt"
+            )
+        return found
+
+    async def test_top_k_bounds_the_ids_drawn(self) -> None:
+        wanted = [request(max_tokens=1, temperature=3.0, top_k=3, seed=s) for s in range(64)]
+        async with self.engine() as engine:
+            outputs = await run_all(engine, wanted)
+        assert 1 < len({output.token_ids for output in outputs}) <= 3
+
+    async def test_top_k_of_one_is_greedy(self) -> None:
+        async with self.engine() as engine:
+            greedy = await run(engine, request())
+            narrow = await run(engine, request(temperature=1.0, top_k=1, seed=1))
+            least = await run(engine, request(temperature=1.0, top_p=1e-6, seed=1))
+            floor = await run(engine, request(temperature=1.0, min_p=1.0, seed=1))
+        for output in (narrow, least, floor):
+            assert output.token_ids == greedy.token_ids
+            assert output.logprobs == pytest.approx([0.0] * 16, abs=1e-6)
+
+    async def test_a_repetition_penalty_turns_away_from_what_was_seen(self) -> None:
+        async with self.engine() as engine:
+            favourite = (await run(engine, request(max_tokens=1))).token_ids[0]
+            prompt = (favourite, *request().prompt)
+            plain = await run(engine, request(prompt, max_tokens=self.long))
+            wanted = request(prompt, max_tokens=self.long, repetition_penalty=1e9)
+            penalised = await run(engine, wanted)
+        assert len(set(penalised.token_ids)) >= len(set(plain.token_ids))
+
+    async def test_max_tokens_ends_with_length(self) -> None:
+        async with self.engine() as engine:
+            for most in (1, 5):
+                output = await run(engine, request(max_tokens=most))
+                assert (len(output.token_ids), output.reason) == (most, FinishReason.LENGTH)
+
+    async def test_a_completion_may_fill_the_context(self) -> None:
+        async with self.engine() as engine:
+            model = engine.info.model
+            prompt = drawn_prompt(model.context_length - 5, model.vocab_size, seed=1)
+            output = await run(engine, request(prompt, max_tokens=5))
+        assert (len(output.token_ids), output.reason) == (5, FinishReason.LENGTH)
+
+    async def test_a_stop_id_is_the_last_token(self) -> None:
+        async with self.engine() as engine:
+            free = (await run(engine, request())).token_ids
+            stop = free[7]
+            output = await run(engine, request(stop_token_ids=frozenset({stop})))
+        assert output.token_ids == free[: free.index(stop) + 1]
+        assert output.reason is FinishReason.STOP
+
+    async def test_a_stop_id_at_the_last_place_is_a_stop(self) -> None:
+        async with self.engine() as engine:
+            free = (await run(engine, request())).token_ids
+            most = free.index(free[7]) + 1
+            wanted = request(stop_token_ids=frozenset({free[7]}), max_tokens=most)
+            output = await run(engine, wanted)
+        assert (output.token_ids, output.reason) == (free[:most], FinishReason.STOP)
+
+    async def test_a_stop_id_of_the_prompt_stops_nothing(self) -> None:
+        async with self.engine() as engine:
+            free = (await run(engine, request())).token_ids
+            unused = next(i for i in request().prompt if i not in free)
+            output = await run(engine, request(stop_token_ids=frozenset({unused})))
+        assert (output.token_ids, output.reason) == (free, FinishReason.LENGTH)
+
+    async def test_end_of_sequence_stops_unless_ignored(self) -> None:
+        async with self.engine() as engine:
+            eos = engine.info.model.eos_token_ids
+            wild: dict[str, Any] = {"temperature": 100.0, "max_tokens": 64}
+            ends = [request(seed=seed, ignore_eos=False, **wild) for seed in range(8)]
+            outputs = await run_all(engine, ends)
+            past = await run_all(engine, (request(seed=seed, **wild) for seed in range(8)))
+        for output, ignoring in zip(outputs, past, strict=True):
+            assert not eos.intersection(output.token_ids[:-1])
+            stopped = output.token_ids[-1] in eos
+            assert (output.reason is FinishReason.STOP) == stopped
+            assert ignoring.token_ids[: len(output.token_ids)] == output.token_ids
+            assert (len(ignoring.token_ids), ignoring.reason) == (64, FinishReason.LENGTH)

@@ -1,0 +1,242 @@
+# ruff: noqa: D102  (a test's name says what it shows)
+"""The part of the engine contract about weights: all of them or none, and which made what.
+
+Versions count from the one that serves when the test begins, so that a server may live for many
+tests.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.reader import (
+    Output,
+    Reader,
+    drawn_prompt,
+    kept,
+    request,
+    run,
+    stream,
+    update,
+)
+from treadle.rollout_server.engine import (
+    Engine,
+    FinishReason,
+    InFlightPolicy,
+    MemoryKind,
+    NamedTensor,
+)
+from treadle.rollout_server.errors import TensorMismatch
+
+_Change = Callable[[list[NamedTensor]], list[NamedTensor]]
+PROMPT = tuple(range(1, 31)) * 3
+
+
+class Torn(Exception):
+    """What a stream of tensors that breaks raises."""
+
+
+async def torn(tensors: Sequence[NamedTensor]) -> AsyncIterator[NamedTensor]:
+    """One tensor, and then the end of the sender."""
+    yield tensors[0]
+    raise Torn
+
+
+def in_parts(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """The first halves of all tensors, and then the rest of each, last tensor first."""
+    heads, tails = [], []
+    for tensor in tensors:
+        size = tensor.spec.element_type.size_bytes
+        cut = len(tensor.data) // 2 // size * size
+        if cut:
+            heads.append(replace(tensor, data=tensor.data[:cut], place=None))
+        tails.append(replace(tensor, data=tensor.data[cut:], place=None, offset=cut))
+    return heads + tails[::-1]
+
+
+def _missing(tensors: list[NamedTensor]) -> list[NamedTensor]:
+    return tensors[:-1]
+
+
+def _unknown(tensors: list[NamedTensor]) -> list[NamedTensor]:
+    first = tensors[0]
+    return [*tensors, replace(first, spec=replace(first.spec, name="nowhere.weight"))]
+
+
+def _renamed(tensors: list[NamedTensor]) -> list[NamedTensor]:
+    first = tensors[0]
+    return [replace(first, spec=replace(first.spec, name="nowhere.weight")), *tensors[1:]]
+
+
+def _misshapen(tensors: list[NamedTensor]) -> list[NamedTensor]:
+    first = tensors[0]
+    return [replace(first, spec=replace(first.spec, shape=(1, *first.spec.shape))), *tensors[1:]]
+
+
+_WRONG = (_missing, _unknown, _renamed, _misshapen)
+
+
+@pytest.mark.asyncio
+class UpdateContract(ContractBase):
+    """See `ContractBase`."""
+
+    async def _expected(self, which: int) -> Output:
+        async with self.engine(weights=which) as engine:
+            return await run(engine, request(PROMPT))
+
+    async def test_an_update_equals_a_fresh_engine(self) -> None:
+        wanted = await self._expected(1)
+        async with self.engine() as engine:
+            base = engine.weight_version
+            before = await run(engine, request(PROMPT))
+            await update(engine, self.weights(1), base + 3)
+            assert engine.weight_version == base + 3
+            after = await run(engine, request(PROMPT))
+        assert before.token_ids != wanted.token_ids, "both sets of weights give the same tokens"
+        assert after.token_ids == wanted.token_ids
+        assert after.cached_prompt_tokens == 0, "the cache served what old weights computed"
+        assert set(before.versions) == {base} and set(after.versions) == {base + 3}
+
+    async def test_tensors_may_come_in_any_order(self) -> None:
+        wanted = await self._expected(1)
+        async with self.engine() as engine:
+            await update(engine, list(self.weights(1))[::-1], engine.weight_version + 1)
+            assert (await run(engine, request(PROMPT))).token_ids == wanted.token_ids
+
+    @pytest.mark.parametrize("wrong", _WRONG, ids=["missing", "unknown", "renamed", "misshapen"])
+    async def test_a_refused_update_keeps_the_old_weights(self, wrong: _Change) -> None:
+        async with self.engine() as engine:
+            need(engine.info.parameters is not None, "this engine takes any tensors")
+            base = engine.weight_version
+            before = await run(engine, request())
+            await engine.pause(InFlightPolicy.DRAIN)
+            with pytest.raises(TensorMismatch):
+                given = wrong(list(self.weights(1)))
+                await engine.load_weights(stream(given), version=base + 3)
+            await engine.resume()
+            after = await run(engine, request())
+        assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+
+    async def test_a_torn_update_keeps_the_old_weights(self) -> None:
+        async with self.engine() as engine:
+            before = await run(engine, request())
+            await engine.pause(InFlightPolicy.DRAIN)
+            with pytest.raises(Torn):
+                tensors = torn(self.weights(1))
+                await engine.load_weights(tensors, version=engine.weight_version + 1)
+            await engine.resume()
+            after = await run(engine, request())
+        assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+
+    async def test_an_update_in_place_equals_a_fresh_engine(self) -> None:
+        wanted = await self._expected(1)
+        async with self.engine() as engine:
+            need(self.takes_in_place(engine), "this server takes no updates in place")
+            version = engine.weight_version + 1
+            await run(engine, request(PROMPT))
+            await engine.pause(InFlightPolicy.DRAIN)
+            tensors = stream(self.weights(1))
+            await engine.load_weights(tensors, version=version, in_place=True)
+            await engine.resume()
+            after = await run(engine, request(PROMPT))
+        assert after.token_ids == wanted.token_ids
+        assert after.cached_prompt_tokens == 0
+        assert set(after.versions) == {version}
+
+    async def test_tensors_may_come_in_parts_in_place(self) -> None:
+        wanted = await self._expected(1)
+        async with self.engine() as engine:
+            need(engine.info.capabilities.split_tensors, "this engine takes whole tensors")
+            version = engine.weight_version + 1
+            await engine.pause(InFlightPolicy.DRAIN)
+            tensors = stream(in_parts(self.weights(1)))
+            await engine.load_weights(tensors, version=version, in_place=True)
+            await engine.resume()
+            after = await run(engine, request(PROMPT))
+        assert after.token_ids == wanted.token_ids
+        assert set(after.versions) == {version}
+
+    async def test_a_torn_update_in_place_is_mended_by_a_whole_one(self) -> None:
+        """What comes between waits, so that nothing is sampled from a mixture."""
+        wanted = await self._expected(1)
+        async with self.engine() as engine:
+            need(self.takes_in_place(engine), "this server takes no updates in place")
+            version = engine.weight_version + 2
+            await engine.pause(InFlightPolicy.DRAIN)
+            with pytest.raises(Torn):
+                tensors = torn(self.weights(1))
+                await engine.load_weights(tensors, version=version - 1, in_place=True)
+            late = Reader(engine, request(PROMPT))
+            tensors = stream(self.weights(1))
+            await engine.load_weights(tensors, version=version, in_place=True)
+            assert not late.done
+            await engine.resume()
+            output = await late.output()
+        assert output.token_ids == wanted.token_ids
+        assert set(output.versions) == {version}
+
+    async def test_drain_lets_sequences_finish_and_starts_none(self) -> None:
+        async with self.engine() as engine:
+            base = engine.weight_version
+            reader = Reader(engine, request(max_tokens=self.long))
+            await reader.first_tokens()
+            await engine.pause(InFlightPolicy.DRAIN)
+            late = Reader(engine, request())
+            first = await reader.output()
+            assert not late.done
+            await engine.load_weights(stream(self.weights(1)), version=base + 2)
+            await engine.resume()
+            second = await late.output()
+        assert (len(first.token_ids), first.reason) == (self.long, FinishReason.LENGTH)
+        assert set(first.versions) == {base} and set(second.versions) == {base + 2}
+
+    async def test_continue_goes_on_with_the_new_weights(self) -> None:
+        async with self.engine() as engine:
+            need(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
+            base = engine.weight_version
+            whole = await run(engine, request(max_tokens=self.long))
+            reader = await kept(engine, request(max_tokens=self.long))
+            await engine.load_weights(stream(self.weights(1)), version=base + 2)
+            await engine.resume()
+            output = await reader.output()
+        assert (len(output.token_ids), output.reason) == (self.long, FinishReason.LENGTH)
+        assert sorted(output.versions) == list(output.versions)
+        assert set(output.versions) == {base, base + 2}
+        old = output.versions.count(base)
+        assert output.token_ids[:old] == whole.token_ids[:old]
+        assert output.token_ids[old:] != whole.token_ids[old:], "the old weights went on"
+
+    async def test_new_weights_come_between_weights_and_cache(self) -> None:
+        """The wake-up in steps: weights first, then the update, the KV cache last."""
+        wanted = await self._expected(1)
+        async with self.engine() as engine:
+            need(engine.info.capabilities.release_memory, "this engine cannot release memory")
+            version = engine.weight_version + 1
+            await run(engine, request(PROMPT))
+            await engine.pause(InFlightPolicy.DRAIN)
+            await engine.release_memory(frozenset(MemoryKind))
+            await engine.restore_memory(frozenset({MemoryKind.WEIGHTS}))
+            await engine.load_weights(stream(self.weights(1)), version=version)
+            await engine.restore_memory(frozenset({MemoryKind.KV_CACHE}))
+            await engine.resume()
+            after = await run(engine, request(PROMPT))
+        assert after.token_ids == wanted.token_ids
+        assert after.cached_prompt_tokens == 0
+        assert set(after.versions) == {version}
+
+    async def test_each_of_many_updates_is_the_one_that_serves(self) -> None:
+        wanted = [(await self._expected(which)).token_ids for which in (0, 1)]
+        async with self.engine() as engine:
+            for which in (1, 0, 1):
+                version = engine.weight_version + 1
+                await update(engine, self.weights(which), version)
+                output = await self._after(engine)
+                assert output.token_ids == wanted[which]
+                assert set(output.versions) == {version}
+
+    async def _after(self, engine: Engine) -> Output:
+        # Other sequences of the same beginning keep the caches busy.
+        await run(engine, request(PROMPT[:60] + drawn_prompt(20, 30), max_tokens=4))
+        return await run(engine, request(PROMPT))

@@ -1,0 +1,66 @@
+"""The report: checks -> a table for people, and JSON for programs."""
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from treadle.conformance.run import Check, Outcome
+from treadle.rollout.v1 import server_service_pb2 as srv
+
+_WIDTH = 118
+_NAME = 72
+_SEEN_CHARACTERS = 600
+_MARKS = {Outcome.HOLDS: "holds", Outcome.FAILS: "DOES NOT", Outcome.SKIPPED: "skipped"}
+
+
+def heading(address: str, server: srv.GetServerInfoResponse) -> str:
+    """Which server this is about."""
+    model = server.model
+    return (
+        f"{address}: {server.engine} {server.engine_version}, server {server.server_version}, "
+        f"{model.architecture}, {model.vocab_size} ids, context {model.context_length}, "
+        f"weight version {server.weight_version}\n"
+    )
+
+
+def table(checks: Sequence[Check]) -> str:
+    """One line a check, in parts, with what was seen below it; then the sum."""
+    return "\n".join(_lines(checks)) + "\n"
+
+
+def _lines(checks: Sequence[Check]) -> Iterator[str]:
+    part = None
+    for check in checks:
+        if check.part != part:
+            part = check.part
+            yield f"\n{part}"
+        # Names that are too long for their column push the outcome on, and lose nothing.
+        yield f"  {check.name:<{_NAME}}  {_MARKS[check.outcome]}"
+        if check.seen:
+            seen = textwrap.shorten(check.seen, _SEEN_CHARACTERS, placeholder=" ...")
+            yield textwrap.indent(textwrap.fill(seen, _WIDTH - 6), "      ")
+    counts = Counter(check.outcome for check in checks)
+    yield (
+        f"\n{counts[Outcome.HOLDS]} hold, {counts[Outcome.FAILS]} do not, "
+        f"{counts[Outcome.SKIPPED]} skipped"
+    )
+
+
+def as_json(address: str, server: srv.GetServerInfoResponse, checks: Sequence[Check]) -> str:
+    """The same as one JSON object."""
+    counts = Counter(check.outcome for check in checks)
+    found = {
+        "address": address,
+        "engine": server.engine,
+        "engine_version": server.engine_version,
+        "server_version": server.server_version,
+        "holds": counts[Outcome.HOLDS],
+        "does_not": counts[Outcome.FAILS],
+        "skipped": counts[Outcome.SKIPPED],
+        "checks": [
+            {"part": c.part, "check": c.name, "outcome": c.outcome.value, "seen": c.seen}
+            for c in checks
+        ],
+    }
+    return json.dumps(found, indent=2) + "\n"

@@ -1,0 +1,135 @@
+"""The command line: arguments and a YAML file -> `ServerConfig`, or an error with a fix.
+
+Invariant: every flag is a field of the configuration, spelled by its path
+(``--admission.max_in_flight 8``); the command line wins over the file. Whatever is wrong
+is reported as one `ConfigError` that names the key, the value, and the nearest known key.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    InitSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from treadle.rollout_server.config.schema import ServerConfig
+
+PROGRAM = "python -m treadle.rollout_server"
+
+
+class ConfigError(ValueError):
+    """The configuration is not valid; the message is for the user."""
+
+
+class _Command(ServerConfig, BaseSettings):
+    """Serves token generation and takes new weights, over gRPC.
+
+    With the word doctor before its options it checks whether it can work here, and ends.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        cli_prog_name=PROGRAM,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+        cli_shortcuts={},
+    )
+
+    config: Path | None = Field(
+        default=None, description="YAML file of these keys; the command line wins over it."
+    )
+
+
+def parse(argv: Sequence[str]) -> ServerConfig:
+    """Reads the command line.
+
+    Args:
+        argv: Without the program's name.
+
+    Raises:
+        ConfigError: Something is unknown, out of range, or contradictory.
+        SystemExit: With 0, after ``--help``.
+    """
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(_Command, cli_parse_args=list(argv))
+        given = source()
+        path = given.get("config")
+        from_file = {} if path is None else _read_yaml(Path(path))
+        merged = InitSettingsSource(_Command, _merged(from_file, given))()
+        merged.pop("config", None)
+        return ServerConfig.model_validate(merged)
+    except SettingsError as error:
+        raise ConfigError(f"{error}{_hint(str(error).split(), _flags())}") from None
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: expected keys and values, got {values!r}")
+    return values
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, key by key; lists and scalars are replaced."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(old, value)
+        result[key] = value
+    return result
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            yield f"{key} is not a key{_hint([key], list(_keys(ServerConfig)))}"
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            shown = "" if problem["loc"] == () else f" is {problem['input']!r}"
+            yield f"{key}{shown}: {message}"
+
+
+def _hint(words: Sequence[str], known: Sequence[str]) -> str:
+    """The known words nearest to the unknown ones."""
+    near = [
+        match
+        for word in words
+        if word.partition("=")[0] not in known
+        for match in difflib.get_close_matches(word.partition("=")[0], known, n=2)
+    ]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _flags() -> list[str]:
+    return ["--config", *(f"--{key}" for key in _keys(ServerConfig))]
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every path to a leaf."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name

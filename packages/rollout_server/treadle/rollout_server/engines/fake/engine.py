@@ -1,0 +1,399 @@
+"""The fake engine: deterministic tokens, real scheduling, no model.
+
+Invariant: the tokens are those of `fake_model`, whatever else runs; at most `max_running`
+sequences hold a place, highest priority first and then first come; every sequence that
+started ends exactly once as finished or aborted.
+
+Each sequence runs in the task that reads it, so there is no task to own. A sequence waits
+for a place (woken by one that ends, or by `resume`), for its latency (woken by the clock)
+or, when kept by CONTINUE, for `resume`; `pause` waits for the last sequence to end.
+
+An image is its bytes: it is never decoded, and any number of placeholder ids fits it.
+
+Latency is a straight line: `prefill_s_per_token` for each prompt token that is not cached,
+`decode_s_per_token` for each sampled one, however many run.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from treadle.rollout_server.clock import Clock
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.engine import (
+    CollectiveGroup,
+    EngineCapabilities,
+    EngineCounters,
+    EngineEvent,
+    EngineInfo,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    MemoryKind,
+    ModelInfo,
+    NamedTensor,
+    Started,
+    TensorSpec,
+    Tokens,
+)
+from treadle.rollout_server.engines.common.arguments import refuse_unhonoured
+from treadle.rollout_server.engines.fake.model import (
+    BLOCK_TOKENS,
+    Prefix,
+    fingerprint_entry,
+    fingerprint_of,
+    image_digest,
+    logits,
+    sample,
+)
+from treadle.rollout_server.errors import CapabilityMissing
+from treadle.rollout_server.model_files import read_model, read_parameters
+from treadle.rollout_server.tensors import check_tensors
+
+_CACHE_BLOCKS = 1 << 16
+_DEFAULT_CONTEXT = 4096
+_SHORT_BYTES = 64 << 10  # read sooner than a thread is woken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeLatency:
+    """Seconds per token."""
+
+    prefill_s_per_token: float = 0.0
+    decode_s_per_token: float = 0.0
+
+
+class _Sequence:
+    """One sequence that holds a place."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class FakeEngine:
+    """An `Engine` without a model.
+
+    Args:
+        model: What it claims to hold.
+        parameters: What `load_weights` checks against; None takes any set.
+        latency: How long it pretends to work.
+        max_running: Places.
+        fingerprint: Stands for the weights of version 0; see `fake_model.fingerprint_of`.
+        clock: Times the latency.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        clock: Clock,
+        parameters: tuple[TensorSpec, ...] | None = None,
+        latency: FakeLatency | None = None,
+        max_running: int = 64,
+        fingerprint: bytes = b"",
+    ) -> None:
+        self.info = EngineInfo(
+            name="fake",
+            version="1",
+            capabilities=EngineCapabilities(
+                sampled_logprobs=True,
+                priority=True,
+                in_flight_continue=True,
+                release_memory=True,
+                images=True,
+                split_tensors=True,
+            ),
+            model=model,
+            parameters=parameters,
+        )
+        self._clock = clock
+        self._latency = latency or FakeLatency()
+        self._fingerprint = fingerprint
+        self._weight_version = 0
+        self._free = max_running
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+        self._running: set[_Sequence] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._policy: InFlightPolicy | None = None
+        self._released: frozenset[MemoryKind] = frozenset()
+        self._cache: OrderedDict[bytes, None] = OrderedDict()
+        self._closed = False
+        self._started = self._finished = self._aborted = 0
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled from."""
+        return self._weight_version
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What became of the sequences so far."""
+        return EngineCounters(
+            started=self._started,
+            finished=self._finished,
+            aborted=self._aborted,
+            running=len(self._running),
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        """Runs one sequence; see `Engine.generate`."""
+        order = next(self._order)
+        await self._take_place(request.priority, order)
+        sequence = _Sequence()
+        sequence.interrupted = self._closed
+        self._running.add(sequence)
+        self._idle.clear()
+        self._started += 1
+        ended = False
+        try:
+            async with aclosing(self._run(request, sequence, order)) as events:
+                async for event in events:
+                    ended = isinstance(event, Finished)
+                    if ended:
+                        self._leave(sequence, finished=True)
+                    yield event
+        finally:
+            if not ended:
+                self._leave(sequence, finished=False)
+
+    async def _run(
+        self, request: EngineRequest, sequence: _Sequence, order: int
+    ) -> AsyncGenerator[EngineEvent, None]:
+        sampling = request.sampling
+        vocab_size = self.info.model.vocab_size
+        seed = order if sampling.seed is None else sampling.seed
+        stops = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            stops |= self.info.model.eos_token_ids
+        prefix = Prefix()
+        digests = [await asyncio.to_thread(image_digest, image.data) for image in request.images]
+        cached = self._read_prompt(prefix, request, digests)
+        yield Started(cached)
+        uncached_s = (len(request.prompt) - cached) * self._latency.prefill_s_per_token
+        await self._work(sequence, uncached_s)
+        for _ in range(sampling.max_tokens):
+            await self._work(sequence, self._latency.decode_s_per_token)
+            if sequence.interrupted:
+                yield Finished(FinishReason.INTERRUPTED)
+                return
+            candidates = logits(prefix, self._fingerprint, vocab_size)
+            token_id, logprob = sample(
+                candidates, sampling, seen=prefix.seen, seed=seed, position=prefix.length
+            )
+            for block in prefix.extend((token_id,)):
+                self._remember(block)
+            shown = (logprob,) if request.logprobs else ()
+            yield Tokens((token_id,), shown, self._weight_version)
+            if token_id in stops:
+                yield Finished(FinishReason.STOP)
+                return
+        yield Finished(FinishReason.LENGTH)
+
+    async def pause(self, policy: InFlightPolicy) -> None:
+        """Stops sampling; see `Engine.pause`."""
+        self._policy = policy
+        for sequence in self._running:
+            sequence.interrupted |= policy is InFlightPolicy.INTERRUPT
+            sequence.wake()
+        if policy is not InFlightPolicy.CONTINUE:
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        """Goes on; see `Engine.resume`."""
+        assert not self._released, f"restore {self._released} before resume"
+        self._policy = None
+        for sequence in self._running:
+            sequence.wake()
+        self._give_places()
+
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces the fingerprint; see `Engine.load_weights`. A mixture has one of its own."""
+        assert self._policy is not None, "pause before load_weights"
+        assert MemoryKind.WEIGHTS not in self._released, "restore the weights before load_weights"
+        specs: list[TensorSpec] = []
+        entries: dict[str, tuple[str, str, int]] = {}
+        async for tensor in tensors:
+            name = tensor.spec.name
+            if not tensor.offset:
+                specs.append(tensor.spec)
+            crc32 = entries[name][2] if tensor.offset else 0
+            entries[name] = await _fingerprint_entry(tensor, crc32)
+            if in_place:
+                before = ("before", self._fingerprint.hex(), 0)
+                self._fingerprint = fingerprint_of([before, entries[name]])
+        check_tensors(self.info.parameters, specs)
+        self._fingerprint = fingerprint_of(entries.values())
+        self._weight_version = version
+        self._cache.clear()
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        """It has no tensors to receive into."""
+        raise CapabilityMissing(self.info.name, "collective_transport")
+
+    async def wait_failed(self) -> Exception:
+        """It does not fail."""
+        never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Forgets the prefix cache with KV_CACHE; see `Engine.release_memory`."""
+        assert self._policy is not None and not self._running, "pause and drain before release"
+        self._released |= kinds
+        if MemoryKind.KV_CACHE in kinds:
+            self._cache.clear()
+
+    async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
+        """Takes memory back; see `Engine.restore_memory`."""
+        self._released -= kinds
+
+    async def aclose(self) -> None:
+        """Ends all sequences as INTERRUPTED; waits for none."""
+        self._closed = True
+        self._policy = None
+        for sequence in self._running:
+            sequence.interrupted = True
+            sequence.wake()
+        for _, _, place in self._waiting:
+            if not place.done():
+                self._free -= 1
+                place.set_result(None)
+        self._waiting.clear()
+
+    async def _take_place(self, priority: int, order: int) -> None:
+        if self._closed or (self._policy is None and self._free > 0 and not self._waiting):
+            self._free -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, order, place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            # Given a place in the same instant as cancelled: hand it on.
+            if place.done() and not place.cancelled():
+                self._free += 1
+                self._give_places()
+            raise
+
+    def _give_places(self) -> None:
+        while self._policy is None and self._free > 0 and self._waiting:
+            place = heapq.heappop(self._waiting)[2]
+            if not place.done():
+                self._free -= 1
+                place.set_result(None)
+
+    def _leave(self, sequence: _Sequence, *, finished: bool) -> None:
+        self._running.remove(sequence)
+        self._finished += finished
+        self._aborted += not finished
+        self._free += 1
+        if not self._running:
+            self._idle.set()
+        self._give_places()
+
+    async def _work(self, sequence: _Sequence, seconds: float) -> None:
+        """Lets `seconds` pass, then stands still while CONTINUE keeps the sequence."""
+        end = self._clock.time() + seconds
+        if seconds == 0:
+            await asyncio.sleep(0)
+        while not sequence.interrupted and self._clock.time() < end:
+            timer = self._clock.call_at(end, sequence.wake)
+            try:
+                await sequence.wait()
+            finally:
+                timer.cancel()
+        while self._policy is InFlightPolicy.CONTINUE and not sequence.interrupted:
+            await sequence.wait()
+
+    def _read_prompt(
+        self, prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
+    ) -> int:
+        """Hashes the prompt; returns how many of its tokens the cache holds."""
+        cached = 0
+        hit = True
+        for number, block in enumerate(_blocks(prefix, request, image_digests), start=1):
+            hit = hit and block in self._cache
+            # The last token is always computed: its logits are what is sampled from.
+            if hit and number * BLOCK_TOKENS < len(request.prompt):
+                cached = number * BLOCK_TOKENS
+            self._remember(block)
+        return cached
+
+    def _remember(self, block: bytes) -> None:
+        self._cache[block] = None
+        self._cache.move_to_end(block)
+        if len(self._cache) > _CACHE_BLOCKS:
+            self._cache.popitem(last=False)
+
+
+async def _fingerprint_entry(tensor: NamedTensor, crc32: int) -> tuple[str, str, int]:
+    if len(tensor.data) <= _SHORT_BYTES:
+        return fingerprint_entry(tensor, crc32)
+    return await asyncio.to_thread(fingerprint_entry, tensor, crc32)
+
+
+def _blocks(
+    prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
+) -> Iterator[bytes]:
+    """Reads a prompt with its images; yields the keys of its cache blocks."""
+    done = 0
+    for image, digest in zip(request.images, image_digests, strict=True):
+        yield from prefix.extend(request.prompt[done : image.start])
+        prefix.see(digest)
+        done = image.start
+    yield from prefix.extend(request.prompt[done:])
+
+
+async def create(config: ServerConfig) -> FakeEngine:
+    """The registry's factory. With `model.path` it claims that model and its parameters.
+
+    It stands in for any engine, so the keys of `model` that are about hardware mean nothing
+    to it and are taken as they come.
+
+    Raises:
+        ValueError: `engine_args` is set.
+    """
+    refuse_unhonoured(config, "fake", {"engine_args": "leave it out, it has none"})
+    path = config.model.path
+    if path is None:
+        model = ModelInfo(
+            architecture="fake",
+            vocab_size=config.fake.vocab_size,
+            context_length=config.model.context_length or _DEFAULT_CONTEXT,
+            eos_token_ids=frozenset({config.fake.eos_token_id}),
+        )
+    else:
+        model = read_model(path, context_length=config.model.context_length)
+    return FakeEngine(
+        model=model,
+        parameters=None if path is None else read_parameters(path),
+        latency=FakeLatency(
+            prefill_s_per_token=config.fake.prefill_s_per_token,
+            decode_s_per_token=config.fake.decode_s_per_token,
+        ),
+        max_running=config.model.max_num_seqs,
+        fingerprint=config.fake.weights_seed.to_bytes(8, "little"),
+        clock=asyncio.get_running_loop(),
+    )

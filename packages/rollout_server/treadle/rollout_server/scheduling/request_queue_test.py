@@ -1,0 +1,184 @@
+import asyncio
+
+import pytest
+
+from treadle.rollout_server.errors import Overloaded, ShuttingDown
+from treadle.rollout_server.scheduling.admission import Admission
+from treadle.rollout_server.scheduling.request_queue import AdmissionGate
+from treadle.rollout_server.testing import FakeClock
+
+
+class Visitor:
+    """A task that stays inside the gate until it is let go."""
+
+    def __init__(self, gate: AdmissionGate, priority: int = 0) -> None:
+        self.inside = asyncio.Event()
+        self.leave = asyncio.Event()
+        self.task = asyncio.create_task(self._visit(gate, priority))
+
+    async def _visit(self, gate: AdmissionGate, priority: int) -> None:
+        async with gate.place(priority) as place:
+            self.start = place.started
+            self.inside.set()
+            await self.leave.wait()
+
+    async def go(self) -> None:
+        self.leave.set()
+        await self.task
+
+
+def gate_of(places: int, queue: int) -> tuple[AdmissionGate, Admission]:
+    admission = Admission(max_in_flight=places, max_queued=queue)
+    return AdmissionGate(admission, FakeClock()), admission
+
+
+@pytest.mark.asyncio
+async def test_a_place_that_is_left_goes_to_the_next() -> None:
+    gate, _ = gate_of(1, 2)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second, urgent = Visitor(gate), Visitor(gate, priority=1)
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="1 completions in flight and 2 queued"):
+        async with gate.place(0):
+            pass
+    await first.go()
+    await urgent.inside.wait()
+    assert not second.inside.is_set()
+    await urgent.go()
+    await second.inside.wait()
+    await second.go()
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_wait_frees_its_place_in_the_queue() -> None:
+    gate, admission = gate_of(1, 1)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second = Visitor(gate)
+    await asyncio.sleep(0)
+    second.task.cancel()
+    await asyncio.wait({second.task})
+    assert admission.queued == 0
+    await first.go()
+    assert admission.in_flight == 0
+
+
+@pytest.mark.asyncio
+async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None:
+    gate, admission = gate_of(1, 2)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second, third = Visitor(gate), Visitor(gate)
+    await asyncio.sleep(0)
+    first.leave.set()
+    await first.task  # the second was given the place and has not run yet
+    second.task.cancel()
+    await third.inside.wait()
+    await third.go()
+    assert admission.in_flight == 0
+
+
+@pytest.mark.asyncio
+async def test_a_call_cancelled_in_the_instant_of_its_turn_hands_the_place_on() -> None:
+    gate, admission = gate_of(1, 2)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second, third = Visitor(gate), Visitor(gate)
+    await asyncio.sleep(0)
+    first.leave.set()
+    second.task.cancel()  # the first leaves before the second runs
+    await first.task
+    await third.inside.wait()
+    await third.go()
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_call_cancelled_in_the_instant_of_turning_away_keeps_nobody_waiting() -> None:
+    gate, admission = gate_of(1, 2)
+    gate.hold()
+    first, second = Visitor(gate), Visitor(gate)
+    await asyncio.sleep(0)
+    first.task.cancel()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await second.task
+    with pytest.raises(asyncio.CancelledError):
+        await first.task
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
+    gate, admission = gate_of(4, 4)
+    gate.hold()
+    waiting = Visitor(gate)
+    await asyncio.sleep(0)
+    assert admission.queued == 1
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await waiting.task
+    later = Visitor(gate)
+    await asyncio.sleep(0)
+    gate.release()
+    await later.inside.wait()
+    await later.go()
+
+
+@pytest.mark.asyncio
+async def test_whoever_has_not_started_is_turned_away_from_the_inside() -> None:
+    gate, admission = gate_of(2, 2)
+    first, second = Visitor(gate), Visitor(gate)
+    await first.inside.wait()
+    await second.inside.wait()
+    first.start()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await second.task
+    await first.go()
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_whoever_turns_the_others_away_is_not_cancelled() -> None:
+    gate, admission = gate_of(2, 2)
+    other = Visitor(gate)
+    await other.inside.wait()
+    with pytest.raises(ValueError, match="why it does"):
+        async with gate.place(0):
+            gate.turn_away(ShuttingDown())
+            raise ValueError("why it does")
+    await asyncio.sleep(0)  # here a cancellation would come
+    with pytest.raises(ShuttingDown):
+        await other.task
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_place_given_in_the_instant_of_turning_away_is_not_entered() -> None:
+    gate, admission = gate_of(1, 1)
+    first = Visitor(gate)
+    await first.inside.wait()
+    second = Visitor(gate)
+    await asyncio.sleep(0)
+    first.leave.set()
+    await asyncio.sleep(0)  # the second was given the place and has not run yet
+    assert first.task.done() and not second.inside.is_set()
+    gate.hold()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(ShuttingDown):
+        await second.task
+    assert not second.inside.is_set()
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_is_cancelled_and_turned_away_is_cancelled() -> None:
+    gate, _ = gate_of(1, 1)
+    visitor = Visitor(gate)
+    await visitor.inside.wait()
+    visitor.task.cancel()
+    gate.turn_away(ShuttingDown())
+    with pytest.raises(asyncio.CancelledError):
+        await visitor.task

@@ -1,0 +1,95 @@
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.checkpoint.run_directory import Checkpoints, RunDirectory, RunDirectoryError
+
+
+async def _write_policy(directory: Path) -> None:
+    await asyncio.to_thread(directory.mkdir)
+    await asyncio.to_thread((directory / "weights").write_text, directory.parent.name)
+
+
+def _save(checkpoints: Checkpoints, step: int) -> None:
+    asyncio.run(checkpoints.save(step, {"reward/mean": float(step)}, _write_policy))
+
+
+def test_the_newest_checkpoint_is_found_with_its_metrics(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.latest() is None
+    for step in (5, 10, 15):
+        _save(checkpoints, step)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert (latest.step, latest.metrics) == (15, {"reward/mean": 15.0})
+    assert (latest.policy_directory / "weights").exists()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000010", "step-00000015"]
+
+
+def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    for step in (5, 10):
+        _save(Checkpoints(tmp_path, keep=2), step)
+    (tmp_path / "latest").write_text("step-00000005\n")
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    _save(checkpoints, 6)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 6
+    assert (latest.policy_directory / "weights").exists()
+
+
+def test_a_full_disk_leaves_the_newest_checkpoint_as_it_was(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    _save(checkpoints, 5)
+
+    async def disk_is_full(directory: Path) -> None:
+        await asyncio.to_thread(directory.mkdir)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunDirectoryError, match=r"step 10 cannot be written .*No space left"):
+        asyncio.run(checkpoints.save(10, {}, disk_is_full))
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 5
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_a_killed_trainer_left_behind_is_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    (tmp_path / "step-00000005.partial" / "policy").mkdir(parents=True)
+    (tmp_path / "step-00000005").mkdir()  # renamed, but not yet named in `latest`
+    assert checkpoints.latest() is None
+    _save(checkpoints, 5)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 5
+
+
+def test_a_pointer_to_nothing_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step-00000007\n")
+    with pytest.raises(RunDirectoryError, match="step-00000007, which cannot be read"):
+        Checkpoints(tmp_path, keep=1).latest()
+
+
+def test_one_trainer_at_a_time(tmp_path: Path) -> None:
+    with (
+        RunDirectory(tmp_path / "run"),
+        pytest.raises(RunDirectoryError, match=r"in use by another trainer \(pid \d+\)"),
+    ):
+        RunDirectory(tmp_path / "run").__enter__()
+    with RunDirectory(tmp_path / "run") as again:
+        assert not again.holds_run
+        again.write_config({"run": {"seed": 1}})
+        assert not again.holds_run
+        (again.path / "metrics.jsonl").write_text('{"step": 0}\n')
+        assert again.holds_run
+        assert again.read_config() == {"run": {"seed": 1}}
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"run\.dir=.*file/run"):
+        RunDirectory(tmp_path / "file" / "run").__enter__()

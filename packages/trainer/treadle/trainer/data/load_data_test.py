@@ -1,0 +1,70 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from treadle.agent_loop import SetupError
+from treadle.trainer.config.load import load_config
+from treadle.trainer.data import DataError
+from treadle.trainer.data.load_data import Inputs, prepare, read_all_rows
+from treadle.trainer.main import DEMO
+from treadle.trainer.rollout.loops_from_config import prompt_rules
+
+
+def _prepare(*overrides: str) -> Inputs:
+    config = load_config([DEMO], overrides).config
+    return prepare(config, read_all_rows(config), prompt_rules(config))
+
+
+def _rows(path: Path, **changes: object) -> str:
+    """The demo's first rows with these columns; None takes one away."""
+    lines = (DEMO.parent / "train.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            row = json.loads(line) | changes
+            file.write(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n")
+    return f"data.train_files={path}"
+
+
+def test_the_demo_is_ready_to_run() -> None:
+    inputs = _prepare("data.max_val_rows=5")
+    assert len(inputs.val) == 5
+    assert list(inputs.rules.tools) == ["calculator"]
+    assert {prompt.loop for prompt in inputs.train} == {"tool_agent"}
+    assert inputs.notes == ()
+
+
+def test_tools_that_no_row_would_reach_are_refused(tmp_path: Path) -> None:
+    rows = _rows(tmp_path / "rows.jsonl", agent_name=None)
+    with pytest.raises(DataError, match=r"no agent_name .*rows.jsonl, line 1"):
+        _prepare(rows)
+    assert _prepare(rows, "agent.default_loop=tool_agent").train[0].loop == "tool_agent"
+
+
+def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="longer than 20 tokens"):
+        _prepare("rollout.prompt_length=20")
+    with pytest.raises(DataError, match="no train row is left"):
+        _prepare("rollout.prompt_length=20", "data.overlong_prompts=drop")
+
+
+def test_trajectories_that_may_outgrow_the_model_are_refused() -> None:
+    with pytest.raises(SetupError, match=r"response_length=100000 are 100256 tokens, and the mod"):
+        _prepare("rollout.response_length=100000")
+
+
+def test_a_reward_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SetupError, match="gsm9k"):
+        _prepare("reward.name=gsm9k")
+
+
+def test_rows_that_nothing_can_score_are_refused(tmp_path: Path) -> None:
+    rows = _rows(tmp_path / "rows.jsonl", data_source="mine")
+    with pytest.raises(SetupError, match="no reward is known for data_source 'mine'"):
+        _prepare(rows)
+    assert _prepare(rows, "reward.name=gsm8k").train
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"holds no tokenizer\.json"):
+        _prepare(f"model.path={tmp_path}")

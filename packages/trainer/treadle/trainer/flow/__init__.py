@@ -1,1 +1,0 @@
-"""Schedules: in which order rollout, update, weight sync and the rest take place."""

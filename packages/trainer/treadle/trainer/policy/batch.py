@@ -1,0 +1,121 @@
+"""The batch plan: which rank computes which sequences, in which micro-batches, with which weight.
+
+Invariant: a plan is a pure function of the lengths, so every rank makes the same one without
+talking to the others; it only decides where work happens. The weights are normalised over the whole
+batch before anything is cut, so no cut changes the gradient.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, assert_never
+
+if TYPE_CHECKING:
+    from treadle.trainer.policy.types import LossAggregation, TrainSequence
+
+
+def token_weights(
+    sequences: Sequence[TrainSequence],
+    aggregation: LossAggregation,
+    aggregation_length: int | None = None,
+) -> list[float]:
+    """What one loss token of each sequence counts for: the loss is the weighted sum over tokens.
+
+    A trajectory is one sequence here, however many samples it was split into, so that no split
+    changes a weight. With n that have loss tokens, of m_i tokens each, M in all:
+
+    - token-mean: 1 / M (DAPO, arXiv:2503.14476, equation 8).
+    - seq-mean-token-sum: 1 / n.
+    - seq-mean-token-mean: 1 / (n m_i) (GRPO, arXiv:2402.03300, equation 3).
+    - seq-mean-token-sum-norm: 1 / (n aggregation_length) (Dr. GRPO, arXiv:2503.20783, section 3.2).
+
+    Raises:
+        ValueError: no sequence has a loss token.
+    """
+    owners = [(s.trajectory, i if s.trajectory is None else 0) for i, s in enumerate(sequences)]
+    of_owner: Counter[tuple[int | None, int]] = Counter()
+    for owner, sequence in zip(owners, sequences, strict=True):
+        of_owner[owner] += sequence.num_loss_tokens
+    counts = [of_owner[owner] for owner in owners]
+    total, trained = of_owner.total(), sum(1 for count in of_owner.values() if count)
+    if not total:
+        raise ValueError(f"none of the {len(sequences)} sequences has a token in its loss mask")
+    match aggregation:
+        case "token-mean":
+            return [1.0 / total] * len(counts)
+        case "seq-mean-token-sum":
+            return [1.0 / trained] * len(counts)
+        case "seq-mean-token-mean":
+            return [1.0 / (trained * count) if count else 0.0 for count in counts]
+        case "seq-mean-token-sum-norm":
+            if aggregation_length is None:
+                raise ValueError("seq-mean-token-sum-norm needs aggregation_length")
+            return [1.0 / (trained * aggregation_length)] * len(counts)
+    assert_never(aggregation)
+
+
+def input_length(sequence: TrainSequence) -> int:
+    """Tokens that must go through the model: those before the last token that is trained on."""
+    mask = sequence.loss_mask
+    last = len(mask) - 1
+    while last > 0 and not mask[last]:
+        last -= 1
+    return last
+
+
+def has_gradient(sequence: TrainSequence) -> bool:
+    """Whether any loss token has an advantage other than 0."""
+    return any(
+        advantage and masked
+        for advantage, masked in zip(sequence.advantages, sequence.loss_mask, strict=True)
+    )
+
+
+def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
+    """Split indices so that the sums of lengths are close: longest first, to the lightest shard.
+
+    Graham's LPT rule: the heaviest shard is at most 4/3 of the best possible. Shards may be empty.
+    """
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    loads = [(0, shard) for shard in range(num_shards)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, shard = heapq.heappop(loads)
+        shards[shard].append(index)
+        heapq.heappush(loads, (load + lengths[index], shard))
+    return [sorted(shard) for shard in shards]
+
+
+def pack(lengths: Sequence[int], *, max_tokens: int, at_least: int = 1) -> list[list[int]]:
+    """Put indices into micro-batches of at most `max_tokens`; each is in ascending length.
+
+    A sequence longer than `max_tokens` is a micro-batch of its own. The number of micro-batches is
+    that of first-fit in descending length; they are then balanced, so that none is nearly empty.
+
+    Args:
+        lengths: Tokens of each sequence, at least 1.
+        max_tokens: Budget of a micro-batch.
+        at_least: Make this many if there are so many sequences: a pipeline of n stages idles
+            with fewer than n.
+    """
+    if not lengths:
+        return []
+    fits = max(_first_fit(lengths, max_tokens), min(at_least, len(lengths)))
+    packs = balance(lengths, fits)
+    while any(len(p) > 1 and sum(lengths[i] for i in p) > max_tokens for p in packs):
+        fits += 1  # balancing may overfill where first-fit did not; more bins always end it
+        packs = balance(lengths, fits)
+    return [sorted(p, key=lambda i: (lengths[i], i)) for p in packs if p]
+
+
+def _first_fit(lengths: Sequence[int], max_tokens: int) -> int:
+    bins: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        for number, load in enumerate(bins):
+            if load + length <= max_tokens:
+                bins[number] = load + length
+                break
+        else:
+            bins.append(length)
+    return len(bins)

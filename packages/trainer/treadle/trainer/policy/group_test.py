@@ -1,0 +1,172 @@
+"""The driver's end against real ranks: real processes, real Megatron on gloo."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
+from treadle.trainer.launch.local import LocalLauncher, LocalProcess
+from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.policy.commands import Save, Specs, Update, UpdateStats
+from treadle.trainer.policy.group import PolicyError, PolicyGroup
+from treadle.trainer.policy.types import TrainSequence
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 of two layers."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    path = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+class _KeepingLauncher(LocalLauncher):
+    """A launcher whose processes a test can find; `started` is set with the first."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.processes: dict[str, LocalProcess] = {}
+        self.started = asyncio.Event()
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        process = await super().start(spec)
+        self.processes[spec.name] = process
+        self.started.set()
+        return process
+
+
+@asynccontextmanager
+async def _group(
+    tmp_path: Path, model_path: Path, *, data: int
+) -> AsyncIterator[tuple[PolicyGroup, _KeepingLauncher]]:
+    config = PolicyConfig(parallel=ParallelConfig(data=data))
+    async with (
+        _KeepingLauncher(tmp_path / "logs") as launcher,
+        PolicyGroup(
+            launcher,
+            config,
+            model_path,
+            with_reference=False,
+            threads=1,
+            gpus_per_rank=0.0,
+            start_deadline_s=60.0,
+        ) as group,
+    ):
+        yield group, launcher
+
+
+def _sequences() -> tuple[TrainSequence, ...]:
+    return tuple(
+        TrainSequence(
+            ids=(1, 2, 3, n),
+            loss_mask=(False, False, True, True),
+            rollout_logprobs=(0.0, 0.0, -4.0, -4.0),
+            advantages=(1.0 if n % 2 else -1.0,) * 4,
+        )
+        for n in range(4, 8)
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
+    tmp_path: Path, model_path: Path
+) -> None:
+    async with _group(tmp_path, model_path, data=2) as (group, launcher):
+        first, second = await group.call(
+            Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+        )
+        assert isinstance(first, UpdateStats)
+        assert first.steps[0].loss == second.steps[0].loss
+        assert first.steps[0].num_computed == 4
+        assert len({len(specs) for specs in await group.call(Specs())}) == 1
+
+        os.kill(launcher.processes["policy-1"].pid, signal.SIGKILL)
+        with pytest.raises(PolicyError, match=r"(?s)policy rank 1 was ended by SIGKILL"):
+            await group.call(
+                Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+            )
+    assert await launcher.processes["policy-0"].poll() is not None
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_what_a_rank_cannot_write_is_the_users_to_mend(
+    tmp_path: Path, model_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    async with _group(tmp_path, model_path, data=1) as (group, _):
+        with pytest.raises(PolicyError) as error:
+            await group.call(Save(directory=tmp_path / "file" / "checkpoint"))
+    assert error.value.from_input
+    assert "checkpoint" in str(error.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_what_fails_in_training_is_shown_with_its_traceback(
+    tmp_path: Path, model_path: Path
+) -> None:
+    half = (*_sequences()[:1], replace(_sequences()[1], rollout_logprobs=None))
+    async with _group(tmp_path, model_path, data=1) as (group, _):
+        with pytest.raises(PolicyError, match=r"(?s)1 of 2 .*Traceback") as error:
+            await group.call(Update(sequences=half, algorithm=AlgorithmConfig(), temperature=1.0))
+    assert not error.value.from_input
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="nowhere") as error:
+        async with _group(tmp_path, tmp_path / "nowhere", data=1):
+            raise AssertionError("it started")
+    assert error.value.from_input
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: Path) -> None:
+    launcher = _KeepingLauncher(tmp_path / "logs")
+
+    async def start() -> None:
+        async with (
+            launcher,
+            PolicyGroup(
+                launcher,
+                PolicyConfig(),
+                model_path,
+                with_reference=False,
+                threads=1,
+                gpus_per_rank=0.0,
+                start_deadline_s=60.0,
+            ),
+        ):
+            raise AssertionError("it was cancelled before")
+
+    task = asyncio.create_task(start())
+    await launcher.started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all([await p.poll() is not None for p in launcher.processes.values()])

@@ -1,0 +1,132 @@
+"""A Hugging Face model folder's tensors: read lazily, written as a stream.
+
+Invariant: reading holds one tensor at a time beyond what the caller keeps; writing holds one shard.
+A written folder is complete or absent: it is built beside its place and renamed into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treadle.trainer.policy.types import NamedTensor
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_NOT_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
+
+
+class WeightsReader:
+    """The tensors of a folder by name.
+
+    Raises:
+        FileNotFoundError: the folder has neither model.safetensors nor an index of shards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Look at what there is; nothing is read yet."""
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        if (folder / _INDEX).is_file():
+            self._files: Mapping[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        elif (folder / _SINGLE).is_file():
+            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        else:
+            raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+
+    def __enter__(self) -> Self:
+        """Use as a context manager to close the files."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close every file that was opened."""
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+        self._open.clear()
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor, in the precision it is stored in; KeyError names what is missing."""
+        if name not in self._files:
+            raise KeyError(f"{self._folder} has no tensor {name!r}")
+        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
+        return tensor
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors there are."""
+        return frozenset(self._files)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._folder / name, "pt")
+        return self._open[name]
+
+
+def write_folder(
+    tensors: Iterable[NamedTensor], folder: Path, *, like: Path, shard_bytes: int = 2 << 30
+) -> None:
+    """Write a model folder that transformers can load.
+
+    Args:
+        tensors: All weights, under their Hugging Face names.
+        folder: Must not exist.
+        like: A model folder whose config, tokenizer and chat template are copied.
+        shard_bytes: Size at which a new file is begun.
+
+    Raises:
+        FileExistsError: `folder` exists.
+        OSError: it could not be written; nothing is left behind.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; choose another place or remove it")
+    building = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        shutil.copytree(like, building, ignore=shutil.ignore_patterns(*_NOT_WEIGHTS))
+        _write_shards(tensors, building, shard_bytes)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
+        file = f"model-{number:05d}.safetensors"
+        data = {item.name: item.tensor.detach().cpu().contiguous() for item in shard}
+        save_file(data, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(data, file))
+        total += sum(t.nbytes for t in data.values())
+    if len(set(weight_map.values())) == 1:
+        (folder / next(iter(weight_map.values()))).rename(folder / _SINGLE)
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Iterable[NamedTensor], shard_bytes: int) -> Iterator[list[NamedTensor]]:
+    shard: list[NamedTensor] = []
+    size = 0
+    for item in tensors:
+        if shard and size + item.tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(item)
+        size += item.tensor.nbytes
+    if shard:
+        yield shard

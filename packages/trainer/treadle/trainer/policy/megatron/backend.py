@@ -1,0 +1,312 @@
+"""The Megatron policy: one rank's share of the model, its optimizer, and the steps they take.
+
+Every method is collective over the policy's ranks (see `policy/types.py`): a rank blocks in
+its first collective operation until the others make the same call. Between calls a rank holds
+parameters and optimizer state, nothing else.
+
+Invariant: the gradient of a step is a plain sum, over micro-batches and data-parallel ranks, of
+per-token losses that were weighted over the whole batch. Parallel sizes, micro-batch size and
+packing order therefore change results only by rounding.
+
+Example, one process::
+
+    policy = MegatronPolicy(PolicyConfig(), Path("model"))
+    stats = policy.train_step(sequences, policy_loss(AlgorithmConfig()))
+
+Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.trainer.policy.batch import balance, has_gradient, input_length, pack, token_weights
+from treadle.trainer.policy.hf_weights import WeightsReader
+from treadle.trainer.policy.megatron import checkpoint, device, parallel, weights
+from treadle.trainer.policy.megatron.architecture import Architecture
+from treadle.trainer.policy.megatron.attention import take_rows
+from treadle.trainer.policy.megatron.logprobs import logprobs_and_entropy
+from treadle.trainer.policy.megatron.model import PolicyModel, build
+from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
+from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
+from treadle.trainer.policy.megatron.stats import StatsCollector
+from treadle.trainer.policy.types import LossAggregation, LossFn, NamedTensor, StepStats, TensorSpec
+
+device.install()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+if TYPE_CHECKING:
+    from treadle.trainer.config.policy import PolicyConfig
+    from treadle.trainer.policy.types import TrainSequence
+
+
+class MegatronPolicy:
+    """`PolicyBackend` on Megatron-core."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        model_path: Path,
+        rendezvous: parallel.Rendezvous | None = None,
+        *,
+        keep_reference: bool = False,
+    ) -> None:
+        """Join the other ranks and load the model.
+
+        Args:
+            config: Parallel sizes, optimizer, memory.
+            model_path: Hugging Face folder: config.json and safetensors.
+            rendezvous: This rank's place; None for a policy of one process.
+            keep_reference: Keep a copy of the weights as they are now, for
+                `reference_logprobs`.
+
+        Raises:
+            UnsupportedModelError: the model, or its cut into parts, is not supported.
+            FileNotFoundError: the folder is not a model folder.
+        """
+        self._config = config
+        self._model_path = model_path
+        self.architecture = Architecture.from_folder(model_path)
+        self.world = parallel.start(
+            config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
+        )
+        try:
+            self._model = build(self.architecture, config, self.world)
+            with WeightsReader(model_path) as reader:
+                weights.load(self._model, reader, self.architecture, self.world)
+            self._net = _wrap(self._model, distributed_optimizer=self.world.data > 1)
+            self._optimizer = PolicyOptimizer(self._net, config)
+        except BaseException:
+            self.world.close()
+            raise
+        self._reference = (
+            [p.detach().clone() for p in self._model.parameters()] if keep_reference else None
+        )
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        return self._step
+
+    def close(self) -> None:
+        """Leave the policy's ranks; the object is of no use afterwards."""
+        self.world.close()
+
+    # --- computing ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """See `PolicyBackend.logprobs`."""
+        packer = Packer(
+            sequences,
+            [0.0] * len(sequences),
+            at=device.device(),
+            row_multiple=self._row_multiple,
+        )
+        values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
+
+        def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            logprobs_T, _ = self._head(micro, hidden, temperature)
+            if self.world.speaks:
+                values_M[micro.slots_T] = logprobs_T
+            return logprobs_T.sum()
+
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        micro_batches = self._micro_batches(packer, sequences, computed)
+        self._run(micro_batches, collect, forward_only=True)
+        dist.all_reduce(values_M)
+        return packer.unpack(values_M.tolist())
+
+    @torch.no_grad()
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """See `PolicyBackend.reference_logprobs`."""
+        if self._reference is None:
+            raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
+        parameters = list(self._model.parameters())
+        current = [p.detach().clone() for p in parameters]
+        try:
+            for parameter, reference in zip(parameters, self._reference, strict=True):
+                parameter.copy_(reference)
+            return self.logprobs(sequences, temperature=temperature)
+        finally:
+            for parameter, value in zip(parameters, current, strict=True):
+                parameter.copy_(value)
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+    ) -> StepStats:
+        """See `PolicyBackend.train_step`.
+
+        Raises:
+            ValueError: no sequence has a loss token.
+        """
+        began = time.perf_counter()
+        packer = Packer(
+            sequences,
+            token_weights(sequences, aggregation, aggregation_length),
+            at=device.device(),
+            row_multiple=self._row_multiple,
+        )
+        computed = [
+            i
+            for i, s in enumerate(sequences)
+            if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
+        ]
+        micro_batches = self._micro_batches(packer, sequences, computed)
+        collector = StatsCollector(loss, packer, computed, self.world)
+
+        def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            logprobs_T, entropy_T = self._head(micro, hidden, temperature)
+            inputs = micro.loss_inputs(logprobs_T, entropy_T)
+            output = loss(inputs)
+            collector.add(micro, inputs, output)
+            return (output.loss_T * micro.weights_T).sum()
+
+        self._net.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._run(micro_batches, weighted, forward_only=False)
+        lr = learning_rate(self._config.optimizer, self._step)
+        applied = self._optimizer.apply(lr)
+        self._step += 1
+        collected = collector.reduce(micro_batches)
+        return StepStats(
+            step=self._step,
+            loss=collected.loss,
+            grad_norm=applied.grad_norm,
+            skipped=applied.skipped,
+            learning_rate=lr,
+            num_sequences=len(sequences),
+            num_computed=len(computed),
+            num_tokens=sum(input_length(sequences[i]) for i in computed),
+            num_loss_tokens=packer.num_loss_tokens,
+            num_micro_batches=collected.num_micro_batches,
+            time_s=time.perf_counter() - began,
+            metrics=collected.metrics,
+        )
+
+    @property
+    def _row_multiple(self) -> int:
+        return self.world.tensor if self.world.sequence_parallel else 1
+
+    def _micro_batches(
+        self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
+    ) -> list[MicroBatch]:
+        """This data-parallel rank's share; may be empty."""
+        lengths = [input_length(sequences[i]) for i in computed]
+        share = balance(lengths, self.world.data)[self.world.data_rank]
+        packs = pack(
+            [lengths[i] for i in share],
+            max_tokens=self._config.micro_batch_tokens,
+            at_least=self.world.pipeline,
+        )
+        return [packer.micro_batch([computed[share[i]] for i in members]) for members in packs]
+
+    def _run(self, micro_batches: Sequence[MicroBatch], loss: Any, *, forward_only: bool) -> None:
+        """Take the micro-batches through the pipeline; gradients are left summed over ranks."""
+        if not micro_batches:  # the schedules need one; the other ranks still wait for our sum
+            if not forward_only:
+                finalize_model_grads([self._net], None)
+            return
+
+        def forward(batches: Iterator[MicroBatch], net: DistributedDataParallel) -> Any:
+            micro = next(batches)
+            hidden = net(micro.ids_1P, micro.positions_P, micro.segments)
+            nothing = torch.zeros((), dtype=torch.int)  # Megatron is not to normalise again
+            return hidden, lambda hidden: (loss(micro, hidden), nothing, None)
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=[self._net],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].num_rows,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _head(
+        self, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """[T] log-probabilities and entropies of the loss tokens."""
+        return logprobs_and_entropy(
+            take_rows(hidden_P1H.squeeze(1), micro.rows_T),
+            self._model.head_weight,
+            micro.targets_T,
+            vocab_size=self.architecture.vocab_size,
+            group=self.world.tensor_group,
+            chunk=self._config.logits_chunk_tokens,
+            temperature=temperature,
+        )
+
+    # --- weights and checkpoints ---------------------------------------------------------------
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """See `PolicyBackend.weight_specs`."""
+        return weights.specs(self._model, self.architecture, self.world, dtype=self._config.dtype)
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """See `PolicyBackend.export_weights`."""
+        dtype: torch.dtype = getattr(torch, self._config.dtype)
+        return weights.export(self._model, self.architecture, self.world, dtype=dtype)
+
+    def save_hf(self, folder: Path) -> None:
+        """Write a Hugging Face model folder, with the tokenizer files of the one loaded.
+
+        Raises:
+            CheckpointError: it could not be written; nothing is left behind.
+        """
+        checkpoint.save_hf(
+            self.export_weights(), self.weight_specs(), folder, like=self._model_path, w=self.world
+        )
+
+    def save(self, directory: Path) -> None:
+        """See `PolicyBackend.save`."""
+        state = checkpoint.PolicyState(self._model, self._optimizer, self.architecture)
+        checkpoint.save(state, directory, step=self._step, world=self.world)
+
+    def load(self, directory: Path) -> None:
+        """See `PolicyBackend.load`."""
+        state = checkpoint.PolicyState(self._model, self._optimizer, self.architecture)
+        self._step = checkpoint.load(state, directory)
+
+
+def _wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Megatron's gradient buffers; they sum in float32 and are reduced once per step."""
+    net = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+        model,
+    )
+
+    def finalize(nets: list[Any], _: object, **kwargs: Any) -> None:
+        finalize_model_grads(nets, None, **kwargs)  # None: do not divide by a token count
+
+    model.config.finalize_model_grads_func = finalize
+    return net

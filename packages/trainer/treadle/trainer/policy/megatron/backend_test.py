@@ -1,0 +1,276 @@
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from treadle.trainer.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood, policy_loss
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.trainer.policy.megatron.architecture import Architecture, UnsupportedModelError
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.megatron.parallel import Rendezvous
+from treadle.trainer.policy.megatron.testing.tiny import VOCAB, sequences, write_model
+from treadle.trainer.policy.types import LossFn, LossInputs, LossOutput, StepStats, TrainSequence
+
+# See parallel_test: with eps = 1 parameters compare as gradients do.
+LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[MegatronPolicy]]:
+    """Policies to be closed at the end; one at a time can be open in a process."""
+    policies: list[MegatronPolicy] = []
+    yield policies
+    for policy in policies:
+        policy.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "qwen2"
+    write_model(path)
+    return path
+
+
+def step(
+    folder: Path, batch: Sequence[TrainSequence], loss: LossFn, **settings: Any
+) -> tuple[StepStats, dict[str, np.ndarray[Any, Any]]]:
+    policy = MegatronPolicy(PolicyConfig(**({"optimizer": LINEAR} | settings)), folder)
+    try:
+        stats = policy.train_step(batch, loss)
+        return stats, {t.name: t.tensor.clone().numpy() for t in policy.export_weights()}
+    finally:
+        policy.close()
+
+
+def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return max(float(abs(a[name] - b[name]).max()) for name in a)
+
+
+ARCHITECTURES = [(m, t) for m in ("llama", "qwen2", "qwen3") for t in (True, False)]
+
+
+@pytest.mark.parametrize(("model_type", "tied"), ARCHITECTURES)
+def test_logprobs_and_round_trip_agree_with_transformers(
+    tmp_path: Path, opened: list[MegatronPolicy], model_type: str, tied: bool
+) -> None:
+    import transformers
+
+    reference = write_model(tmp_path / "model", model_type, tied=tied)
+    policy = MegatronPolicy(PolicyConfig(), tmp_path / "model")
+    opened.append(policy)
+    batch = sequences()
+    for sequence, got in zip(batch, policy.logprobs(batch), strict=True):
+        ids = torch.tensor(sequence.ids)
+        with torch.no_grad():
+            logp = reference(ids[None]).logits[0, :-1].log_softmax(-1)
+        want = logp.gather(-1, ids[1:, None])[:, 0] * torch.tensor(sequence.loss_mask[1:])
+        assert got == pytest.approx([0.0, *want.tolist()], abs=1e-4)
+
+    originals = reference.state_dict()
+    exported = {item.name: item.tensor for item in policy.export_weights()}
+    assert exported.keys() == originals.keys() - ({"lm_head.weight"} if tied else set())
+    assert all(torch.equal(tensor, originals[name]) for name, tensor in exported.items())
+
+    policy.save_hf(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.tensor([batch[3].ids])
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, reference(ids).logits)
+
+
+def test_a_step_is_that_of_torch(folder: Path, opened: list[MegatronPolicy]) -> None:
+    """GRPO with Adam in transformers and torch, one padded row per sequence, as the truth."""
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    batch = sequences()
+    total = sum(s.num_loss_tokens for s in batch)
+    loss = torch.zeros(())
+    for s in batch:
+        logits = reference(torch.tensor([s.ids])).logits[0, :-1]
+        logp = logits.log_softmax(-1).gather(-1, torch.tensor(s.ids)[1:, None])[:, 0]
+        ratio = (logp - logp.detach()).exp()
+        loss = loss - (ratio * s.advantages[0] * torch.tensor(s.loss_mask[1:])).sum() / total
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+
+    policy = MegatronPolicy(PolicyConfig(optimizer=OptimizerConfig(lr=1e-3)), folder)
+    opened.append(policy)
+    stats = policy.train_step(batch, policy_loss(AlgorithmConfig()))
+    assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert stats.step == policy.step == 1
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_micro_batching_packing_order_and_recomputing_do_not_change_the_step(
+    folder: Path, aggregation: Any
+) -> None:
+    batch = [replace(s, trajectory=None if i % 2 else 0) for i, s in enumerate(sequences())]
+    loss = policy_loss(AlgorithmConfig(entropy_coef=0.01))
+
+    def run(batch: Sequence[TrainSequence], **settings: Any) -> tuple[StepStats, dict[str, Any]]:
+        policy = MegatronPolicy(PolicyConfig(optimizer=LINEAR, **settings), folder)
+        try:
+            stats = policy.train_step(batch, loss, aggregation=aggregation)
+            return stats, {t.name: t.tensor.clone().numpy() for t in policy.export_weights()}
+        finally:
+            policy.close()
+
+    want, weights = run(batch)
+    assert want.num_micro_batches == 1
+    variants: list[tuple[list[TrainSequence], dict[str, Any]]] = [
+        (batch, {"micro_batch_tokens": 70}),
+        (batch[::-1], {"micro_batch_tokens": 2}),
+        (batch, {"recompute": "full", "logits_chunk_tokens": 7}),
+    ]
+    for other, settings in variants:
+        stats, got = run(other, **settings)
+        assert stats.loss == pytest.approx(want.loss, abs=1e-6)
+        assert stats.metrics == pytest.approx(want.metrics, abs=1e-5)
+        assert largest_difference(got, weights) < 1e-6
+        assert settings.get("micro_batch_tokens") != 2 or stats.num_micro_batches == len(batch)
+
+
+@dataclass(frozen=True)
+class ComputeAll(ClippedSurrogate):
+    """The same loss, but without leave to skip."""
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return False
+
+
+def test_sequences_without_advantage_are_skipped_and_counted(folder: Path) -> None:
+    batch = [
+        replace(s, advantages=(0.0,) * len(s.ids)) if i % 2 else s
+        for i, s in enumerate(sequences())
+    ]
+    skipping, weights = step(folder, batch, ClippedSurrogate())
+    computing, all_weights = step(folder, batch, ComputeAll())
+    assert (skipping.num_computed, computing.num_computed) == (4, 8)
+    assert skipping.num_loss_tokens == computing.num_loss_tokens
+    assert skipping.num_tokens < computing.num_tokens
+    assert skipping.loss == pytest.approx(computing.loss, abs=1e-7)
+    assert skipping.grad_norm == pytest.approx(computing.grad_norm, rel=1e-6)
+    assert largest_difference(weights, all_weights) < 1e-7
+
+
+def test_a_batch_without_any_advantage_has_no_gradient_and_no_metrics(folder: Path) -> None:
+    batch = [replace(s, advantages=(0.0,) * len(s.ids)) for s in sequences()]
+    stats, _ = step(folder, batch, ClippedSurrogate())
+    assert (stats.num_computed, stats.grad_norm, stats.loss) == (0, 0.0, 0.0)
+    assert stats.metrics == {}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A loss whose gradient overflows."""
+
+    zero_without_advantage: bool = False
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput(loss_T=inputs.logprobs_T * float("inf"))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    folder: Path, opened: list[MegatronPolicy]
+) -> None:
+    policy = MegatronPolicy(PolicyConfig(optimizer=OptimizerConfig(lr=1e-2)), folder)
+    opened.append(policy)
+    batch = sequences()
+    policy.train_step(batch, ClippedSurrogate())
+    before = {t.name: t.tensor.clone() for t in policy.export_weights()}
+    stats = policy.train_step(batch, Broken())
+    assert stats.skipped
+    assert not math.isfinite(stats.grad_norm)
+    assert stats.step == 2
+    after = {t.name: t.tensor for t in policy.export_weights()}
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not policy.train_step(batch, ClippedSurrogate()).skipped
+
+
+def test_supervised_training_learns_a_sequence(folder: Path, opened: list[MegatronPolicy]) -> None:
+    optimizer = OptimizerConfig(lr=3e-3, warmup_steps=2, schedule="cosine", decay_steps=12)
+    policy = MegatronPolicy(PolicyConfig(optimizer=optimizer), folder)
+    opened.append(policy)
+    ids = [i * 7 % VOCAB for i in range(24)]
+    batch = [TrainSequence.supervised(ids, [i > 3 for i in range(24)])]
+    steps = [policy.train_step(batch, NegativeLogLikelihood()) for _ in range(12)]
+    assert steps[-1].loss < 0.5 * steps[0].loss
+    assert steps[0].learning_rate == pytest.approx(1.5e-3)
+    assert steps[0].metrics.keys() == {"actor/entropy"}
+
+
+def test_the_reference_stays_while_the_policy_moves(
+    folder: Path, opened: list[MegatronPolicy]
+) -> None:
+    policy = MegatronPolicy(
+        PolicyConfig(optimizer=OptimizerConfig(lr=1e-2)), folder, keep_reference=True
+    )
+    opened.append(policy)
+    batch = sequences()
+    start = policy.logprobs(batch)
+    loss = policy_loss(AlgorithmConfig(kl_coef=0.1))
+    with_ref = [
+        replace(s, ref_logprobs=r)
+        for s, r in zip(batch, policy.reference_logprobs(batch), strict=True)
+    ]
+    first = policy.train_step(with_ref, loss)
+    second = policy.train_step(with_ref, loss)
+    assert first.metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-9)
+    assert second.metrics["actor/kl_loss"] > 1e-4
+    assert policy.reference_logprobs(batch) == start
+    assert policy.logprobs(batch) != start
+
+
+def test_bfloat16_trains_and_exports_bfloat16(folder: Path, opened: list[MegatronPolicy]) -> None:
+    policy = MegatronPolicy(
+        PolicyConfig(dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3)), folder
+    )
+    opened.append(policy)
+    batch = sequences()
+    stats = policy.train_step(batch, ClippedSurrogate())
+    on_policy = -sum(s.advantages[0] * s.num_loss_tokens for s in batch) / stats.num_loss_tokens
+    assert stats.loss == pytest.approx(on_policy, abs=1e-6)
+    assert not stats.skipped
+    assert {t.tensor.dtype for t in policy.export_weights()} == {torch.bfloat16}
+    assert {spec.element_type for spec in policy.weight_specs()} == {"bfloat16"}
+
+
+def test_what_cannot_be_built_is_refused(
+    tmp_path: Path, folder: Path, opened: list[MegatronPolicy]
+) -> None:
+    import transformers
+
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
+        MegatronPolicy(PolicyConfig(), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported.*llama, qwen2"):
+        Architecture.from_config(transformers.GPT2Config())
+    with pytest.raises(UnsupportedModelError, match="rope_type='linear'"):
+        Architecture.from_config(
+            transformers.LlamaConfig(
+                rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+            )
+        )
+    with pytest.raises(UnsupportedModelError, match="tensor=4 does not divide the model's 2 key"):
+        Architecture.from_folder(folder).check_parallel(tensor=4, pipeline=1)
+    with pytest.raises(ValueError, match=r"need 2 ranks, but 1 were started"):
+        MegatronPolicy(PolicyConfig(parallel=ParallelConfig(data=2)), folder, Rendezvous())
+
+
+def test_mixed_optional_fields_are_refused(folder: Path, opened: list[MegatronPolicy]) -> None:
+    policy = MegatronPolicy(PolicyConfig(), folder)
+    opened.append(policy)
+    batch = sequences()
+    batch[0] = replace(batch[0], old_logprobs=(0.0,) * len(batch[0].ids))
+    with pytest.raises(ValueError, match="1 of 8 sequences have old_logprobs"):
+        policy.train_step(batch, ClippedSurrogate())
+    with pytest.raises(RuntimeError, match="keep_reference"):
+        policy.reference_logprobs(batch)

@@ -1,0 +1,298 @@
+"""The checkpoint: weights, optimizer state and step of the policy, readable by any parallel sizes.
+
+Invariant: a checkpoint directory is complete or it is not there. It is written beside its place and
+renamed into it by rank 0 when every rank has written its part; whatever fails on any rank fails on
+all of them with the same message, and what was there before stays as it was.
+
+The format is Megatron's `torch_dist`: every tensor is stored by its name and its place in the
+whole, so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state
+has the same names under Megatron's plain and its distributed optimizer, so that may change too.
+Nothing in the policy draws random numbers and the learning rate is a function of the step, so the
+step counter is all there is besides tensors.
+
+Tensors are written by `torch.distributed.checkpoint` in the calling thread. Megatron's own writer
+forks, which a process that also speaks gRPC must not do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from treadle.trainer.policy.hf_weights import write_folder
+from treadle.trainer.policy.megatron import device
+from treadle.trainer.policy.types import CheckpointError, NamedTensor, TensorSpec
+
+device.install()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import apply_factories  # noqa: E402
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor  # noqa: E402
+from megatron.core.dist_checkpointing.serialization import save_preprocess  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.common import (  # noqa: E402
+    TorchCommonSaveStrategy,
+)
+from megatron.core.dist_checkpointing.utils import (  # noqa: E402
+    extract_sharded_tensors_and_factories,
+)
+
+if TYPE_CHECKING:
+    from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.model import PolicyModel
+    from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer
+    from treadle.trainer.policy.megatron.parallel import World
+
+_TENSORS: Final = ("param", "exp_avg", "exp_avg_sq")
+
+
+class PolicyState:
+    """The policy's tensors as named parts of a whole, to be written or to be filled."""
+
+    def __init__(
+        self, model: PolicyModel, optimizer: PolicyOptimizer, architecture: Architecture
+    ) -> None:
+        """Name the objects; their tensors are looked up when needed."""
+        self._model = model
+        self._optimizer = optimizer
+        self.architecture: dict[str, Any] = asdict(architecture)
+
+    def sharded(self, *, loading: bool) -> dict[str, Any]:
+        """Megatron's sharded state dict of model and optimizer; collective when not loading."""
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self._model.sharded_state_dict(metadata=metadata)
+        if self._optimizer.distributed:
+            optimizer = self._optimizer.megatron.sharded_param_state_fully_reshardable(
+                model, loading, metadata
+            )
+        else:
+            optimizer = self._plain_optimizer_state(model)
+        return {"model": model, "optimizer": optimizer}
+
+    @property
+    def adam_steps(self) -> int:
+        """See `PolicyOptimizer.adam_steps`."""
+        return self._optimizer.adam_steps
+
+    @torch.no_grad()
+    def fill(self, loaded: dict[str, Any], *, adam_steps: int) -> None:
+        """Take over what was read into the structure that `sharded(loading=True)` gave."""
+        self._model.load_state_dict(loaded["model"])
+        if self._optimizer.distributed:
+            # Megatron copies every entry of Adam's state, but stores no "step" (that is torch's).
+            for state in self._optimizer.adam.state.values():
+                del state["step"]
+            self._optimizer.megatron.load_parameter_state_from_fully_reshardable(
+                loaded["optimizer"]
+            )
+        else:
+            for number, parameter in enumerate(self._model.parameters()):
+                main = self._main(parameter)
+                state = self._optimizer.adam.state[main]
+                for name, target in zip(
+                    _TENSORS, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True
+                ):
+                    target.copy_(loaded["optimizer"][number][name])
+        self._optimizer.adam_steps = adam_steps
+
+    def _plain_optimizer_state(self, model: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The names and shapes that the distributed optimizer uses, of undistributed state."""
+        parts, _ = extract_sharded_tensors_and_factories(model)
+        by_parameter = {id(part.data): part for part in nested_values(parts)}
+        result: dict[int, dict[str, Any]] = {}
+        for number, parameter in enumerate(self._model.parameters()):
+            main = self._main(parameter)
+            state = self._optimizer.adam.state[main]
+            result[number] = {
+                name: make_sharded_optimizer_tensor(
+                    by_parameter[id(parameter)], tensor, prefix=f"optimizer.state.{name}"
+                )
+                for name, tensor in zip(
+                    _TENSORS, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True
+                )
+            }
+        return result
+
+    @staticmethod
+    def _main(parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What Adam updates: the float32 copy of a bfloat16 parameter, else the parameter."""
+        main: torch.Tensor = getattr(parameter, "main_param", parameter)
+        return main
+
+
+def save(state: PolicyState, directory: Path, *, step: int, world: World) -> None:
+    """Write a checkpoint; collective.
+
+    Raises:
+        CheckpointError: `directory` exists, or some rank could not write; on every rank.
+    """
+    building = directory.with_name(f".{directory.name}.writing")
+    first = world.rank == 0
+    common = {
+        "step": step,
+        "adam_steps": state.adam_steps,
+        "architecture": state.architecture,
+    }
+
+    def prepare() -> None:
+        if directory.exists():
+            raise FileExistsError(f"{directory} exists")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+
+    def finish() -> None:
+        TorchCommonSaveStrategy("torch", 1).save_common(common, building)
+        save_config(CheckpointingConfig("torch_dist", 1), str(building))
+        building.rename(directory)
+
+    try:
+        _together(prepare if first else None, directory)
+        sharded, _ = save_preprocess(state.sharded(loading=False))
+        _together(lambda: _write_tensors(sharded, building), directory)
+        _together(finish if first else None, directory)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def load(state: PolicyState, directory: Path) -> int:
+    """Fill `state` from a checkpoint; collective.
+
+    Returns:
+        The step it was written at.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of another architecture.
+    """
+    if not (directory / "metadata.json").is_file():
+        raise CheckpointError(f"{directory} holds no complete checkpoint")
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    different = {
+        name: (common["architecture"].get(name), value)
+        for name, value in state.architecture.items()
+        if common["architecture"].get(name) != value
+    }
+    if different:
+        listed = ", ".join(f"{n} is {was}, not {now}" for n, (was, now) in different.items())
+        raise CheckpointError(f"the checkpoint in {directory} is of another model: {listed}")
+    loaded = dist_checkpointing.load(state.sharded(loading=True), str(directory))
+    state.fill(loaded, adam_steps=common["adam_steps"])
+    return int(common["step"])
+
+
+def save_hf(
+    mine: Iterator[NamedTensor],
+    specs: Sequence[TensorSpec],
+    folder: Path,
+    *,
+    like: Path,
+    w: World,
+) -> None:
+    """Write all stages' tensors as one Hugging Face folder, by rank 0; collective.
+
+    Raises:
+        CheckpointError: it could not be written; on every rank.
+    """
+    everything = _collect(mine, specs, w)
+
+    def write() -> None:
+        write_folder(everything, folder, like=like)
+
+    def drain() -> None:
+        for _ in everything:  # take part to the end, so that no other rank waits for us
+            pass
+
+    _together(write if w.rank == 0 else None, folder, meanwhile=drain)
+
+
+def _collect(
+    mine: Iterator[NamedTensor], specs: Sequence[TensorSpec], world: World
+) -> Iterator[NamedTensor]:
+    """On rank 0 the tensors of all stages; other ranks send theirs and yield nothing."""
+    senders = {spec.sender for spec in specs}
+    for item in mine:
+        if world.rank == 0:
+            yield item
+        elif world.rank in senders:
+            dist.send(item.tensor.contiguous(), dst=0)
+    if world.rank == 0:
+        for spec in specs:
+            if spec.sender != 0:
+                dtype: torch.dtype = getattr(torch, spec.element_type)
+                tensor = torch.empty(spec.shape, dtype=dtype, device=device.device())
+                dist.recv(tensor, src=spec.sender)
+                yield NamedTensor(name=spec.name, tensor=tensor)
+
+
+def _write_tensors(sharded: dict[str, Any], directory: Path) -> None:
+    """Collective; an error on one rank is raised by torch on all."""
+    apply_factories(sharded)
+    by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    save_tensors(
+        torch_dist.mcore_to_pyt_state_dict(by_key, False),
+        storage_writer=FileSystemWriter(directory, thread_count=1, sync_files=True),
+        planner=torch_dist.MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False
+        ),
+    )
+
+
+def _together(
+    action: Callable[[], None] | None,
+    place: Path,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Run `action` where it is given, and fail on every rank if it failed on any.
+
+    Args:
+        action: This rank's part, or None.
+        place: What was to be written, for the message.
+        meanwhile: Run by ranks without an action, and by those whose action failed.
+    """
+    problem = None
+    try:
+        if action is not None:
+            action()
+    except (OSError, CheckpointException, RuntimeError) as error:
+        problem = _explain(error)
+    if meanwhile is not None and (action is None or problem is not None):
+        meanwhile()
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            free = shutil.disk_usage(_existing(place)).free
+            raise CheckpointError(
+                f"cannot write {place} (rank {rank}): {text} ({free >> 20} MiB are free there)"
+            )
+
+
+def _existing(place: Path) -> Path:
+    """The nearest directory above `place` that is there."""
+    return next(path for path in place.absolute().parents if path.is_dir())
+
+
+def _explain(error: BaseException) -> str:
+    """The first cause in one line, without torch's tracebacks of every rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))
+    text = str(error).partition("\n")[0]
+    if "inline_container" in text:  # torch's archive writer hides the system's error
+        return "the system took only part of the data; is the disk or a quota full?"
+    return f"{type(error).__name__}: {text}"

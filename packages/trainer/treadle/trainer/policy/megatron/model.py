@@ -1,0 +1,211 @@
+"""The policy model: a Hugging Face architecture as a Megatron-core GPT.
+
+Invariant: given the same weights, the logits are those of transformers (fp32: within 1e-4), for
+any tensor- and pipeline-parallel size. Built from Megatron's local layer spec, so neither
+Transformer Engine nor Apex is needed, on a CPU or on a GPU; the norm and the attention are ours, as
+Megatron's local ones support neither sequence parallelism nor packed sequences.
+
+Unlike Megatron's `GPTModel.forward`, ours stops before the output layer. The head is applied by
+`logprobs.py`, only where a token is trained on and a chunk at a time, so
+logits never exist for the whole micro-batch.
+
+Shape suffixes: P packed rows, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treadle.trainer.policy.megatron import device
+from treadle.trainer.policy.megatron.attention import PackedAttention, Segments
+
+device.install()
+
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+
+if TYPE_CHECKING:
+    from treadle.trainer.config.policy import PolicyConfig
+    from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.parallel import World
+
+VOCAB_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this, so that its padded size, which a checkpoint
+records, is the same for every tensor-parallel size that divides it."""
+
+
+class RMSNorm(torch.nn.Module):
+    """The norm slot of a Megatron layer spec; correct under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        """Called by Megatron, with more than is needed."""
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.empty(hidden_size, dtype=config.params_dtype, device=device.device())
+        )
+        # Megatron sums the gradients of parameters so marked over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
+    """One pipeline stage of the policy, up to and without the output layer."""
+
+    def __init__(self, architecture: Architecture, **kwargs: Any) -> None:
+        """`kwargs` are those of Megatron's `GPTModel`."""
+        super().__init__(**kwargs)
+        steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
+        self._inverse_frequency = (architecture.rope_theta ** -(steps / architecture.head_dim)).to(
+            device.device()
+        )
+
+    def forward(self, ids_1P: Tensor, positions_P: Tensor, segments: Segments) -> Tensor:
+        """Run the stage.
+
+        Args:
+            ids_1P: Token ids; read by the first stage only.
+            positions_P: Position of each row in its own sequence.
+            segments: Which rows belong together.
+
+        Returns:
+            [P, 1, H] hidden states: normed by the last stage, and whole there even under
+            sequence parallelism.
+        """
+        angles = positions_P.float()[:, None] * self._inverse_frequency
+        hidden: Tensor = self.decoder(
+            hidden_states=self.embedding(ids_1P, None) if self.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat((angles, angles), dim=-1)[:, None, None, :],
+            packed_seq_params=segments,
+        )
+        if self.post_process and self.config.sequence_parallel:
+            # Gradients of the head arrive summed over the group already, so the backward of this
+            # gather only has to split.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded vocabulary / tensor, H] rows of the output layer; last stage only."""
+        if self.share_embeddings_and_output_weights:
+            weight: Tensor = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        return weight
+
+
+def build(architecture: Architecture, config: PolicyConfig, world: World) -> PolicyModel:
+    """This rank's part of the model, its parameters not yet initialised.
+
+    Raises:
+        UnsupportedModelError: the parallel sizes do not divide the model.
+    """
+    architecture.check_parallel(tensor=world.tensor, pipeline=world.pipeline)
+    megatron = transformer_config(architecture, config, world)
+    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    model: PolicyModel = PolicyModel(
+        architecture,
+        config=megatron,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * (architecture.num_layers // world.pipeline), layer_norm=RMSNorm
+        ),
+        vocab_size=padded_vocab(architecture.vocab_size, world.tensor),
+        max_sequence_length=architecture.max_positions,
+        pre_process=world.is_first_stage,
+        post_process=world.is_last_stage,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="none",
+    )
+    model.to(device.device())
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks."""
+    multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tensor == 0 else VOCAB_MULTIPLE * tensor
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(
+    architecture: Architecture, config: PolicyConfig, world: World
+) -> TransformerConfig:
+    """Megatron's settings; everything not named here is its default."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    recompute: dict[str, Any] = {}
+    if config.recompute == "full":
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=world.tensor,
+        pipeline_model_parallel_size=world.pipeline,
+        sequence_parallel=world.sequence_parallel,
+        # Every parameter is read from the model folder. Initialising must stay on all the same: it
+        # is where Megatron marks parameters as tensor-parallel, which the gradient norm goes by.
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        use_cpu_initialization=False,
+        # Fusions need Apex or Transformer Engine.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=False,
+        # Micro-batches differ in length; Megatron demands alltoall with that even without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # The loss is already normalised over the whole batch: gradients are plain sums.
+        calculate_per_token_loss=True,
+        **recompute,
+    )

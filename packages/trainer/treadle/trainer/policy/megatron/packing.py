@@ -1,0 +1,178 @@
+"""The micro-batch: sequences packed end to end, as the tensors that one forward pass needs.
+
+Invariant: rows are inputs and each loss token is named by the row that predicts it, so the shift
+between the two happens here and nowhere else. Rows after a sequence's last loss token are left out:
+nothing depends on them.
+
+Shape suffixes: P packed rows, T loss tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.trainer.policy.batch import input_length
+from treadle.trainer.policy.megatron.attention import Segments
+from treadle.trainer.policy.types import LOGPROB_FIELDS, LossInputs
+
+if TYPE_CHECKING:
+    from treadle.trainer.policy.types import TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What goes through the model at once on one rank."""
+
+    ids_1P: Tensor
+    positions_P: Tensor
+    segments: Segments
+    rows_T: Tensor
+    """The row that predicts each loss token, ascending."""
+    targets_T: Tensor
+    slots_T: Tensor
+    """Each loss token's place among the loss tokens of the whole batch."""
+    weights_T: Tensor
+    advantages_T: Tensor
+    rollout_logprobs_T: Tensor | None
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Packed rows, padding included."""
+        return self.ids_1P.shape[1]
+
+    def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
+        """What the loss is given, once the model has run."""
+        old_T = self.old_logprobs_T
+        return LossInputs(
+            logprobs_T=logprobs_T,
+            entropy_T=entropy_T,
+            advantages_T=self.advantages_T,
+            old_logprobs_T=logprobs_T.detach() if old_T is None else old_T,
+            rollout_logprobs_T=self.rollout_logprobs_T,
+            ref_logprobs_T=self.ref_logprobs_T,
+        )
+
+
+class Packer:
+    """Builds the micro-batches of one batch."""
+
+    def __init__(
+        self,
+        sequences: Sequence[TrainSequence],
+        weights: Sequence[float],
+        *,
+        at: torch.device,
+        row_multiple: int = 1,
+    ) -> None:
+        """Take the whole batch and its token weights.
+
+        Args:
+            sequences: All sequences, in the order that slots are counted in.
+            weights: What a loss token of each counts for.
+            at: Where the tensors go.
+            row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size.
+
+        Raises:
+            ValueError: only some of the sequences have one of the optional log-probabilities.
+        """
+        for name in LOGPROB_FIELDS:
+            having = sum(getattr(sequence, name) is not None for sequence in sequences)
+            if having not in (0, len(sequences)):
+                raise ValueError(
+                    f"{having} of {len(sequences)} sequences have {name}; give all or none"
+                )
+        self._sequences = sequences
+        self._weights = weights
+        self._at = at
+        self._row_multiple = row_multiple
+        self._positions = [_loss_positions(sequence) for sequence in sequences]
+        self._offsets = [0, *accumulate(len(p) for p in self._positions)]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Of the whole batch: the number of slots."""
+        return self._offsets[-1]
+
+    def has(self, name: str) -> bool:
+        """Whether the batch carries the optional log-probabilities of this name."""
+        return bool(self._sequences) and getattr(self._sequences[0], name) is not None
+
+    def slots(self, indices: Sequence[int]) -> Tensor:
+        """The slots of some sequences, on the device."""
+        runs = (range(self._offsets[i], self._offsets[i + 1]) for i in indices)
+        return self._tensor(list(chain.from_iterable(runs)), torch.int64)
+
+    def stale(self, indices: Sequence[int]) -> Tensor:
+        """Of each slot of some sequences, whether older weights had a part in it; bool."""
+        flags = [
+            stale is not None and stale[t]
+            for i in indices
+            for stale in (self._sequences[i].stale,)
+            for t in self._positions[i]
+        ]
+        return self._tensor(flags, torch.bool)
+
+    def micro_batch(self, indices: Sequence[int]) -> MicroBatch:
+        """Pack some sequences, in the order given, which must be of ascending length."""
+        chosen = [(self._sequences[i], self._positions[i]) for i in indices]
+        lengths = [input_length(sequence) for sequence, _ in chosen]
+        starts = [0, *accumulate(lengths)]
+        padding = -starts[-1] % self._row_multiple
+        ids = list(
+            chain.from_iterable(s.ids[:n] for (s, _), n in zip(chosen, lengths, strict=True))
+        )
+        positions = list(chain.from_iterable(range(n) for n in lengths))
+        rows = [
+            start + t - 1 for start, (_, ts) in zip(starts[:-1], chosen, strict=True) for t in ts
+        ]
+        weights = [self._weights[i] for i in indices for _ in self._positions[i]]
+        return MicroBatch(
+            ids_1P=self._tensor(ids + [0] * padding, torch.int64)[None],
+            positions_P=self._tensor(positions + [0] * padding, torch.int64),
+            segments=Segments.of_lengths(lengths, self._at),
+            rows_T=self._tensor(rows, torch.int64),
+            targets_T=self._tensor([s.ids[t] for s, ts in chosen for t in ts], torch.int64),
+            slots_T=self.slots(indices),
+            weights_T=self._tensor(weights, torch.float32),
+            advantages_T=self._required(chosen, "advantages"),
+            rollout_logprobs_T=self._at_loss_tokens(chosen, "rollout_logprobs"),
+            old_logprobs_T=self._at_loss_tokens(chosen, "old_logprobs"),
+            ref_logprobs_T=self._at_loss_tokens(chosen, "ref_logprobs"),
+        )
+
+    def unpack(self, values: Sequence[float]) -> list[tuple[float, ...]]:
+        """Values by slot -> one [L] tuple per sequence, 0.0 outside the loss mask."""
+        result = []
+        for sequence, positions, offset in zip(
+            self._sequences, self._positions, self._offsets[:-1], strict=True
+        ):
+            aligned = [0.0] * len(sequence.ids)
+            for t, value in zip(positions, values[offset : offset + len(positions)], strict=True):
+                aligned[t] = value
+            result.append(tuple(aligned))
+        return result
+
+    def _at_loss_tokens(
+        self, chosen: Sequence[tuple[TrainSequence, list[int]]], name: str
+    ) -> Tensor | None:
+        return None if getattr(chosen[0][0], name) is None else self._required(chosen, name)
+
+    def _required(self, chosen: Sequence[tuple[TrainSequence, list[int]]], name: str) -> Tensor:
+        values = [getattr(sequence, name) for sequence, _ in chosen]
+        picked = [v[t] for v, (_, ts) in zip(values, chosen, strict=True) for t in ts]
+        return self._tensor(picked, torch.float32)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
+
+
+def _loss_positions(sequence: TrainSequence) -> list[int]:
+    return [t for t, masked in enumerate(sequence.loss_mask) if masked]

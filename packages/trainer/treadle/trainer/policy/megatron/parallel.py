@@ -1,0 +1,152 @@
+"""The parallel world: this process's place among the policy's ranks.
+
+`start` is collective over all ranks: it joins the process group and returns when every rank has.
+One world lives in a process at a time; `World.close` ends it. NCCL with one GPU per rank where CUDA
+is, gloo elsewhere. The environment is not read: who starts a rank says where it meets the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from treadle.trainer.policy.megatron import device
+
+device.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
+if TYPE_CHECKING:
+    from treadle.trainer.config.policy import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet: at an address, through a shared file, or, if alone, nowhere."""
+
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """Rank 0 listens here until all have come. Not used with `shared_file` or by a world of one."""
+    listener: int | None = None
+    """Of rank 0: the socket that listens there already, which becomes the store's."""
+    shared_file: Path | None = None
+    """For ranks on one machine: a path that does not exist yet."""
+    local_rank: int = 0
+    """Which GPU of its machine this rank uses."""
+    timeout_s: float = 600.0
+    """A collective operation that waits longer for another rank fails."""
+
+    def store(self) -> Any:
+        """The key-value store that torch's process group starts from."""
+        if self.world_size == 1:
+            return dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
+        if self.shared_file is not None:
+            return dist.FileStore(  # type: ignore[attr-defined]  # torch does not declare it
+                str(self.shared_file), self.world_size
+            )
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not declare it
+            self.master_addr,
+            self.master_port,
+            self.world_size,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=self.timeout_s),
+            master_listen_fd=self.listener,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The groups that this rank belongs to, as sizes and positions."""
+
+    rank: int
+    size: int
+    tensor: int
+    tensor_rank: int
+    pipeline: int
+    pipeline_rank: int
+    data: int
+    data_rank: int
+    sequence_parallel: bool
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one of its tensor group that reports what all of them know."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The group that shares each layer, None if this rank has whole layers."""
+        if self.tensor == 1:
+            return None
+        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        return group
+
+    def close(self) -> None:
+        """Leave the process group. Ranks that still compute together will fail."""
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) -> World:
+    """Join the other ranks.
+
+    Raises:
+        ValueError: the rendezvous is for another number of ranks than `parallel` makes.
+        RuntimeError: a world is already up in this process.
+    """
+    if rendezvous.world_size != parallel.num_ranks:
+        raise ValueError(
+            f"parallel sizes tensor={parallel.tensor} x pipeline={parallel.pipeline} x "
+            f"data={parallel.data} need {parallel.num_ranks} ranks, but {rendezvous.world_size} "
+            "were started"
+        )
+    if dist.is_initialized():
+        raise RuntimeError("this process already belongs to a policy; close its world first")
+    _join(rendezvous)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        create_gloo_process_groups=False,  # for Megatron's memory-saving checkpoints, unused here
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        tensor=parallel.tensor,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel.pipeline,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data=parallel.data,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        sequence_parallel=parallel.sequence,
+    )
+
+
+def _join(rendezvous: Rendezvous) -> None:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rendezvous.local_rank)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=rendezvous.store(),
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
+    )

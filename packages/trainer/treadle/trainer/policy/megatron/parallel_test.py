@@ -1,0 +1,153 @@
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.trainer.algorithms.losses import policy_loss
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
+from treadle.trainer.policy.megatron.testing.tiny import LENGTHS, sequences, write_model
+
+# With eps = 1, Adam's step is about lr * g / (|g| + 1): parameters compare as gradients do. With a
+# usual eps, a rounding difference in a gradient near 0 would be blown up to a difference of 2 * lr.
+CONFIG = PolicyConfig(
+    optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0), micro_batch_tokens=80
+)
+LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
+
+
+def case(model: str, lengths: tuple[int, ...] = LENGTHS, **parallel: Any) -> dict[str, Any]:
+    return {"model": model, "parallel": ParallelConfig(**parallel), "lengths": lengths}
+
+
+# Rounds run one after another in one group of processes; the cases of a round run side by side.
+ROUNDS = [
+    [
+        case("qwen2", tensor=2),
+        case("qwen3-untied", tensor=2, sequence=True),
+        case("qwen2", pipeline=2),
+        case("llama-untied", data=2),
+    ],
+    [case("qwen2", tensor=2, pipeline=2), case("qwen3-untied", tensor=2, data=2, sequence=True)],
+    [
+        case("llama-untied", pipeline=2, data=2),
+        case("llama-untied", tensor=2),
+        case("qwen2", lengths=(20,), data=2),  # one of the ranks has nothing to compute
+    ],
+    [case("qwen2", tensor=2, pipeline=2, data=2, sequence=True)],
+]
+
+
+def name_of(case: dict[str, Any]) -> str:
+    p = case["parallel"]
+    sizes = f"tp{p.tensor}-pp{p.pipeline}-dp{p.data}{'-sp' if p.sequence else ''}"
+    return f"{case['model']}-{sizes}-n{len(case['lengths'])}"
+
+
+def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[str, Any]:
+    """The policy's view of the batch, then four steps: one on-policy, three against that view.
+
+    In the last, every second sequence is a sample of one trajectory, which spreads over the ranks.
+    """
+    from treadle.trainer.policy.megatron.backend import MegatronPolicy
+
+    config = CONFIG.model_copy(update={"parallel": case["parallel"]})
+    policy = MegatronPolicy(config, models / case["model"], rendezvous)
+    batch = sequences(case["lengths"])
+    logprobs = policy.logprobs(batch)
+    again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
+    samples = [replace(s, trajectory=None if i % 2 else 0) for i, s in enumerate(again)]
+    result = {
+        "logprobs": logprobs,
+        "specs": policy.weight_specs(),
+        "steps": [
+            *(policy.train_step(b, LOSS) for b in (batch, again, again)),
+            policy.train_step(samples, LOSS, aggregation="seq-mean-token-mean"),
+        ],
+        "weights": {t.name: t.tensor.clone().numpy() for t in policy.export_weights()},
+    }
+    policy.close()
+    return result
+
+
+def run(task: RankTask) -> list[dict[str, Any]]:
+    from treadle.trainer.policy.megatron.parallel import Rendezvous
+
+    results = []
+    for number, cases in enumerate(ROUNDS):
+        first = 0
+        for c in cases:
+            size = c["parallel"].num_ranks
+            if first <= task.rank < first + size:
+                place = Rendezvous(
+                    rank=task.rank - first,
+                    world_size=size,
+                    shared_file=task.folder / f"{number}-{first}",
+                )
+                results.append(train(c, task.argument, place))
+            first += size
+    return results
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "qwen2", "qwen2", tied=True)
+    write_model(folder / "qwen3-untied", "qwen3", tied=False)
+    write_model(folder / "llama-untied", "llama", tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(models: Path) -> list[Any]:
+    return run_ranks(f"{__name__}:run", 8, models)
+
+
+@pytest.fixture(scope="module")
+def single(models: Path) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+    wanted = {(c["model"], c["lengths"]) for cases in ROUNDS for c in cases}
+    return {(model, lengths): train(case(model, lengths), models) for model, lengths in wanted}
+
+
+PLACES = [
+    (round_, sum(c["parallel"].num_ranks for c in cases[:i]), c)
+    for round_, cases in enumerate(ROUNDS)
+    for i, c in enumerate(cases)
+]
+
+
+@pytest.mark.parametrize(
+    ("round_", "first", "case"), PLACES, ids=[f"{r}-{name_of(c)}" for r, _, c in PLACES]
+)
+def test_parallel_sizes_do_not_change_the_result(
+    outcomes: list[Any], single: dict[Any, Any], round_: int, first: int, case: dict[str, Any]
+) -> None:
+    ranks = [outcomes[first + r][round_] for r in range(case["parallel"].num_ranks)]
+    alone = single[case["model"], case["lengths"]]
+    for rank in ranks:
+        assert rank["specs"] == ranks[0]["specs"]
+        for got, want in zip(rank["logprobs"], alone["logprobs"], strict=True):
+            assert got == pytest.approx(want, abs=2e-5)
+        for got, want in zip(rank["steps"], alone["steps"], strict=True):
+            assert not got.skipped
+            assert got.loss == pytest.approx(want.loss, abs=2e-6)
+            assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
+            assert got.metrics == pytest.approx(want.metrics, abs=2e-5)
+            assert (got.num_tokens, got.num_loss_tokens) == (want.num_tokens, want.num_loss_tokens)
+    for spec in ranks[0]["specs"]:
+        tensor = ranks[spec.sender]["weights"][spec.name]
+        assert tensor.shape == spec.shape
+        assert abs(tensor - alone["weights"][spec.name]).max() < 2e-6, spec.name
+    assert {spec.name for spec in ranks[0]["specs"]} == alone["weights"].keys()
+
+
+def test_a_rank_group_reports_the_failing_rank() -> None:
+    with pytest.raises(AssertionError, match="rank 0 ended with 1"):
+        run_ranks(f"{__name__}:fail", 1, None)
+
+
+def fail(task: RankTask) -> None:
+    raise ValueError(f"no such thing as {pickle.__name__} in {task}")

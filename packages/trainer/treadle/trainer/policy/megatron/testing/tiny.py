@@ -1,0 +1,78 @@
+"""Tiny models and batches for tests: random, reproducible, and written where the test says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from treadle.trainer.policy.types import TrainSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+VOCAB: Final = 509
+"""A prime: divisible by no parallel size, so that padding of the vocabulary is always at work."""
+
+LENGTHS: Final = (18, 41, 9, 64, 33, 26, 50, 12)
+
+
+def write_model(
+    folder: Path, model_type: str = "qwen2", *, tied: bool = True, **sizes: int
+) -> PreTrainedModel:
+    """Write a random model of 4 layers and 64 hidden units, and return it.
+
+    Norms and biases are random too, so that none of them can be left out unnoticed.
+    """
+    import transformers
+
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[model_type]
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+    } | sizes
+    torch.manual_seed(0)
+    model: PreTrainedModel = model_class(config_class(**settings, tie_word_embeddings=tied))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.mul_(3.0)
+    model.train(False)
+    model.save_pretrained(folder)
+    return model
+
+
+def sequences(
+    lengths: Sequence[int] = LENGTHS, *, vocab: int = VOCAB, seed: int = 7
+) -> list[TrainSequence]:
+    """Random sequences: a prompt, sampled tokens with a gap in the mask, an advantage each."""
+    draw = random.Random(seed)
+    result = []
+    for length in lengths:
+        prompt = max(1, length // 3)
+        gap = range(length // 2, length // 2 + length // 8)
+        result.append(
+            TrainSequence(
+                ids=tuple(draw.randrange(vocab) for _ in range(length)),
+                loss_mask=tuple(t >= prompt and t not in gap for t in range(length)),
+                advantages=(draw.gauss(0.0, 1.0),) * length,
+                rollout_logprobs=tuple(draw.gauss(-6.2, 0.1) for _ in range(length)),
+            )
+        )
+    return result

@@ -1,0 +1,267 @@
+"""The weight map: each Megatron parameter and the Hugging Face tensors that it is made of.
+
+Invariant: `load` followed by `export` gives back the same bits, for every supported architecture
+and every tensor- and pipeline-parallel size. A layout knows two things: how Hugging Face tensors
+make up the whole Megatron tensor, and how that is cut over tensor-parallel ranks.
+
+`export` is collective over the tensor-parallel group, one parameter at a time; each pipeline stage
+exports its own layers, so nothing moves between stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
+
+if TYPE_CHECKING:
+    from treadle.trainer.policy.hf_weights import WeightsReader
+    from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.model import PolicyModel
+    from treadle.trainer.policy.megatron.parallel import World
+    from treadle.trainer.policy.types import ElementType
+
+
+class Layout(Protocol):
+    """How one parameter is put together and cut."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor-parallel rank has the whole."""
+        ...
+
+    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        """Hugging Face tensors -> the whole Megatron tensor, without vocabulary padding."""
+        ...
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        """The inverse of `merge`."""
+        ...
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        """The part of one tensor-parallel rank, of the given shape."""
+        ...
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The inverse of `shard` over all ranks."""
+        ...
+
+
+class _Same:
+    """One tensor, whole on every rank: norms."""
+
+    @property
+    def replicated(self) -> bool:
+        return type(self) is _Same
+
+    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        return parts[0]
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        return [whole]
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        return whole
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return shards[0]
+
+
+def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """Without a copy where there is one shard, so that an export costs no more than its sending."""
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
+
+
+class _InputColumns(_Same):
+    """One tensor cut along its input dimension: projections back to the hidden size."""
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        return whole.chunk(ranks, 1)[rank]
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _cat(shards, 1)
+
+
+class _Qkv(_Same):
+    """Rows [queries of a key-value head, its key, its value], head after head."""
+
+    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        heads = [part.reshape(model.num_kv_heads, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(heads, 1).flatten(0, 1)
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        sizes = [n * model.head_dim for n in (model.num_heads // model.num_kv_heads, 1, 1)]
+        heads = whole.reshape(model.num_kv_heads, -1, *whole.shape[1:])
+        return [x.flatten(0, 1) for x in torch.split(heads, sizes, 1)]
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        return whole.chunk(ranks, 0)[rank]
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _cat(shards, 0)
+
+
+class _GateAndUp(_Same):
+    """[gate rows, up rows] on every rank; the whole is [2, rows, columns]."""
+
+    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        return torch.stack(list(parts))
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        return list(whole)
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        return whole.chunk(ranks, 1)[rank].flatten(0, 1)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _cat([s.reshape(2, -1, s.shape[-1]) for s in shards], 1)
+
+
+class _Vocabulary(_Same):
+    """Rows of ids, padded with zeros at the end, cut into equal runs."""
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        return [whole[: model.vocab_size]]
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        rows = whole[rank * shape[0] : (rank + 1) * shape[0]]
+        padded = whole.new_zeros(shape)
+        padded[: len(rows)] = rows
+        return padded
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _cat(shards, 0)
+
+
+_SAME, _COLUMNS, _QKV = _Same(), _InputColumns(), _Qkv()
+_GATED, _VOCAB = _GateAndUp(), _Vocabulary()
+_LAYER: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
+    "input_layernorm.weight": (_SAME, ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": (
+        _QKV,
+        tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    ),
+    "self_attention.linear_qkv.bias": (_QKV, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": (_SAME, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": (_SAME, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": (_COLUMNS, ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": (_SAME, ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": (_GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": (_COLUMNS, ("mlp.down_proj.weight",)),
+}
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_WHOLE_MODEL: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
+    "embedding.word_embeddings.weight": (_VOCAB, (_EMBEDDING,)),
+    "decoder.final_layernorm.weight": (_SAME, ("model.norm.weight",)),
+    "output_layer.weight": (_VOCAB, ("lm_head.weight",)),
+}
+_LAYER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One Megatron parameter of this rank and where it comes from."""
+
+    parameter: torch.nn.Parameter
+    layout: Layout
+    hf_names: tuple[str, ...]
+    exported: bool
+    """False for the last stage's copy of a tied embedding: the first stage exports it."""
+
+
+def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
+    """Every parameter of this rank's pipeline stage, in model order."""
+    layers = model.decoder.layers
+    offset = layers[0].layer_number - 1 if len(layers) else 0
+    for name, parameter in model.named_parameters():
+        match = _LAYER_NAME.fullmatch(name)
+        if match:
+            layout, suffixes = _LAYER[match[2]]
+            hf_names = tuple(f"model.layers.{int(match[1]) + offset}.{s}" for s in suffixes)
+        else:
+            layout, hf_names = _WHOLE_MODEL[name]
+        copied = name == "output_layer.weight" and architecture.tied
+        yield Entry(
+            parameter=parameter,
+            layout=layout,
+            hf_names=(_EMBEDDING,) if copied else hf_names,
+            exported=not copied,
+        )
+
+
+def load(model: PolicyModel, weights: WeightsReader, architecture: Architecture, w: World) -> None:
+    """Fill every parameter of this rank.
+
+    Raises:
+        KeyError: the folder lacks a tensor.
+        ValueError: a tensor has another shape than the config says.
+    """
+    with torch.no_grad():
+        for entry in entries(model, architecture):
+            parts = [weights[name] for name in entry.hf_names]
+            whole = entry.layout.merge(parts, architecture)
+            shard = entry.layout.shard(whole, w.tensor, w.tensor_rank, entry.parameter.shape)
+            if shard.numel() != entry.parameter.numel():
+                raise ValueError(
+                    f"{', '.join(entry.hf_names)}: shapes {[tuple(p.shape) for p in parts]} do "
+                    "not fit the model's config.json"
+                )
+            entry.parameter.copy_(shard.view_as(entry.parameter))
+
+
+def export(
+    model: PolicyModel, architecture: Architecture, world: World, *, dtype: torch.dtype
+) -> Iterator[NamedTensor]:
+    """The tensors of this rank's stage, whole and under their Hugging Face names."""
+    for entry in entries(model, architecture):
+        if not entry.exported:
+            continue
+        local = entry.parameter.detach().to(dtype)
+        group = None if entry.layout.replicated else world.tensor_group
+        shards = [local] if group is None else _gather(local, group)
+        whole = entry.layout.unshard(shards)
+        for name, part in zip(entry.hf_names, entry.layout.split(whole, architecture), strict=True):
+            yield NamedTensor(name=name, tensor=part)
+
+
+def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    # A flat buffer: gloo does not take the stacked shape that NCCL takes.
+    flat = local.new_empty(group.size() * local.numel())
+    dist.all_gather_into_tensor(flat, local.contiguous().view(-1), group=group)
+    return list(flat.view(group.size(), *local.shape))
+
+
+def specs(
+    model: PolicyModel,
+    architecture: Architecture,
+    world: World,
+    *,
+    dtype: ElementType,
+) -> tuple[TensorSpec, ...]:
+    """All tensors of the model in export order, first stage first; collective over all ranks."""
+    mine = [
+        TensorSpec(name=name, shape=shape, element_type=dtype, sender=world.rank)
+        for entry in entries(model, architecture)
+        if entry.exported
+        for name, shape in zip(entry.hf_names, _shapes(entry, architecture, world), strict=True)
+    ]
+    sends = world.tensor_rank == 0 and world.data_rank == 0
+    gathered: list[list[TensorSpec]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(gathered, mine if sends else [])
+    return tuple(itertools.chain.from_iterable(gathered))
+
+
+def _shapes(entry: Entry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
+    """Shapes of the whole tensors, found by running the layout on tensors without data."""
+    local = torch.empty(entry.parameter.shape, device="meta")
+    count = 1 if entry.layout.replicated else world.tensor
+    whole = entry.layout.unshard([local] * count)
+    return [tuple(part.shape) for part in entry.layout.split(whole, architecture)]

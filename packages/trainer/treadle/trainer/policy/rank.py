@@ -1,0 +1,217 @@
+"""The policy rank: one process of the policy, `python -m treadle.trainer.policy.rank`.
+
+It listens on its host, says where in its ready file, takes one authenticated connection and
+then executes commands in order until `Stop`, the end of the connection, or a command that
+raises: the cause goes to the driver and the process exits, since the other ranks may be waiting
+for it inside a collective operation and only the end of the process frees them.
+"""
+
+import argparse
+import faulthandler
+import logging
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from treadle.trainer.launch.environment import read_authkey
+from treadle.trainer.launch.process import watch_parent, write_ready
+from treadle.trainer.policy.commands import (
+    Broadcast,
+    Build,
+    Command,
+    Compare,
+    Done,
+    Failed,
+    Load,
+    Meet,
+    OpenGroup,
+    Push,
+    Save,
+    Share,
+    Specs,
+    Stop,
+    Update,
+    WriteFiles,
+)
+from treadle.trainer.policy.types import CheckpointError
+
+if TYPE_CHECKING:
+    from treadle.trainer.policy.megatron.backend import MegatronPolicy
+    from treadle.trainer.weight_sync.delta import DeltaSender
+    from treadle.trainer.weight_sync.transports.collective import CollectiveSender
+    from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
+
+__all__ = ["main"]
+
+
+class PolicyRank:
+    """Executes commands; holds the policy once it is built."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._rank = 0
+        self._listener: socket.socket | None = None
+        self._policy: MegatronPolicy | None = None
+        self._sender: SharedMemorySender | None = None
+        self._collective: CollectiveSender | None = None
+        self._delta: DeltaSender | None = None
+
+    def execute(self, command: Command) -> object:
+        """The command's answer."""
+        match command:
+            case Meet():
+                self._listener = socket.create_server((self._host, 0))
+                return f"{self._host}:{self._listener.getsockname()[1]}"
+            case Build():
+                return self._build(command)
+            case Stop():
+                if self._collective is not None:
+                    self._collective.close()
+                if self._policy is not None:
+                    self._policy.close()
+                return None
+        policy = self._policy
+        assert policy is not None, "Build comes first"
+        match command:
+            case Update():
+                from treadle.trainer.training_loop.train_batch import run_update
+
+                return run_update(
+                    policy,
+                    command.sequences,
+                    command.algorithm,
+                    temperature=command.temperature,
+                    free_memory=command.free_memory,
+                )
+            case Specs():
+                return policy.weight_specs()
+            case Compare():
+                return self._delta_sender().compare(policy, command, rank=self._rank)
+            case Push(changes=True):
+                return self._delta_sender().push(policy, command, rank=self._rank)
+            case Push():
+                from treadle.trainer.weight_sync.transports.inline import push
+
+                return push(policy, command, rank=self._rank)
+            case WriteFiles(base_version=int()):
+                return self._delta_sender().write(policy, command, rank=self._rank)
+            case WriteFiles():
+                from treadle.trainer.weight_sync.transports.file import write_files
+
+                return write_files(policy, command, rank=self._rank)
+            case Share():
+                from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
+
+                self._sender = self._sender or SharedMemorySender()
+                return self._sender.push(policy, command, rank=self._rank)
+            case OpenGroup():
+                return self._collective_sender().open_group(command)
+            case Broadcast():
+                return self._collective_sender().broadcast(policy, command)
+            case Save():
+                policy.save(command.directory)
+                return None
+            case Load():
+                policy.load(command.directory)
+                return policy.step
+
+    def _delta_sender(self) -> "DeltaSender":
+        from treadle.trainer.weight_sync.delta import DeltaSender
+
+        self._delta = self._delta or DeltaSender()
+        return self._delta
+
+    def _collective_sender(self) -> "CollectiveSender":
+        from treadle.trainer.policy.megatron.device import device
+        from treadle.trainer.weight_sync.transports.collective import CollectiveSender
+
+        if self._collective is None:
+            self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device())
+        return self._collective
+
+    def _build(self, command: Build) -> int:
+        from treadle.trainer.policy.megatron.backend import MegatronPolicy
+        from treadle.trainer.policy.megatron.parallel import Rendezvous
+
+        self._rank = command.rank
+        self._policy = MegatronPolicy(
+            command.config,
+            command.model_path,
+            Rendezvous(
+                rank=command.rank,
+                world_size=command.world_size,
+                master_addr=command.master_addr,
+                master_port=command.master_port,
+                listener=self._listener.detach() if self._listener is not None else None,
+                local_rank=command.local_rank,
+            ),
+            keep_reference=command.with_reference,
+        )
+        return self._policy.step
+
+
+def serve(connection: "Connection[Any, Any]", rank: PolicyRank) -> bool:
+    """Executes commands until told to stop; False after one that raised."""
+    for command in _commands(connection):
+        try:
+            value = rank.execute(command)
+        except Exception as error:
+            logging.getLogger(__name__).exception("%s failed", type(command).__name__)
+            connection.send(
+                Failed(
+                    kind=_kind(error, command),
+                    message=f"{type(error).__name__}: {error}",
+                    traceback=traceback.format_exc(),
+                )
+            )
+            return False
+        connection.send(Done(value=value))
+        if isinstance(command, Stop):
+            return True
+    return True
+
+
+def _commands(connection: "Connection[Any, Any]") -> Iterator[Command]:
+    while True:
+        try:
+            yield connection.recv()
+        except EOFError:
+            return
+
+
+def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", "peer", "bug"]:
+    if isinstance(error, CheckpointError):
+        return "checkpoint"
+    if isinstance(command, Build) and isinstance(error, ValueError | FileNotFoundError):
+        return "input"
+    lowered = str(error).lower()
+    lost = (
+        *("connection closed by peer", "connection reset", "connection was likely closed"),
+        *("timed out", "gloo", "nccl"),
+    )
+    return "peer" if isinstance(error, RuntimeError) and any(w in lowered for w in lost) else "bug"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves one driver; the exit status is 0 if no command raised."""
+    parser = argparse.ArgumentParser(prog="python -m treadle.trainer.policy.rank")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--parent_pid", type=int, required=True)
+    parser.add_argument("--ready_file", type=Path, required=True)
+    args = parser.parse_args(argv)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    watch_parent(args.parent_pid)
+    with Listener((args.host, 0), authkey=read_authkey()) as listener:
+        address: tuple[str, int] = listener.address  # type: ignore[assignment]
+        write_ready(args.ready_file, f"{address[0]}:{address[1]}")
+        with listener.accept() as connection:
+            return 0 if serve(connection, PolicyRank(args.host)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

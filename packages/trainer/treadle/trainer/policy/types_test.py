@@ -1,0 +1,41 @@
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from treadle.trainer.policy.types import TrainSequence
+
+GOOD: dict[str, Any] = {
+    "ids": (1, 2, 3),
+    "loss_mask": (False, False, True),
+    "advantages": (0.0, 0.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": (1,), "loss_mask": (False,), "advantages": (0.0,)}, "at least 2 ids, got 1"),
+        ({"advantages": (1.0,)}, "advantages has 1 entries for 3 ids"),
+        ({"old_logprobs": (0.0,) * 4}, "old_logprobs has 4 entries for 3 ids"),
+        ({"loss_mask": (True, True, True)}, "first token has no log-probability"),
+    ],
+)
+def test_a_sequence_that_is_not_aligned_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSequence(**(GOOD | change))
+
+
+def test_a_demonstration_has_an_advantage_and_no_rollout() -> None:
+    demonstration = TrainSequence.supervised([1, 2, 3], [False, True, True])
+    assert demonstration.num_loss_tokens == 2
+    assert demonstration.advantages == (1.0, 1.0, 1.0)
+    assert demonstration.rollout_logprobs is None
+
+
+def test_plans_and_settings_need_no_torch() -> None:
+    modules = ("policy", "batch", "config.policy", "config.algorithm", "algorithms.advantage")
+    imports = ";".join(f"import treadle.trainer.{m}" for m in modules)
+    code = f"import sys; sys.path[:] = {sys.path!r}; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

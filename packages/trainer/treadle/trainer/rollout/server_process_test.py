@@ -1,0 +1,101 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.trainer.config.load import ConfigError
+from treadle.trainer.config.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from treadle.trainer.rollout.server_process import (
+    ask_server_command,
+    check_server_command,
+    server_spec,
+)
+
+
+def _config(**rollout: Any) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(train_files=(Path("t.jsonl"),)),
+        model=ModelConfig(path=Path("/m")),
+        rollout=RolloutConfig.model_validate({"threads": 1, **rollout}),
+    )
+
+
+def _told(config: RunConfig) -> dict[str, str]:
+    args = server_spec(config, "rollout-0", weights_directory=Path("/w")).args
+    return dict(zip(args[::2], args[1::2], strict=True))
+
+
+def test_a_server_is_told_what_was_set_and_nothing_else() -> None:
+    plain = _told(_config())
+    assert "--model.tensor_model_parallel_size" not in plain
+    assert "--engine_args" not in plain
+    told = _told(
+        _config(
+            name="vllm",
+            tensor_model_parallel_size=2,
+            gpu_memory_utilization=0.85,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            engine_args={"block_size": 16, "compilation_config": {"level": 0}},
+        )
+    )
+    assert told.items() - plain.items() == {
+        ("--engine", "vllm"),
+        ("--model.tensor_model_parallel_size", "2"),
+        ("--model.gpu_memory_utilization", "0.85"),
+        ("--model.enforce_eager", "true"),
+        ("--model.enable_prefix_caching", "false"),
+        ("--engine_args", '{"block_size": 16, "compilation_config": {"level": 0}}'),
+    }
+
+
+def test_the_command_takes_the_place_of_the_interpreter() -> None:
+    command = ("/opt/vllm/bin/treadle-rollout-server",)
+    spec = server_spec(_config(server_command=command), "r", weights_directory=Path("/w"))
+    assert spec.command == command
+
+
+def test_an_engine_that_is_nowhere_is_refused_with_the_key_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"has no sglang: set rollout\.server_command"):
+        check_server_command(_config(name="sglang"))
+    with pytest.raises(ConfigError, match="no program '/nowhere/server' on this machine"):
+        check_server_command(_config(name="sglang", server_command=("/nowhere/server",)))
+    check_server_command(_config(name="sglang", server_command=(sys.executable,)))
+    check_server_command(_config(name="torch"))
+
+
+def test_a_server_that_answers_for_other_settings_is_refused(tmp_path: Path) -> None:
+    known = [key for key in _told(_config()) if key != "--model.dtype"]
+    text = f"print({' text '.join([*known, ''])!r})"
+    with pytest.raises(ConfigError, match=r"does not know --model\.dtype, which"):
+        ask_server_command(_config(server_command=(sys.executable, "-c", text)))
+    with pytest.raises(ConfigError, match="exited with status 1:\nno engine here"):
+        ask_server_command(_config(server_command=(sys.executable, "-c", "exit('no engine here')")))
+    with pytest.raises(ConfigError, match=r"does not run: .*No such file"):
+        ask_server_command(_config(server_command=(str(tmp_path / "none"),)))
+
+
+def test_a_server_that_knows_every_setting_says_so() -> None:
+    known = _told(_config(name="vllm", kv_cache_bytes=1))
+    command = (sys.executable, "-c", f"print({' text '.join([*known, ''])!r})")
+    said = ask_server_command(_config(name="vllm", kv_cache_bytes=1, server_command=command))
+    assert said.endswith(f"knows all {len(known)} settings that a server of this run is given")
+
+
+def test_tls_needs_its_files_and_tells_the_server_where_they_are(tmp_path: Path) -> None:
+    files = {key: tmp_path / key for key in ("tls_certificate", "tls_key", "token_file")}
+    config = _config(**files)
+    for key, path in files.items():
+        with pytest.raises(ConfigError, match=rf"rollout\.{key}=.* no such file"):
+            check_server_command(config)
+        path.touch()
+    check_server_command(config)
+    told = _told(config)
+    assert told.items() - _told(_config()).items() == {
+        (f"--security.{key}", str(path)) for key, path in files.items()
+    }
+    with pytest.raises(ValueError, match="belong together"):
+        _config(tls_key=Path("key"))
+    with pytest.raises(ValueError, match="tls_certificate is null"):
+        _config(tls_roots=Path("roots"))

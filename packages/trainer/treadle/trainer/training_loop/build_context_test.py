@@ -1,0 +1,34 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from treadle.trainer.plan import make_plan
+from treadle.trainer.training_loop.build_context import Setup
+
+
+def _total_steps(schedule: ScheduleConfig, *, rows_left: int) -> tuple[int, list[str]]:
+    """The steps of a run of 11 rows, 2 to a step, and what was said about them."""
+    config = RunConfig(
+        data=DataConfig(train_files=(Path("t.jsonl"),), prompts_per_step=2),
+        model=ModelConfig(path=Path("m")),
+        schedule=schedule,
+    )
+    notes: list[str] = []
+    parts: Any = dict.fromkeys(Setup.__dataclass_fields__)
+    parts |= {
+        "plan": make_plan(config, num_train_rows=11, num_val_rows=0, cpus=1),
+        "progress": SimpleNamespace(note=notes.append),
+    }
+    inputs: Any = SimpleNamespace(train=range(rows_left))
+    return Setup(**parts)._total_steps(inputs), notes
+
+
+def test_an_epoch_is_as_long_as_the_rows_that_are_left() -> None:
+    epochs = ScheduleConfig(total_epochs=3)
+    assert _total_steps(epochs, rows_left=11) == (15, [])
+    assert _total_steps(epochs, rows_left=6) == (
+        9,
+        ["9 steps, not 15: 6 of 11 training rows are left"],
+    )
+    assert _total_steps(ScheduleConfig(total_steps=20), rows_left=6) == (20, [])

@@ -1,0 +1,42 @@
+from treadle.trainer.policy.commands import UpdateStats
+from treadle.trainer.policy.types import StepStats
+from treadle.trainer.training_loop.sync import update_metrics
+
+
+def _step(loss: float, **metrics: float) -> StepStats:
+    return StepStats(
+        step=1,
+        loss=loss,
+        grad_norm=1.0,
+        skipped=False,
+        learning_rate=0.1,
+        num_sequences=2,
+        num_computed=2,
+        num_tokens=10,
+        num_loss_tokens=4,
+        num_micro_batches=1,
+        time_s=0.0,
+        metrics={name.replace("__", "/"): value for name, value in metrics.items()},
+    )
+
+
+def test_updates_are_averaged_over_those_that_have_the_number() -> None:
+    steps = (
+        _step(1.0),  # no sequence of it had an advantage, so nothing was computed
+        _step(2.0, actor__entropy=0.5, rollout__kl=0.1),
+        _step(3.0, actor__entropy=1.5, rollout__kl=0.9),
+    )
+    metrics = update_metrics(UpdateStats(steps=steps, logprobs_s=0.0))
+    assert metrics["actor/loss"] == 2.0
+    assert metrics["actor/entropy"] == 1.0
+    assert metrics["tokens/trained"] == 30
+
+
+def test_the_mismatch_is_that_before_the_batch_moved_the_policy() -> None:
+    first, second = _step(1.0, rollout__kl=0.1), _step(2.0, rollout__kl=0.9)
+    alone = UpdateStats(steps=(first, second), logprobs_s=0.0)
+    assert update_metrics(alone)["rollout/kl"] == 0.1
+    later = UpdateStats(steps=(_step(1.0), second), logprobs_s=0.0)
+    assert "rollout/kl" not in update_metrics(later)
+    whole = UpdateStats(steps=(first, second), logprobs_s=0.0, mismatch={"rollout/kl": 0.2})
+    assert update_metrics(whole)["rollout/kl"] == 0.2

@@ -1,0 +1,156 @@
+"""Training: from a configuration to a finished run directory.
+
+Invariant: whatever happens, every process that was started has ended when `train` returns or
+raises, and the run directory holds a state from which the same call goes on. Everything that can
+be wrong with the user's files is found before the first step.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from treadle.tracing import JsonlSink, use_sink
+from treadle.trainer.checkpoint.resume_check import compare
+from treadle.trainer.checkpoint.run_directory import Checkpoints, RunDirectory, RunDirectoryError
+from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.data import check_rows
+from treadle.trainer.data.load_data import Rows
+from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.plan import make_plan
+from treadle.trainer.report import Progress, Summary, open_progress, write_reports
+from treadle.trainer.rollout.loops_from_config import prompt_rules
+from treadle.trainer.rollout.server_process import check_server_command
+from treadle.trainer.training_loop.build_context import Setup
+from treadle.trainer.training_loop.sync import run_sync
+
+__all__ = ["train"]
+
+
+async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
+    """Runs the configuration to its end; what it reached.
+
+    Args:
+        config: What to do.
+        rows: As `read_all_rows` gives them.
+        run_dir: Where everything is written; a run that was begun there is resumed.
+
+    Raises:
+        DataError: a row asks for what is not there.
+        ConfigError: no environment of the engine's is there.
+        SetupError: the configuration names what is not there.
+        RunDirectoryError: the directory is in use, holds another run, or cannot be written.
+        Exception: see `run_sync` and the modules of the pieces.
+    """
+    rules = prompt_rules(config)
+    check_rows(rows.train, split="train", rules=rules)
+    check_rows(rows.val, split="val", rules=rules)
+    plan = make_plan(
+        config, num_train_rows=len(rows.train), num_val_rows=len(rows.val), cpus=cpu_count()
+    )
+    check_server_command(config)
+    with RunDirectory(run_dir) as directory:
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.schedule.keep_checkpoints)
+        changes = _begin_or_resume(directory, config)
+        begun = directory.holds_run
+        checkpoint = checkpoints.latest()
+        if begun and checkpoint is None and config.schedule.save_every is None:
+            raise RunDirectoryError(
+                f"run.dir={run_dir} holds a run that kept no checkpoint to go on from "
+                "(schedule.save_every=null): choose another directory, or remove this one"
+            )
+        directory.write_config(config.model_dump(mode="json"))
+        first_step = checkpoint.step + 1 if checkpoint is not None else 1
+        with (
+            open_progress(total_steps=plan.total_steps, first_step=first_step) as progress,
+            _logging(run_dir / "logs" / "trainer.log", progress),
+            _tracing(config, run_dir),
+        ):
+            progress.note(f"run directory  {run_dir}\n{plan.text()}")
+            for change in changes:
+                progress.note(f"changed since the run began: {change}")
+            if checkpoint is not None:
+                progress.note(f"resuming after step {checkpoint.step}")
+            elif begun:
+                progress.note("no checkpoint was reached before: beginning again")
+            if first_step <= plan.total_steps:
+                setup = Setup(
+                    config=config,
+                    rows=rows,
+                    rules=rules,
+                    plan=plan,
+                    run_dir=run_dir,
+                    begun=begun,
+                    checkpoints=checkpoints,
+                    checkpoint=checkpoint,
+                    progress=progress,
+                )
+                async with setup.start() as run:
+                    await run_sync(run, first_step=first_step)
+            else:
+                progress.note(f"nothing to train: step {plan.total_steps} has been reached")
+        return await asyncio.to_thread(
+            write_reports, run_dir, title=f"{config.run.project}: {config.run.name}"
+        )
+
+
+def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> Sequence[str]:
+    """Refuses a directory of another run; the settings that changed since this one began."""
+    if not directory.holds_run:
+        return []
+    if config.run.resume == "never":
+        raise RunDirectoryError(
+            f"run.dir={directory.path} already holds a run and run.resume=never: choose another "
+            "directory, or set run.resume=auto to go on with it"
+        )
+    changes = compare(directory.read_config(), config.model_dump(mode="json"))
+    if changes.breaking:
+        raise RunDirectoryError(
+            f"run.dir={directory.path} holds another run: {'; '.join(changes.breaking)}. "
+            "Choose another directory, or set what the run began with"
+        )
+    return changes.allowed
+
+
+@contextlib.contextmanager
+def _tracing(config: RunConfig, run_dir: Path) -> Iterator[None]:
+    if config.tracing.backend == "none":
+        yield
+        return
+    with JsonlSink(run_dir / "traces.jsonl") as sink, use_sink(sink):
+        yield
+
+
+class _Notes(logging.Handler):
+    """Shows warnings in the progress display."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.note(record.getMessage())
+
+
+@contextlib.contextmanager
+def _logging(path: Path, progress: Progress) -> Iterator[None]:
+    """Sends what our modules log to a file, and their warnings to the display too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers = [to_file, _Notes(progress)]
+    ours = logging.getLogger("treadle")
+    level, propagate = ours.level, ours.propagate
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    for handler in handlers:
+        ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            ours.removeHandler(handler)
+        to_file.close()
+        ours.setLevel(level)
+        ours.propagate = propagate

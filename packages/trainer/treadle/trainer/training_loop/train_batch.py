@@ -1,0 +1,107 @@
+"""The update: everything that one batch of sequences does to the policy.
+
+Runs on every rank at once, on the same arguments (see `treadle.trainer.policy.types`). The order is
+fixed: log-probabilities of the policy that starts the batch, where the ratio needs them; those
+of the reference, where the loss does; then `epochs` x `mini_batches` optimizer steps.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from treadle.trainer.algorithms.losses import policy_loss
+from treadle.trainer.algorithms.mismatch import mismatch_metrics
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.commands import UpdateStats
+from treadle.trainer.policy.types import PolicyBackend, TrainSequence
+
+__all__ = ["cut", "run_update"]
+
+
+def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
+    """Contiguous parts whose numbers of trajectories differ by one at most; never an empty one."""
+    starts = [
+        index
+        for index, sequence in enumerate(sequences)
+        if index == 0
+        or sequence.trajectory is None
+        or sequence.trajectory != sequences[index - 1].trajectory
+    ]
+    parts = min(parts, len(starts))
+    firsts = [starts[len(starts) * part // parts] for part in range(parts)]
+    return [sequences[start:stop] for start, stop in itertools.pairwise((*firsts, len(sequences)))]
+
+
+def run_update(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+    free_memory: bool = False,
+) -> UpdateStats:
+    """Trains on the batch, which was sampled with `temperature`; see the module.
+
+    With `free_memory` device memory that is only cached is given back at the end, for others.
+    """
+    started = time.perf_counter()
+    prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
+    computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
+    mismatch = _mismatch(prepared) if computed else None
+    if algorithm.needs_reference:
+        reference = policy.reference_logprobs(prepared, temperature=temperature)
+        prepared = [
+            replace(sequence, ref_logprobs=logprobs)
+            for sequence, logprobs in zip(prepared, reference, strict=True)
+        ]
+    logprobs_s = time.perf_counter() - started
+    loss = policy_loss(algorithm)
+    steps = tuple(
+        policy.train_step(
+            part,
+            loss,
+            aggregation=algorithm.loss_aggregation,
+            aggregation_length=algorithm.aggregation_length,
+            temperature=temperature,
+        )
+        for _ in range(algorithm.epochs)
+        for part in cut(prepared, algorithm.mini_batches)
+    )
+    if free_memory:
+        torch.cuda.empty_cache()  # does nothing where no CUDA is in use
+    return UpdateStats(steps=steps, logprobs_s=logprobs_s, mismatch=mismatch)
+
+
+def _with_old_logprobs(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    temperature: float,
+) -> list[TrainSequence]:
+    if algorithm.old_logprobs == "rollout":
+        return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences]
+    if algorithm.updates_per_batch == 1:
+        return list(sequences)  # the step's own log-probabilities, detached, are the old ones
+    old = policy.logprobs(sequences, temperature=temperature)
+    return [
+        replace(sequence, old_logprobs=logprobs)
+        for sequence, logprobs in zip(sequences, old, strict=True)
+    ]
+
+
+def _mismatch(sequences: Sequence[TrainSequence]) -> Mapping[str, float] | None:
+    """Of sequences that have old log-probabilities; None where no engine sampled them."""
+    gaps: list[float] = []
+    stale: list[bool] = []
+    for sequence in sequences:
+        ours, theirs = sequence.old_logprobs, sequence.rollout_logprobs
+        if ours is None or theirs is None:
+            return None
+        flags = sequence.stale or (False,) * len(sequence.ids)
+        places = [t for t, masked in enumerate(sequence.loss_mask) if masked]
+        gaps += [ours[t] - theirs[t] for t in places]
+        stale += [flags[t] for t in places]
+    return mismatch_metrics(torch.tensor(gaps), torch.tensor(stale)) if gaps else None

@@ -1,0 +1,153 @@
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.types import (
+    LossAggregation,
+    LossFn,
+    NamedTensor,
+    StepStats,
+    TensorSpec,
+    TrainSequence,
+)
+from treadle.trainer.training_loop.train_batch import cut, run_update
+
+
+class _Policy:
+    """Notes what it is asked; its log-probabilities are -1, the reference's -2."""
+
+    step = 0
+
+    def __init__(self) -> None:
+        self.trained: list[Sequence[TrainSequence]] = []
+        self.temperatures: set[float] = set()
+
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        self.temperatures.add(temperature)
+        return [(-1.0,) * len(sequence.ids) for sequence in sequences]
+
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        self.temperatures.add(temperature)
+        return [(-2.0,) * len(sequence.ids) for sequence in sequences]
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+    ) -> StepStats:
+        self.temperatures.add(temperature)
+        self.trained.append(sequences)
+        return StepStats(
+            step=len(self.trained),
+            loss=0.0,
+            grad_norm=0.0,
+            skipped=False,
+            learning_rate=0.0,
+            num_sequences=len(sequences),
+            num_computed=len(sequences),
+            num_tokens=0,
+            num_loss_tokens=0,
+            num_micro_batches=1,
+            time_s=0.0,
+        )
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        raise NotImplementedError
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def load(self, directory: Path) -> None:
+        raise NotImplementedError
+
+
+_SEQUENCES = tuple(
+    TrainSequence(
+        ids=(1, 2), loss_mask=(False, True), rollout_logprobs=(0.0, -0.5), advantages=(n, n)
+    )
+    for n in (1.0, 2.0, 3.0)
+)
+
+
+def test_one_update_needs_no_log_probabilities_beforehand() -> None:
+    policy = _Policy()
+    stats = run_update(policy, _SEQUENCES, AlgorithmConfig(), temperature=1.0)
+    assert policy.trained == [list(_SEQUENCES)]
+    assert len(stats.steps) == 1
+
+
+def test_several_updates_are_measured_against_the_policy_that_began() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, mini_batches=2), temperature=1.0)
+    assert [len(part) for part in policy.trained] == [1, 2, 1, 2]
+    assert all(s.old_logprobs == (-1.0, -1.0) for part in policy.trained for s in part)
+
+
+def test_the_whole_batch_is_compared_with_the_rollout_where_it_was_computed_anyway() -> None:
+    old = replace(_SEQUENCES[0], stale=(False, True), rollout_logprobs=(9.0, -3.0))
+    stats = run_update(
+        _Policy(), (*_SEQUENCES, old), AlgorithmConfig(mini_batches=2), temperature=1.0
+    )
+    assert stats.mismatch is not None
+    assert stats.mismatch["rollout/logprob_diff_mean"] == 0.875  # three times 0.5, and 2
+    assert stats.mismatch["rollout/stale_tokens"] == 0.25
+    assert stats.mismatch["rollout/logprob_diff_fresh_max"] == 0.5
+    alone = run_update(_Policy(), _SEQUENCES, AlgorithmConfig(), temperature=1.0)
+    assert alone.mismatch is None
+
+
+def test_everything_is_measured_at_the_temperature_of_the_sampling() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, kl_coef=0.1), temperature=0.7)
+    assert policy.temperatures == {0.7}
+
+
+def test_the_ratio_may_be_taken_against_the_rollout() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(old_logprobs="rollout"), temperature=1.0)
+    assert all(s.old_logprobs == (0.0, -0.5) for s in policy.trained[0])
+
+
+def test_a_kl_term_gets_the_reference() -> None:
+    policy = _Policy()
+    run_update(policy, _SEQUENCES, AlgorithmConfig(kl_coef=0.1), temperature=1.0)
+    assert all(s.ref_logprobs == (-2.0, -2.0) for s in policy.trained[0])
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_parts_are_contiguous_even_and_never_empty(length: int, parts: int) -> None:
+    sequences = [_SEQUENCES[n % 3] for n in range(length)]
+    cuts = cut(sequences, parts)
+    assert [s for part in cuts for s in part] == sequences
+    sizes = [len(part) for part in cuts]
+    assert len(sizes) == min(parts, length)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(1, 6))
+def test_samples_of_one_trajectory_stay_in_one_part(samples: list[int], parts: int) -> None:
+    sequences = [
+        replace(_SEQUENCES[0], trajectory=number if count > 1 else None)
+        for number, count in enumerate(samples)
+        for _ in range(count)
+    ]
+    cuts = cut(sequences, parts)
+    assert [s for part in cuts for s in part] == sequences
+    assert len(cuts) == min(parts, len(samples))
+    owners = [{s.trajectory for s in part} - {None} for part in cuts]
+    assert sum(map(len, owners)) == len(set().union(*owners))

@@ -1,0 +1,220 @@
+import asyncio
+import mmap
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.rollout.v1 import weight_sync_service_pb2 as pb
+from treadle.trainer.policy.commands import SendReport, Share, ShareTarget
+from treadle.trainer.policy.types import ElementType, NamedTensor
+from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
+from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
+from treadle.trainer.weight_sync.transports.segment import Segment
+from treadle.trainer.weight_sync.transports.shared_memory import _Filler
+from treadle.trainer.weight_sync.transports.slots import Slots
+
+_SLOT = 2 * mmap.PAGESIZE
+
+
+@pytest.fixture
+def weights(weights: Weights) -> Weights:
+    """Five tensors, of which one fills a slot and none shares one."""
+    generator = torch.Generator().manual_seed(1)
+    weights.tensors = {f"t{n}": torch.randn(1500, generator=generator) for n in range(4)}
+    weights.tensors["largest"] = torch.randn(_SLOT // 4, generator=generator)
+    return weights
+
+
+async def _share(
+    weights: Weights,
+    *clients: WeightSyncClient,
+    update_id: str = "u",
+    bucket_bytes: int = 1,
+    element_type: ElementType = "float32",
+    split_tensors: bool = False,
+) -> SendReport:
+    specs = [tensor_spec_to_proto(spec, element_type) for spec in weights.weight_specs()]
+    for client in clients:
+        request = pb.BeginUpdateRequest(update_id=update_id, weight_version=1, tensors=specs)
+        request.shared_memory.SetInParent()
+        await client.begin(request)
+    command = Share(
+        update_id=update_id,
+        element_type=element_type,
+        targets=tuple(ShareTarget(name=c.name, address=c.address) for c in clients),
+        bucket_bytes=bucket_bytes,
+        split_tensors=split_tensors,
+        deadline_s=30,
+    )
+    report: SendReport = (await weights.call(command))[0]
+    return report
+
+
+async def _holds(
+    taker: Taker, client: WeightSyncClient, weights: Weights, element_type: ElementType = "float32"
+) -> bool:
+    await client.commit("u", pb.IN_FLIGHT_POLICY_DRAIN)
+    return taker.weights == {
+        name: bytes(tensor_bytes(tensor, element_type)) for name, tensor in weights.tensors.items()
+    }
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+async def test_every_server_reads_every_byte_from_the_same_slots(
+    serve: Serve, weights: Weights, element_type: ElementType
+) -> None:
+    (one, first), (two, second) = await serve("one"), await serve("two")
+    report = await _share(weights, first, second, element_type=element_type)
+    assert (report.errors, report.misfits) == ({}, ())
+    assert report.num_bytes == sum(map(len, one._staged.values()))
+    assert one.slots == two.slots
+    assert one.slots[:4] == [0, 1, 0, 1][: len(one.slots)]
+    assert await _holds(one, first, weights, element_type)
+    assert await _holds(two, second, weights, element_type)
+
+
+@pytest.mark.asyncio
+async def test_small_weights_travel_together(serve: Serve, weights: Weights) -> None:
+    taker, client = await serve("one")
+    await _share(weights, client, bucket_bytes=1 << 20)
+    assert taker.slots == [0, 1]  # the second is empty: that was all
+    assert await _holds(taker, client, weights)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+async def test_weights_may_be_split_over_buckets(
+    serve: Serve, weights: Weights, element_type: ElementType
+) -> None:
+    taker, client = await serve("one")
+    bucket_bytes = mmap.PAGESIZE
+    weights.tensors["turned"] = torch.randn(30, 50).T
+    report = await _share(
+        weights, client, bucket_bytes=bucket_bytes, element_type=element_type, split_tensors=True
+    )
+    assert report.errors == {}
+    assert weights.sender._segment is not None
+    assert weights.sender._segment.slot_bytes == bucket_bytes
+    assert len(taker.slots) == 2 + report.num_bytes // bucket_bytes
+    assert await _holds(taker, client, weights, element_type)
+
+
+class _Reader:
+    """A stream whose server reads every bucket at once."""
+
+    def __init__(self, segment: Segment, slots: Slots) -> None:
+        self.sizes: list[int] = []
+        self.read: dict[int, bytes] = {}
+        self._segment = segment
+        self._slots = slots
+
+    def send(self, bucket: pb.Bucket) -> None:
+        start = end = self._segment.start(bucket.slot)
+        for part in bucket.parts:
+            assert part.start >= end, "parts overlap"
+            end = part.start + part.length
+            assert part.offset == len(self.read.setdefault(part.tensor_index, b""))
+            self.read[part.tensor_index] += self._segment.view(part.start, part.length)
+        self.sizes.append(end - start)
+        self._slots.give_back("r", bucket.slot)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5000), max_size=8),
+    bucket_bytes=st.integers(64, 9000),
+    split=st.booleans(),
+)
+def test_every_byte_is_packed_once_in_order_and_within_its_slot(
+    sizes: list[int], bucket_bytes: int, split: bool
+) -> None:
+    room = -(-bucket_bytes // 64) * 64
+    largest = room if split else max(room, 4 * max(sizes, default=0))
+    segment = Segment(num_slots=2, slot_bytes=largest)
+    slots = Slots(2, ["r"])
+    reader = _Reader(segment, slots)
+    command = Share(
+        update_id="u",
+        element_type="float32",
+        targets=(),
+        bucket_bytes=bucket_bytes,
+        deadline_s=1,
+        split_tensors=split,
+    )
+    filler = _Filler(segment, slots, [reader], command)  # type: ignore[list-item]
+    tensors = [torch.arange(size, dtype=torch.float32) + index for index, size in enumerate(sizes)]
+    for index, tensor in enumerate(tensors):
+        filler.put(index, tensor, tensor.nbytes)
+    filler.finish()
+    for index, tensor in enumerate(tensors):
+        assert reader.read.get(index, b"") == tensor.numpy().tobytes()
+    assert filler.num_bytes == sum(tensor.nbytes for tensor in tensors)
+    *full, _, last = [room, *reader.sizes]
+    assert last == 0
+    assert all(size <= largest for size in full)
+    if split:
+        assert all(size > room - 64 for size in full), "buckets are filled before they are sent"
+
+
+@pytest.mark.asyncio
+async def test_a_slot_is_not_filled_again_before_the_slowest_server_has_read_it(
+    serve: Serve, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slow, first), (quick, second) = await serve("slow"), await serve("quick")
+    slow.push_waits_for = asyncio.Event()
+    loop, export = asyncio.get_running_loop(), weights.export_weights
+    third_is_due = threading.Event()
+
+    def exporting() -> Iterator[NamedTensor]:
+        for number, named in enumerate(export()):
+            if number == 2:
+                third_is_due.set()
+            yield named
+
+    monkeypatch.setattr(weights, "export_weights", exporting)
+    sharing = asyncio.create_task(_share(weights, first, second))
+    await asyncio.to_thread(third_is_due.wait)
+    assert slow.slots == []
+    loop.call_soon(slow.push_waits_for.set)
+    assert (await sharing).errors == {}
+    assert await _holds(slow, first, weights)
+    assert await _holds(quick, second, weights)
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_breaks_leaves_the_others_alone_and_this_segment_to_its_reader(
+    serve: Serve, weights: Weights
+) -> None:
+    (one, first), (two, second) = await serve("one"), await serve("two")
+    await _share(weights, first, second)
+    kept = weights.sender._segment
+    await _share(weights, first, second, update_id="v")
+    assert weights.sender._segment is kept is not None
+    one.break_after = 1
+    report = await _share(weights, first, second, update_id="u")
+    assert "one: PushBuckets failed (UNAVAILABLE): the connection broke" in report.errors["one"]
+    assert (list(report.errors), report.misfits) == (["one"], ())
+    assert await _holds(two, second, weights)
+    assert weights.sender._segment is None
+
+
+@pytest.mark.asyncio
+async def test_a_server_on_another_host_is_a_misfit(serve: Serve, weights: Weights) -> None:
+    taker, client = await serve("one")
+    taker.refuse["PushBuckets"] = "CAPABILITY_MISSING"
+    report = await _share(weights, client)
+    assert report.misfits == ("one",)
+    assert "PushBuckets was refused (CAPABILITY_MISSING)" in report.errors["one"]
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_sends_nothing_takes_part_and_no_memory(weights: Weights) -> None:
+    command = Share(update_id="u", element_type="float32", targets=(), bucket_bytes=1, deadline_s=1)
+    report = weights.sender.push(weights, command, rank=1)
+    assert (report.num_bytes, weights.exports) == (0, 1)
+    assert weights.sender._segment is None

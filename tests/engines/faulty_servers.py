@@ -1,0 +1,377 @@
+"""Saboteurs: servers with one fault each, by which the conformance kit is tested.
+
+Invariant: each is the fake engine, or the server around it, but for the one thing that its name
+says. Their model is a matrix and a vector. A server is started with one as ``--engine
+engines.faulty_servers:<name>``, in a process of its own, since some of them
+replace what the whole process uses.
+"""
+
+import asyncio
+import math
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, closing, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from treadle.rollout.v1 import generation_service_pb2 as gen
+from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.engine import (
+    CollectiveGroup,
+    ElementType,
+    EngineCounters,
+    EngineEvent,
+    EngineInfo,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    InFlightPolicy,
+    ModelInfo,
+    NamedTensor,
+    Sampling,
+    TensorSpec,
+    Tokens,
+)
+from treadle.rollout_server.engines.fake import engine as fake
+from treadle.rollout_server.engines.fake import model as fake_model
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
+from treadle.rollout_server.errors import CollectiveBroken, InvalidField, StateConflict
+from treadle.rollout_server.scheduling.engine_controller import EngineSeat
+from treadle.rollout_server.services import generation, push_buckets
+from treadle.rollout_server.services.codec import decode_generate
+from treadle.rollout_server.updates import buckets, files
+from treadle.rollout_server.updates import weight_updater as switch
+from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates.buckets import BucketPart, Segment
+from treadle.rollout_server.updates.current_update import UpdateSlot
+from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base
+from treadle.rollout_server.updates.weight_update import UpdateSession
+from treadle.rollout_server.updates.weight_updater import WeightSwitch
+
+MODEL = ModelInfo(
+    architecture="fake", vocab_size=64, context_length=512, eos_token_ids=frozenset({0, 1})
+)
+PARAMETERS = tuple(
+    TensorSpec(name=name, element_type=ElementType.FLOAT32, shape=shape)
+    for name, shape in (("matrix", (64, 8)), ("vector", (8,)))
+)
+PLACES = 8
+_READING: set[asyncio.Task[None]] = set()
+Factory = Callable[[ServerConfig], Awaitable[FakeEngine]]
+
+
+class _WrongFinishReason(FakeEngine):
+    """Says LENGTH where a stop id ended the completion."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                stopped = isinstance(event, Finished) and event.reason is FinishReason.STOP
+                yield Finished(FinishReason.LENGTH) if stopped else event
+
+
+class _StaleLabels(FakeEngine):
+    """Labels every token of a sequence with the version that it began with."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        first: int | None = None
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    first = event.weight_version if first is None else first
+                    event = replace(event, weight_version=first)
+                yield event
+
+
+class _SwallowedCancellation(FakeEngine):
+    """Runs a sequence that nobody reads to its end."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        arrived: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        events = super().generate(request)
+
+        async def read() -> None:
+            async for event in events:
+                arrived.put_nowait(event)
+
+        reading = asyncio.create_task(read())
+        _READING.add(reading)
+        reading.add_done_callback(_READING.discard)
+        event: EngineEvent | None = None
+        while not isinstance(event, Finished):
+            event = await arrived.get()
+            yield event
+
+
+class _UnseededDraws(FakeEngine):
+    """Draws as if there were no seed."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        request = replace(request, sampling=replace(request.sampling, seed=None))
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                yield event
+
+
+class _OldWeights(FakeEngine):
+    """Says that it took new weights, and samples from the old ones."""
+
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+    ) -> None:
+        old = self._fingerprint
+        await super().load_weights(tensors, version=version, in_place=in_place)
+        self._fingerprint = old
+
+
+class _LostAborts(FakeEngine):
+    """Counts what was given up as started, and no more."""
+
+    @property
+    def counters(self) -> EngineCounters:
+        return replace(super().counters, aborted=0)
+
+
+class _BreaksAtPauses(FakeEngine):
+    """Ends for good when it is told to pause."""
+
+    async def pause(self, policy: InFlightPolicy) -> None:
+        raise RuntimeError(f"cannot {policy.value}")
+
+
+class _Grouped(FakeEngine):
+    """Joins collective groups, as its only worker."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        capabilities = replace(self.info.capabilities, collective=True)
+        self.info = replace(self.info, capabilities=capabilities)
+        self._member: Any = None
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        import torch  # Late: the other saboteurs need none.
+
+        from treadle.rollout_server.engines.common.collective import CollectiveMember
+
+        if self._member is None:
+            self._member = CollectiveMember(worker=0, device=torch.device("cpu"))
+
+        def receive() -> list[NamedTensor]:
+            with closing(self._member.receive(group, tensors)) as received:
+                return [_named(spec, tensor) for spec, tensor in received]
+
+        async def stream(found: list[NamedTensor]) -> AsyncIterator[NamedTensor]:
+            for tensor in found:
+                yield tensor
+
+        try:
+            found = await asyncio.to_thread(receive)
+        except asyncio.CancelledError:
+            self._member.abort("the update was given up")
+            raise
+        await self.load_weights(stream(found), version=version, in_place=True)
+
+
+class _OldWeightsOfGroups(_Grouped, _OldWeights):
+    """Takes part in a group's updates, and samples from the old weights."""
+
+
+class _GroupsThatNeverBreak(_Grouped):
+    """Says that it took what a broken group sent."""
+
+    async def receive_weights(
+        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
+    ) -> None:
+        try:
+            await super().receive_weights(group, tensors, version=version)
+        except CollectiveBroken:
+            self._weight_version = version
+
+
+def _named(spec: TensorSpec, tensor: Any) -> NamedTensor:
+    data = bytearray(tensor.contiguous().view(-1).numpy().tobytes())
+    return NamedTensor(spec=spec, data=memoryview(data))
+
+
+def _sample_untempered(
+    candidates: dict[int, float], sampling: Sampling, *, seen: set[int], seed: int, position: int
+) -> tuple[int, float]:
+    """Draws as told, and reports the log-prob that temperature 1 would have given."""
+    token_id, logprob = fake_model.sample(
+        candidates, sampling, seen=seen, seed=seed, position=position
+    )
+    if sampling.temperature == 0:
+        return token_id, logprob
+    total = sum(math.exp(score) for score in candidates.values())
+    return token_id, candidates[token_id] - math.log(total)
+
+
+def _accept_unchecked(
+    self: Assembler, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview
+) -> bool:
+    """Takes a chunk whatever its checksum."""
+    return _ACCEPT(self, tensor_index, offset, zlib.crc32(data), data)
+
+
+_ACCEPT = Assembler.accept
+
+
+def _never_different(self: DeltaBase, index: int, crc32: int) -> str | None:
+    """Takes what a delta led to whatever its checksum."""
+    return None
+
+
+def _as_any_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: Delta) -> DeltaBase:
+    """Takes the base that is held for the one that is asked for."""
+    wanted = delta.base_version if base is None else base.version
+    return _AS_BASE(kept, base, replace(delta, base_version=wanted))
+
+
+def _decode_known(request: gen.GenerateRequest, info: EngineInfo) -> EngineRequest:
+    """Refuses what a later release of the contract may add."""
+    if len(UnknownFieldSet(request)):
+        raise InvalidField("request", "unknown fields", "none")
+    return _DECODE(request, info)
+
+
+async def _leave_whole(self: EngineSeat, *, mixed: bool) -> None:
+    """Goes on after every update in place, whatever the weights are."""
+    await _LEAVE(self, mixed=False)
+
+
+class _AnyChecksum(int):
+    """Is what it is compared with."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+async def _copy_late(session: UpdateSession, segment: Segment, parts: list[BucketPart]) -> None:
+    """Gives slots back at once, and reads them when the stream ends."""
+    late = _LATE.setdefault(session.update_id, [])
+    late.extend(parts)
+    if not parts:
+        await _COPY(session, segment, late)
+
+
+def _begun_live(self: UpdateSlot, update_id: str, weight_version: int) -> UpdateSession | None:
+    """Knows the live update only."""
+    live = self.session
+    return live if live is not None and live.update_id == update_id else None
+
+
+async def _abort_anything(self: WeightSwitch, update_id: str) -> None:
+    """Answers that it did where it cannot."""
+    with suppress(StateConflict):
+        await _ABORT(self, update_id)
+
+
+_ABORT = WeightSwitch.abort
+_AS_BASE = as_base
+_COPY = push_buckets._copy
+_DECODE = decode_generate
+_LEAVE = EngineSeat.leave_update
+_LATE: dict[str, list[BucketPart]] = {}
+
+
+def _factory(kind: type[FakeEngine]) -> Factory:
+    async def create(config: ServerConfig) -> FakeEngine:
+        return kind(
+            model=MODEL,
+            parameters=PARAMETERS,
+            clock=asyncio.get_running_loop(),
+            latency=FakeLatency(decode_s_per_token=0.001),
+            max_running=PLACES,
+        )
+
+    return create
+
+
+async def wrong_logprobs(config: ServerConfig) -> FakeEngine:
+    """Log-probs of another distribution than the one drawn from."""
+    fake.sample = _sample_untempered  # type: ignore[attr-defined]
+    return await honest(config)
+
+
+async def unchecked_chunks(config: ServerConfig) -> FakeEngine:
+    """Chunks that do not match their checksum are taken."""
+    Assembler.accept = _accept_unchecked  # type: ignore[method-assign]
+    return await honest(config)
+
+
+async def unchecked_deltas(config: ServerConfig) -> FakeEngine:
+    """Deltas that lead to other weights than announced are taken."""
+    DeltaBase._difference = _never_different  # type: ignore[method-assign]
+    return await honest(config)
+
+
+async def any_base(config: ServerConfig) -> FakeEngine:
+    """Deltas are applied to whatever is held."""
+    switch.as_base = _as_any_base  # type: ignore[attr-defined]
+    return await honest(config)
+
+
+async def early_slots(config: ServerConfig) -> FakeEngine:
+    """Slots of shared memory come back before they were read."""
+    push_buckets._copy = _copy_late
+    return await honest(config)
+
+
+async def any_segment(config: ServerConfig) -> FakeEngine:
+    """Memory is read that may shrink, or is another update's."""
+    buckets._check = lambda fd, num_bytes, update_id: None
+    return await honest(config)
+
+
+async def unrenewed_leases(config: ServerConfig) -> FakeEngine:
+    """A lease runs out although its trainer is heard of."""
+    UpdateSession.renew = lambda self, now: None  # type: ignore[method-assign]
+    return await honest(config)
+
+
+async def forgotten_commits(config: ServerConfig) -> FakeEngine:
+    """A Begin that comes after its update's commit is another one."""
+    UpdateSlot.begun = _begun_live  # type: ignore[method-assign]
+    return await honest(config)
+
+
+async def aborted_commits(config: ServerConfig) -> FakeEngine:
+    """What was committed is said to be dropped."""
+    WeightSwitch.abort = _abort_anything  # type: ignore[method-assign]
+    return await honest(config)
+
+
+async def served_mixtures(config: ServerConfig) -> FakeEngine:
+    """Serves after an update in place without commit."""
+    EngineSeat.leave_update = _leave_whole  # type: ignore[method-assign]
+    return await honest(config)
+
+
+async def unchecked_files(config: ServerConfig) -> FakeEngine:
+    """Files are taken whatever their checksum."""
+    vars(files)["zlib"] = SimpleNamespace(crc32=lambda *_: _AnyChecksum())
+    return await honest(config)
+
+
+async def no_unknown_fields(config: ServerConfig) -> FakeEngine:
+    """Requests of a later release are refused."""
+    generation.decode_generate = _decode_known  # type: ignore[attr-defined]
+    return await honest(config)
+
+
+honest = _factory(FakeEngine)
+breaks_at_pauses = _factory(_BreaksAtPauses)
+lost_aborts = _factory(_LostAborts)
+wrong_finish_reason = _factory(_WrongFinishReason)
+stale_labels = _factory(_StaleLabels)
+swallowed_cancellation = _factory(_SwallowedCancellation)
+unseeded_draws = _factory(_UnseededDraws)
+old_weights = _factory(_OldWeights)
+honest_group = _factory(_Grouped)
+old_weights_of_groups = _factory(_OldWeightsOfGroups)
+groups_that_never_break = _factory(_GroupsThatNeverBreak)
