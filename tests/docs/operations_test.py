@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.observability.metrics import ReplicaCollector
-from treadle.rollout_server.observability.server_stats import Tally
+from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.replica import Replica
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 async def test_the_metrics_table_is_whole() -> None:
     registry = CollectorRegistry()
     replica = Replica(ServerConfig(), asyncio.get_running_loop())
-    registry.register(ReplicaCollector(replica, Tally()))
+    registry.register(ReplicaCollector(replica, ServerStats()))
     told = set(re.findall(r"^# TYPE (\w+)", generate_latest(registry).decode(), re.MULTILINE))
     written = set(re.findall(r"^\| `(treadle_\w+)", PAGE.read_text(), re.MULTILINE))
     assert written == told

@@ -39,17 +39,16 @@ from treadle.rollout_server.engines.fake import engine as fake
 from treadle.rollout_server.engines.fake import model as fake_model
 from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.errors import CollectiveBroken, InvalidField, StateConflict
-from treadle.rollout_server.scheduling.engine_controller import EngineSeat
+from treadle.rollout_server.scheduling.engine_controller import EngineController
 from treadle.rollout_server.services import generation, push_buckets
 from treadle.rollout_server.services.codec import decode_generate
-from treadle.rollout_server.updates import buckets, files
-from treadle.rollout_server.updates import weight_updater as switch
+from treadle.rollout_server.updates import buckets, files, weight_updater
 from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.current_update import UpdateSlot
+from treadle.rollout_server.updates.current_update import CurrentUpdate
 from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base
-from treadle.rollout_server.updates.weight_update import UpdateSession
-from treadle.rollout_server.updates.weight_updater import WeightSwitch
+from treadle.rollout_server.updates.weight_update import WeightUpdate
+from treadle.rollout_server.updates.weight_updater import WeightUpdater
 
 MODEL = ModelInfo(
     architecture="fake", vocab_size=64, context_length=512, eos_token_ids=frozenset({0, 1})
@@ -239,7 +238,7 @@ def _decode_known(request: gen.GenerateRequest, info: EngineInfo) -> EngineReque
     return _DECODE(request, info)
 
 
-async def _leave_whole(self: EngineSeat, *, mixed: bool) -> None:
+async def _leave_whole(self: EngineController, *, mixed: bool) -> None:
     """Goes on after every update in place, whatever the weights are."""
     await _LEAVE(self, mixed=False)
 
@@ -251,31 +250,31 @@ class _AnyChecksum(int):
         return False
 
 
-async def _copy_late(session: UpdateSession, segment: Segment, parts: list[BucketPart]) -> None:
+async def _copy_late(update: WeightUpdate, segment: Segment, parts: list[BucketPart]) -> None:
     """Gives slots back at once, and reads them when the stream ends."""
-    late = _LATE.setdefault(session.update_id, [])
+    late = _LATE.setdefault(update.update_id, [])
     late.extend(parts)
     if not parts:
-        await _COPY(session, segment, late)
+        await _COPY(update, segment, late)
 
 
-def _begun_live(self: UpdateSlot, update_id: str, weight_version: int) -> UpdateSession | None:
+def _begun_live(self: CurrentUpdate, update_id: str, weight_version: int) -> WeightUpdate | None:
     """Knows the live update only."""
-    live = self.session
+    live = self.live
     return live if live is not None and live.update_id == update_id else None
 
 
-async def _abort_anything(self: WeightSwitch, update_id: str) -> None:
+async def _abort_anything(self: WeightUpdater, update_id: str) -> None:
     """Answers that it did where it cannot."""
     with suppress(StateConflict):
         await _ABORT(self, update_id)
 
 
-_ABORT = WeightSwitch.abort
+_ABORT = WeightUpdater.abort
 _AS_BASE = as_base
 _COPY = push_buckets._copy
 _DECODE = decode_generate
-_LEAVE = EngineSeat.leave_update
+_LEAVE = EngineController.leave_update
 _LATE: dict[str, list[BucketPart]] = {}
 
 
@@ -312,7 +311,7 @@ async def unchecked_deltas(config: ServerConfig) -> FakeEngine:
 
 async def any_base(config: ServerConfig) -> FakeEngine:
     """Deltas are applied to whatever is held."""
-    switch.as_base = _as_any_base  # type: ignore[attr-defined]
+    weight_updater.as_base = _as_any_base  # type: ignore[attr-defined]
     return await honest(config)
 
 
@@ -330,25 +329,25 @@ async def any_segment(config: ServerConfig) -> FakeEngine:
 
 async def unrenewed_leases(config: ServerConfig) -> FakeEngine:
     """A lease runs out although its trainer is heard of."""
-    UpdateSession.renew = lambda self, now: None  # type: ignore[method-assign]
+    WeightUpdate.renew = lambda self, now: None  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def forgotten_commits(config: ServerConfig) -> FakeEngine:
     """A Begin that comes after its update's commit is another one."""
-    UpdateSlot.begun = _begun_live  # type: ignore[method-assign]
+    CurrentUpdate.begun = _begun_live  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def aborted_commits(config: ServerConfig) -> FakeEngine:
     """What was committed is said to be dropped."""
-    WeightSwitch.abort = _abort_anything  # type: ignore[method-assign]
+    WeightUpdater.abort = _abort_anything  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def served_mixtures(config: ServerConfig) -> FakeEngine:
     """Serves after an update in place without commit."""
-    EngineSeat.leave_update = _leave_whole  # type: ignore[method-assign]
+    EngineController.leave_update = _leave_whole  # type: ignore[method-assign]
     return await honest(config)
 
 

@@ -28,7 +28,7 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as sync_pb
 from treadle.rollout_server.address import Address
 from treadle.rollout_server.clock import Clock
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.observability.server_stats import Tally
+from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.registry import EngineFactory, engine_factory
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
@@ -107,16 +107,16 @@ async def serve(
         *_KEEPALIVE,
     )
     token = _token(config)
-    tally = Tally()
-    tally.count_updates(replica.slot)
-    tally.time_switches(replica.lifecycle, replica.clock.time)
+    stats = ServerStats()
+    stats.count_updates(replica.current_update)
+    stats.time_switches(replica.lifecycle, replica.clock.time)
     grpc_server = grpc.aio.server(interceptors=(Guard(token),), options=options)
-    health_servicer = _assemble(grpc_server, replica, tally)
+    health_servicer = _assemble(grpc_server, replica, stats)
     address = f"{config.address.rpartition(':')[0]}:{_bind(grpc_server, config)}"
     changed = asyncio.Event()
     replica.lifecycle.observe(lambda _: changed.set())
     await _set_health(health_servicer, replica.state)
-    with _metrics(config, replica, tally, token) as metrics_address:
+    with _metrics(config, replica, stats, token) as metrics_address:
         await grpc_server.start()
         reporter = asyncio.create_task(_report_health(health_servicer, replica, changed))
         try:
@@ -135,7 +135,7 @@ async def serve(
 
 @contextmanager
 def _metrics(
-    config: ServerConfig, replica: Replica, tally: Tally, token: str | None
+    config: ServerConfig, replica: Replica, stats: ServerStats, token: str | None
 ) -> Iterator[str | None]:
     if config.metrics_address is None:
         yield None
@@ -143,7 +143,7 @@ def _metrics(
     # Late: it takes as long to import as a tenth of gRPC, and most servers start for a test.
     from treadle.rollout_server.observability.metrics import ReplicaCollector, serve_metrics
 
-    collector = ReplicaCollector(replica, tally)
+    collector = ReplicaCollector(replica, stats)
     address = Address.parse(config.metrics_address)
     with serve_metrics(collector, address, config.security, token) as bound:
         yield bound
@@ -155,11 +155,11 @@ async def _close(grpc_server: grpc.aio.Server, replica: Replica, grace_s: float)
 
 
 def _assemble(
-    grpc_server: grpc.aio.Server, replica: Replica, tally: Tally
+    grpc_server: grpc.aio.Server, replica: Replica, stats: ServerStats
 ) -> health.aio.HealthServicer:
     health_servicer = health.aio.HealthServicer()
     methods = Methods()
-    generation.add_to_server(generation.GenerationServicer(replica, tally), methods)
+    generation.add_to_server(generation.GenerationServicer(replica, stats), methods)
     weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), methods)
     srv_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
         ServerServicer(replica, server_version()), methods

@@ -295,9 +295,9 @@ async def test_an_engine_that_dies_during_an_update_in_place_ends_it() -> None:
         session = await updates.begin("u", 1, [spec], 60.0, in_place=InFlightPolicy.DRAIN)
         engine.cause.set_result(RuntimeError("a worker was killed"))
         with pytest.raises(UpdateUnknown):
-            assert session.hand_over is not None
-            session.hand_over.put(_tensor(spec), lambda: None)
-            await session.hand_over.caught_up()
+            assert session.tensor_queue is not None
+            session.tensor_queue.put(_tensor(spec), lambda: None)
+            await session.tensor_queue.caught_up()
         with pytest.raises(EngineFailed):
             await updates.begin("v", 1, [spec], 60.0)
         assert server.replica.state is ServerState.FAILED

@@ -1,4 +1,4 @@
-"""The metrics: a server's state and tally for Prometheus, over HTTP.
+"""The metrics: a server's state and statistics for Prometheus, over HTTP.
 
 Invariant: nothing is computed for a metric before somebody asks. A scrape runs in a thread and
 reads plain numbers, so that it never waits for the event loop and no token waits for it.
@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from treadle.rollout_server.address import Address
 from treadle.rollout_server.config.schema import SecurityConfig
-from treadle.rollout_server.observability.server_stats import Distribution, Tally
+from treadle.rollout_server.observability.server_stats import Distribution, ServerStats
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.version import server_version
@@ -49,12 +49,12 @@ class ReplicaCollector(Collector):
 
     Args:
         replica: Says what goes on now.
-        tally: Says what became of what ended.
+        stats: Says what became of what ended.
     """
 
-    def __init__(self, replica: Replica, tally: Tally) -> None:
+    def __init__(self, replica: Replica, stats: ServerStats) -> None:
         self._replica = replica
-        self._tally = tally
+        self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
         """The names and meanings are in docs/operations.md."""
@@ -83,34 +83,34 @@ class ReplicaCollector(Collector):
         yield states
 
     def _completions(self) -> Iterator[Metric]:
-        admission, tally = self._replica.admission, self._tally
+        admission, stats = self._replica.admission, self._stats
         yield GaugeMetricFamily(
             "treadle_completions_running", "Handed to the engine.", value=admission.in_flight
         )
         yield GaugeMetricFamily(
             "treadle_completions_queued", "Waiting for a place.", value=admission.queued
         )
-        yield _by_outcome("treadle_completions", "Calls of Generate that ended.", tally.completions)
+        yield _by_outcome("treadle_completions", "Calls of Generate that ended.", stats.completions)
         for name, text, value in (
-            ("sampled", "Sampled and sent.", tally.sampled_tokens),
-            ("prompt", "Of prompts of completions that started.", tally.prompt_tokens),
-            ("cached_prompt", "Of these, in the prefix cache.", tally.cached_prompt_tokens),
+            ("sampled", "Sampled and sent.", stats.sampled_tokens),
+            ("prompt", "Of prompts of completions that started.", stats.prompt_tokens),
+            ("cached_prompt", "Of these, in the prefix cache.", stats.cached_prompt_tokens),
         ):
             yield CounterMetricFamily(f"treadle_{name}_tokens", text, value=value)
-        yield _histogram("treadle_queue_seconds", "From call to start.", tally.queue_s)
-        yield _histogram("treadle_engine_seconds", "From start to end.", tally.engine_s)
+        yield _histogram("treadle_queue_seconds", "From call to start.", stats.queue_s)
+        yield _histogram("treadle_engine_seconds", "From start to end.", stats.engine_s)
 
     def _updates(self) -> Iterator[Metric]:
-        tally = self._tally
+        stats = self._stats
         yield GaugeMetricFamily(
             "treadle_weight_version", "That serves.", value=self._replica.weight_version
         )
-        yield _by_outcome("treadle_weight_updates", "Updates that ended.", tally.updates)
+        yield _by_outcome("treadle_weight_updates", "Updates that ended.", stats.updates)
         yield CounterMetricFamily(
-            "treadle_weight_update_bytes", "Of committed updates.", value=tally.update_bytes
+            "treadle_weight_update_bytes", "Of committed updates.", value=stats.update_bytes
         )
         yield _histogram(
-            "treadle_weight_switch_seconds", "Generation held up for new weights.", tally.switch_s
+            "treadle_weight_switch_seconds", "Generation held up for new weights.", stats.switch_s
         )
 
 

@@ -1,4 +1,4 @@
-"""The tally: what became of the completions and updates of one server, in plain numbers.
+"""The statistics: what became of the completions and updates of one server, in plain numbers.
 
 Invariant: numbers only grow. They are written on the event loop, once per message or less, and
 read by `metrics.py` from another thread, which may see a completion half counted: a scrape
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
-from treadle.rollout_server.updates.current_update import UpdateSlot
-from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
+from treadle.rollout_server.updates.current_update import CurrentUpdate
+from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 # Seconds: from a queue that is empty to a completion of many thousand tokens.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -40,7 +40,7 @@ class Distribution:
         return tuple(self._counts)
 
 
-class Tally:
+class ServerStats:
     """Counts since the server started.
 
     Attributes:
@@ -68,15 +68,15 @@ class Tally:
         self.update_bytes = 0
         self.switch_s = Distribution()
 
-    def count_updates(self, slot: UpdateSlot) -> None:
+    def count_updates(self, current: CurrentUpdate) -> None:
         """Counts, from now on, the updates that end in `slot`."""
 
-        def ended(session: UpdateSession) -> None:
-            self.updates[session.state.name.lower()] += 1
-            if session.state is UpdateState.COMMITTED:
-                self.update_bytes += sum(tensor.size_bytes for tensor in session.tensors)
+        def ended(update: WeightUpdate) -> None:
+            self.updates[update.state.name.lower()] += 1
+            if update.state is UpdateState.COMMITTED:
+                self.update_bytes += sum(tensor.size_bytes for tensor in update.tensors)
 
-        slot.observe(ended)
+        current.observe(ended)
 
     def time_switches(self, lifecycle: Lifecycle, now: Callable[[], float]) -> None:
         """Counts, from now on, how long the server is UPDATING each time."""

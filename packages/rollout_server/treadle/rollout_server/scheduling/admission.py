@@ -1,10 +1,10 @@
-"""Admission: which completions run, which wait, which are turned away.
+"""Admission: which completions run, which wait, which are rejected.
 
 Invariant: at most `max_in_flight` tickets run and at most `max_queued` wait, and no ticket
-waits while a place is free unless admission is held. Places go to the highest priority,
-then to the first come, so equal priorities never starve one another.
+waits while a slot is free unless admission is paused. Slots go to the highest priority, then
+first come, first served, so equal priorities never starve one another.
 
-Pure: every method takes the time and returns what changed; `gate.py` lets tasks wait for it.
+Pure: every method takes the time and returns what changed. Tasks wait in `request_queue.py`.
 """
 
 import heapq
@@ -34,7 +34,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """Turned away; a place in the queue is likely in `retry_after_s` seconds."""
+    """Rejected; the queue is likely to have room in `retry_after_s` seconds."""
 
     retry_after_s: float
 
@@ -43,8 +43,8 @@ class Admission:
     """See the module docstring.
 
     Args:
-        max_in_flight: Most tickets that run, at least 1.
-        max_queued: Most tickets that wait.
+        max_in_flight: Maximum number of running tickets, at least 1.
+        max_queued: Maximum number of waiting tickets.
     """
 
     def __init__(self, *, max_in_flight: int, max_queued: int) -> None:
@@ -54,7 +54,7 @@ class Admission:
         self._running: dict[int, float] = {}
         self._queue: list[tuple[int, int]] = []
         self._waiting: set[int] = set()
-        self._held = False
+        self._paused = False
         self._service_s: float | None = None
 
     @property
@@ -68,13 +68,13 @@ class Admission:
         return len(self._waiting)
 
     @property
-    def held(self) -> bool:
-        """Whether free places are kept back."""
-        return self._held
+    def paused(self) -> bool:
+        """Whether new tickets wait although slots are free."""
+        return self._paused
 
     def admit(self, priority: int, now: float) -> Admitted | Queued | Rejected:
-        """Takes in one completion, or turns it away."""
-        if not self._held and not self._waiting and self.in_flight < self.max_in_flight:
+        """Admits, queues or rejects one completion."""
+        if not self._paused and not self._waiting and self.in_flight < self.max_in_flight:
             ticket = next(self._numbers)
             self._running[ticket] = now
             return Admitted(ticket=ticket)
@@ -93,10 +93,10 @@ class Admission:
         return self._fill(now)
 
     def cancel(self, ticket: int, now: float) -> tuple[int, ...]:
-        """Forgets a queued ticket that is not wanted any more; returns those that run instead.
+        """Forgets a queued ticket that is no longer wanted; returns those that run instead.
 
-        It may have been given its place in the meantime, which goes to the next one, or have
-        been turned away. The mean time of a completion does not change.
+        It may have been given a slot in the meantime, which goes to the next ticket, or have
+        been rejected. The mean time of a completion does not change.
         """
         self._waiting.discard(ticket)
         if len(self._queue) > 2 * len(self._waiting) + _SLACK:
@@ -106,13 +106,13 @@ class Admission:
             return ()
         return self._fill(now)
 
-    def hold(self) -> None:
-        """Keeps places free: everything new waits. Idempotent."""
-        self._held = True
+    def pause(self) -> None:
+        """Keeps slots free: every new ticket waits. Idempotent."""
+        self._paused = True
 
-    def release(self, now: float) -> tuple[int, ...]:
-        """Ends `hold`; returns the tickets that run now."""
-        self._held = False
+    def resume(self, now: float) -> tuple[int, ...]:
+        """Ends `pause`; returns the tickets that run now."""
+        self._paused = False
         return self._fill(now)
 
     def empty_queue(self) -> tuple[int, ...]:
@@ -123,11 +123,11 @@ class Admission:
         return tickets
 
     def retry_after_s(self) -> float:
-        """When a place in the queue is likely: the mean time between two completions.
+        """When the queue is likely to have room: the mean time between two completions.
 
         With `max_in_flight` running for `s` seconds each on average, one ends every
-        ``s / max_in_flight`` seconds. All that were turned away together return
-        together, so the wait grows with the queue in front of them.
+        ``s / max_in_flight`` seconds. Calls that are rejected together return together,
+        so the wait grows with the queue in front of them.
         """
         service_s = _UNKNOWN_SERVICE_S if self._service_s is None else self._service_s
         estimate = service_s * (self.queued + 1) / self.max_in_flight
@@ -135,7 +135,7 @@ class Admission:
 
     def _fill(self, now: float) -> tuple[int, ...]:
         admitted: list[int] = []
-        while self._queue and not self._held and self.in_flight < self.max_in_flight:
+        while self._queue and not self._paused and self.in_flight < self.max_in_flight:
             ticket = heapq.heappop(self._queue)[1]
             if ticket in self._waiting:
                 self._waiting.remove(ticket)

@@ -16,7 +16,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.admission = Admission(max_in_flight=2, max_queued=3)
         self.running: set[int] = set()
         self.queue: list[tuple[int, int]] = []
-        self.held = False
+        self.paused = False
         self.time = itertools.count()
 
     def started(self, tickets: tuple[int, ...]) -> None:
@@ -26,7 +26,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(priority=st.integers(-2, 2))
     def admit(self, priority: int) -> None:
-        room = len(self.running) < 2 and not self.queue and not self.held
+        room = len(self.running) < 2 and not self.queue and not self.paused
         match self.admission.admit(priority, next(self.time)):
             case Admitted(ticket=ticket):
                 assert room
@@ -61,14 +61,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.started(self.admission.cancel(ticket, next(self.time)))
 
     @rule()
-    def hold(self) -> None:
-        self.held = True
-        self.admission.hold()
+    def pause(self) -> None:
+        self.paused = True
+        self.admission.pause()
 
     @rule()
-    def release(self) -> None:
-        self.held = False
-        self.started(self.admission.release(next(self.time)))
+    def resume(self) -> None:
+        self.paused = False
+        self.started(self.admission.resume(next(self.time)))
 
     @rule()
     def empty_queue(self) -> None:
@@ -79,7 +79,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def counts_agree_and_no_place_is_wasted(self) -> None:
         assert self.admission.in_flight == len(self.running) <= 2
         assert self.admission.queued == len(self.queue) <= 3
-        assert self.held or not self.queue or len(self.running) == 2
+        assert self.paused or not self.queue or len(self.running) == 2
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

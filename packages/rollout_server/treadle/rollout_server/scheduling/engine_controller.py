@@ -1,4 +1,4 @@
-"""The seat: one server's engine, what it was last told, and who may come in.
+"""The engine controller: one server's engine, what it was last told, and who may come in.
 
 Invariant: the engine is told to pause, resume, load or release only by the holder of
 `control`; the lifecycle says beforehand what the engine is about to do, and a failing engine
@@ -26,13 +26,13 @@ from treadle.rollout_server.errors import (
 )
 from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
-from treadle.rollout_server.scheduling.request_queue import AdmissionGate
+from treadle.rollout_server.scheduling.request_queue import RequestQueue
 
 _log = logging.getLogger(__name__)
 _MIXED = "loading: an update in place ended without its commit, another one must commit"
 
 
-class EngineSeat:
+class EngineController:
     """Starts LOADING, without an engine.
 
     Args:
@@ -49,7 +49,7 @@ class EngineSeat:
     def __init__(self, config: AdmissionConfig, clock: Clock) -> None:
         self.lifecycle = Lifecycle()
         self.admission = Admission(max_in_flight=config.max_in_flight, max_queued=config.max_queued)
-        self.gate = AdmissionGate(self.admission, clock)
+        self.queue = RequestQueue(self.admission, clock)
         self.control = asyncio.Lock()
         self.released: frozenset[MemoryKind] = frozenset()
         self.weight_version = 0
@@ -115,7 +115,7 @@ class EngineSeat:
             raise self.fail(error) from error
         if self.state in (ServerState.PAUSED, ServerState.UPDATING):
             self.lifecycle.move(ServerState.SERVING)
-            self.gate.release()
+            self.queue.resume_admission()
         # Else a shutdown or a failure came meanwhile, and nothing may come in.
 
     def check_update(self, call: str, policy: InFlightPolicy) -> None:
@@ -135,7 +135,7 @@ class EngineSeat:
         if self.state is not ServerState.LOADING:
             self._home = self.state
         self.lifecycle.move(ServerState.UPDATING)
-        self.gate.hold()
+        self.queue.pause_admission()
         await engine.pause(policy)
         return engine
 
@@ -160,7 +160,7 @@ class EngineSeat:
             return
         elif self._home is ServerState.PAUSED:
             self.lifecycle.move(ServerState.PAUSED)
-            self.gate.turn_away(self.not_serving())
+            self.queue.reject_waiting(self.not_serving())
         else:
             await self.go_on()
 
@@ -184,7 +184,7 @@ class EngineSeat:
         assert self.loaded_engine is not None
         if self.state is ServerState.UPDATING:
             self.lifecycle.move(ServerState.LOADING)
-            self.gate.turn_away(self.not_serving())
+            self.queue.reject_waiting(self.not_serving())
         try:
             await self.loaded_engine.pause(InFlightPolicy.INTERRUPT)
         except Exception as error:
@@ -201,6 +201,6 @@ class EngineSeat:
             _log.error("%s", self.failure, exc_info=error)
             if self.state is not ServerState.STOPPING:
                 self.lifecycle.move(ServerState.FAILED)
-            self.gate.hold()
-            self.gate.turn_away(self.failure)
+            self.queue.pause_admission()
+            self.queue.reject_waiting(self.failure)
         return self.failure

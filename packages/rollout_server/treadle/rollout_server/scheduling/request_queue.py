@@ -1,11 +1,11 @@
-"""The gate: where calls wait for their place in the engine.
+"""The request queue: where calls wait for a slot in the engine.
 
-Invariant: a task is inside `place()` exactly while its ticket runs in `Admission`; leaving,
-however it happens, gives the place to the next one. Inside, it has started once it says so:
-an engine may keep sequences waiting that the gate has let in.
+Invariant: a task is inside `slot()` exactly while its ticket runs in `Admission`. Leaving, for
+whatever reason, gives the slot to the next call. An engine may keep an admitted sequence waiting,
+so an admitted call counts as started only once it says so.
 
-Who waits: a queued call, on its own future. Who wakes it: the call that leaves, `release`,
-or `turn_away`, which ends all calls that have not started, inside and outside, with an error.
+Who waits: a queued call, on its own future. Who wakes it: a call that leaves, `resume_admission`,
+or `reject_waiting`, which ends every call that has not started, queued or admitted, with an error.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from treadle.rollout_server.errors import Overloaded, RolloutServerError
 from treadle.rollout_server.scheduling.admission import Admission, Admitted, Rejected
 
 
-class Place:
-    """A call that was let in, or will be."""
+class Slot:
+    """A call that is admitted, or will be."""
 
     def __init__(self, task: asyncio.Task[object]) -> None:
         self._task = task
@@ -27,42 +27,40 @@ class Place:
         self.has_started = False
 
     def started(self) -> None:
-        """From now on the call is no longer turned away."""
+        """Marks the call as started: from now on it is not rejected."""
         self.has_started = True
 
-    def turn_away(self, error: RolloutServerError) -> None:
-        """Cancels the call, which leaves with `error`. Once; not a call that asks for it itself.
-
-        Such a call leaves with an error of its own: cancelled, it could not tell its caller.
-        """
+    def reject(self, error: RolloutServerError) -> None:
+        """Cancels the call, which then leaves with `error`. Only the first call has an effect."""
+        # The call that rejects the others raises its own error; cancelled, it could not.
         own = self._task is asyncio.current_task()
         if not self.has_started and self._error is None and not own:
             self._error = error
             self._task.cancel()
 
-    def refusal(self) -> RolloutServerError | None:
-        """What a call that was cancelled leaves with; None: others cancelled it (too)."""
+    def rejection(self) -> RolloutServerError | None:
+        """Returns the error that a cancelled call leaves with; None if others cancelled it too."""
         if self._error is not None and self._task.uncancel() <= self._cancelling:
             return self._error
         return None
 
 
-class AdmissionGate:
+class RequestQueue:
     """Lets tasks wait for an `Admission`."""
 
     def __init__(self, admission: Admission, clock: Clock) -> None:
         self._admission = admission
         self._clock = clock
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._places: dict[int, Place] = {}
+        self._slots: dict[int, Slot] = {}
 
     @asynccontextmanager
-    async def place(self, priority: int) -> AsyncIterator[Place]:
-        """Waits for a place and holds it. The block runs in one task.
+    async def slot(self, priority: int) -> AsyncIterator[Slot]:
+        """Waits for a slot and holds it. The block runs in one task.
 
         Raises:
             Overloaded: The queue is full.
-            RolloutServerError: What `turn_away` was given.
+            RolloutServerError: The error given to `reject_waiting`.
         """
         verdict = self._admission.admit(priority, self._clock.time())
         if isinstance(verdict, Rejected):
@@ -71,38 +69,38 @@ class AdmissionGate:
             )
         task = asyncio.current_task()
         assert task is not None
-        place = self._places[verdict.ticket] = Place(task)
+        slot = self._slots[verdict.ticket] = Slot(task)
         try:
             if not isinstance(verdict, Admitted):
                 await self._wait(verdict.ticket)
             try:
-                yield place
+                yield slot
             finally:
                 self._wake(self._admission.finish(verdict.ticket, self._clock.time()))
         except asyncio.CancelledError:
-            if (refusal := place.refusal()) is not None:
-                raise refusal from None
+            if (rejection := slot.rejection()) is not None:
+                raise rejection from None
             raise
         finally:
-            self._places.pop(verdict.ticket, None)
+            self._slots.pop(verdict.ticket, None)
 
-    def hold(self) -> None:
-        """Lets no more calls in; they queue. Idempotent."""
-        self._admission.hold()
+    def pause_admission(self) -> None:
+        """Admits no more calls; they queue. Idempotent."""
+        self._admission.pause()
 
-    def release(self) -> None:
-        """Ends `hold`."""
-        self._wake(self._admission.release(self._clock.time()))
+    def resume_admission(self) -> None:
+        """Ends `pause_admission`."""
+        self._wake(self._admission.resume(self._clock.time()))
 
-    def turn_away(self, error: RolloutServerError) -> None:
+    def reject_waiting(self, error: RolloutServerError) -> None:
         """Fails every call that has not started with `error`."""
         for ticket in self._admission.empty_queue():
             turn = self._waiting.pop(ticket)
-            del self._places[ticket]
+            del self._slots[ticket]
             if not turn.done():  # Else its call was cancelled in this instant.
                 turn.set_exception(error)
-        for place in self._places.values():
-            place.turn_away(error)
+        for slot in self._slots.values():
+            slot.reject(error)
 
     async def _wait(self, ticket: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -117,5 +115,5 @@ class AdmissionGate:
     def _wake(self, tickets: tuple[int, ...]) -> None:
         for ticket in tickets:
             turn = self._waiting.pop(ticket)
-            if not turn.done():  # Else its call was cancelled and will hand the place on.
+            if not turn.done():  # Else its call was cancelled and will hand the slot on.
                 turn.set_result(None)

@@ -4,21 +4,21 @@ import pytest
 
 from treadle.rollout_server.errors import Overloaded, ShuttingDown
 from treadle.rollout_server.scheduling.admission import Admission
-from treadle.rollout_server.scheduling.request_queue import AdmissionGate
+from treadle.rollout_server.scheduling.request_queue import RequestQueue
 from treadle.rollout_server.testing import FakeClock
 
 
 class Visitor:
-    """A task that stays inside the gate until it is let go."""
+    """A task that stays inside the queue until it is let go."""
 
-    def __init__(self, gate: AdmissionGate, priority: int = 0) -> None:
+    def __init__(self, queue: RequestQueue, priority: int = 0) -> None:
         self.inside = asyncio.Event()
         self.leave = asyncio.Event()
-        self.task = asyncio.create_task(self._visit(gate, priority))
+        self.task = asyncio.create_task(self._visit(queue, priority))
 
-    async def _visit(self, gate: AdmissionGate, priority: int) -> None:
-        async with gate.place(priority) as place:
-            self.start = place.started
+    async def _visit(self, queue: RequestQueue, priority: int) -> None:
+        async with queue.slot(priority) as slot:
+            self.start = slot.started
             self.inside.set()
             await self.leave.wait()
 
@@ -27,20 +27,20 @@ class Visitor:
         await self.task
 
 
-def gate_of(places: int, queue: int) -> tuple[AdmissionGate, Admission]:
+def gate_of(places: int, queue: int) -> tuple[RequestQueue, Admission]:
     admission = Admission(max_in_flight=places, max_queued=queue)
-    return AdmissionGate(admission, FakeClock()), admission
+    return RequestQueue(admission, FakeClock()), admission
 
 
 @pytest.mark.asyncio
 async def test_a_place_that_is_left_goes_to_the_next() -> None:
-    gate, _ = gate_of(1, 2)
-    first = Visitor(gate)
+    queue, _ = gate_of(1, 2)
+    first = Visitor(queue)
     await first.inside.wait()
-    second, urgent = Visitor(gate), Visitor(gate, priority=1)
+    second, urgent = Visitor(queue), Visitor(queue, priority=1)
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="1 completions in flight and 2 queued"):
-        async with gate.place(0):
+        async with queue.slot(0):
             pass
     await first.go()
     await urgent.inside.wait()
@@ -52,10 +52,10 @@ async def test_a_place_that_is_left_goes_to_the_next() -> None:
 
 @pytest.mark.asyncio
 async def test_a_cancelled_wait_frees_its_place_in_the_queue() -> None:
-    gate, admission = gate_of(1, 1)
-    first = Visitor(gate)
+    queue, admission = gate_of(1, 1)
+    first = Visitor(queue)
     await first.inside.wait()
-    second = Visitor(gate)
+    second = Visitor(queue)
     await asyncio.sleep(0)
     second.task.cancel()
     await asyncio.wait({second.task})
@@ -66,10 +66,10 @@ async def test_a_cancelled_wait_frees_its_place_in_the_queue() -> None:
 
 @pytest.mark.asyncio
 async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None:
-    gate, admission = gate_of(1, 2)
-    first = Visitor(gate)
+    queue, admission = gate_of(1, 2)
+    first = Visitor(queue)
     await first.inside.wait()
-    second, third = Visitor(gate), Visitor(gate)
+    second, third = Visitor(queue), Visitor(queue)
     await asyncio.sleep(0)
     first.leave.set()
     await first.task  # the second was given the place and has not run yet
@@ -81,10 +81,10 @@ async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None
 
 @pytest.mark.asyncio
 async def test_a_call_cancelled_in_the_instant_of_its_turn_hands_the_place_on() -> None:
-    gate, admission = gate_of(1, 2)
-    first = Visitor(gate)
+    queue, admission = gate_of(1, 2)
+    first = Visitor(queue)
     await first.inside.wait()
-    second, third = Visitor(gate), Visitor(gate)
+    second, third = Visitor(queue), Visitor(queue)
     await asyncio.sleep(0)
     first.leave.set()
     second.task.cancel()  # the first leaves before the second runs
@@ -96,12 +96,12 @@ async def test_a_call_cancelled_in_the_instant_of_its_turn_hands_the_place_on() 
 
 @pytest.mark.asyncio
 async def test_a_call_cancelled_in_the_instant_of_turning_away_keeps_nobody_waiting() -> None:
-    gate, admission = gate_of(1, 2)
-    gate.hold()
-    first, second = Visitor(gate), Visitor(gate)
+    queue, admission = gate_of(1, 2)
+    queue.pause_admission()
+    first, second = Visitor(queue), Visitor(queue)
     await asyncio.sleep(0)
     first.task.cancel()
-    gate.turn_away(ShuttingDown())
+    queue.reject_waiting(ShuttingDown())
     with pytest.raises(ShuttingDown):
         await second.task
     with pytest.raises(asyncio.CancelledError):
@@ -111,29 +111,29 @@ async def test_a_call_cancelled_in_the_instant_of_turning_away_keeps_nobody_wait
 
 @pytest.mark.asyncio
 async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
-    gate, admission = gate_of(4, 4)
-    gate.hold()
-    waiting = Visitor(gate)
+    queue, admission = gate_of(4, 4)
+    queue.pause_admission()
+    waiting = Visitor(queue)
     await asyncio.sleep(0)
     assert admission.queued == 1
-    gate.turn_away(ShuttingDown())
+    queue.reject_waiting(ShuttingDown())
     with pytest.raises(ShuttingDown):
         await waiting.task
-    later = Visitor(gate)
+    later = Visitor(queue)
     await asyncio.sleep(0)
-    gate.release()
+    queue.resume_admission()
     await later.inside.wait()
     await later.go()
 
 
 @pytest.mark.asyncio
 async def test_whoever_has_not_started_is_turned_away_from_the_inside() -> None:
-    gate, admission = gate_of(2, 2)
-    first, second = Visitor(gate), Visitor(gate)
+    queue, admission = gate_of(2, 2)
+    first, second = Visitor(queue), Visitor(queue)
     await first.inside.wait()
     await second.inside.wait()
     first.start()
-    gate.turn_away(ShuttingDown())
+    queue.reject_waiting(ShuttingDown())
     with pytest.raises(ShuttingDown):
         await second.task
     await first.go()
@@ -142,12 +142,12 @@ async def test_whoever_has_not_started_is_turned_away_from_the_inside() -> None:
 
 @pytest.mark.asyncio
 async def test_whoever_turns_the_others_away_is_not_cancelled() -> None:
-    gate, admission = gate_of(2, 2)
-    other = Visitor(gate)
+    queue, admission = gate_of(2, 2)
+    other = Visitor(queue)
     await other.inside.wait()
     with pytest.raises(ValueError, match="why it does"):
-        async with gate.place(0):
-            gate.turn_away(ShuttingDown())
+        async with queue.slot(0):
+            queue.reject_waiting(ShuttingDown())
             raise ValueError("why it does")
     await asyncio.sleep(0)  # here a cancellation would come
     with pytest.raises(ShuttingDown):
@@ -157,16 +157,16 @@ async def test_whoever_turns_the_others_away_is_not_cancelled() -> None:
 
 @pytest.mark.asyncio
 async def test_a_place_given_in_the_instant_of_turning_away_is_not_entered() -> None:
-    gate, admission = gate_of(1, 1)
-    first = Visitor(gate)
+    queue, admission = gate_of(1, 1)
+    first = Visitor(queue)
     await first.inside.wait()
-    second = Visitor(gate)
+    second = Visitor(queue)
     await asyncio.sleep(0)
     first.leave.set()
     await asyncio.sleep(0)  # the second was given the place and has not run yet
     assert first.task.done() and not second.inside.is_set()
-    gate.hold()
-    gate.turn_away(ShuttingDown())
+    queue.pause_admission()
+    queue.reject_waiting(ShuttingDown())
     with pytest.raises(ShuttingDown):
         await second.task
     assert not second.inside.is_set()
@@ -175,10 +175,10 @@ async def test_a_place_given_in_the_instant_of_turning_away_is_not_entered() -> 
 
 @pytest.mark.asyncio
 async def test_a_call_that_is_cancelled_and_turned_away_is_cancelled() -> None:
-    gate, _ = gate_of(1, 1)
-    visitor = Visitor(gate)
+    queue, _ = gate_of(1, 1)
+    visitor = Visitor(queue)
     await visitor.inside.wait()
     visitor.task.cancel()
-    gate.turn_away(ShuttingDown())
+    queue.reject_waiting(ShuttingDown())
     with pytest.raises(asyncio.CancelledError):
         await visitor.task

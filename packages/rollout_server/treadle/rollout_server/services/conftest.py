@@ -22,7 +22,7 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo, TensorSpec
 from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
-from treadle.rollout_server.server import Server
+from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.testing import FakeClock, serve_in_process
 
 T = TypeVar("T")
@@ -46,8 +46,9 @@ BYTES = (bytes(range(128)), b"abcd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    server: Server
+class ServerHarness:
+    address: str
+    replica: Replica
     engine: FakeEngine
     clock: FakeClock
     generation: Any
@@ -75,9 +76,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(
+async def fake_server(
     *, latency_s: float = 0.0, max_running: int = 8, config: ServerConfig | None = None
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[ServerHarness]:
     """With latency, the clock must be moved by hand."""
     clock = FakeClock()
     engine = FakeEngine(
@@ -92,8 +93,9 @@ async def bench(
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         stubs = stubs_for(channel)
-        yield Bench(
-            server=server,
+        yield ServerHarness(
+            address=server.address,
+            replica=server.replica,
             engine=engine,
             clock=clock,
             generation=stubs.generation,
@@ -144,10 +146,12 @@ def push(update_id: str = "u") -> list[sync.PushWeightsRequest]:
 
 
 async def commit(
-    it: Bench, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN, update_id: str = "u"
+    server: ServerHarness,
+    policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN,
+    update_id: str = "u",
 ) -> int:
     request = sync.CommitUpdateRequest(update_id=update_id, in_flight=policy)
-    response = await it.weights.CommitUpdate(request, timeout=60)
+    response = await server.weights.CommitUpdate(request, timeout=60)
     return int(response.weight_version)
 
 

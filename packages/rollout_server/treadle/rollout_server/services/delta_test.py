@@ -13,11 +13,11 @@ from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
 from treadle.rollout_server.errors import CapabilityMissing
 from treadle.rollout_server.services.conftest import (
     BYTES,
-    Bench,
+    ServerHarness,
     begin_request,
-    bench,
     chunk,
     commit,
+    fake_server,
     ids,
     push,
     refusal,
@@ -35,18 +35,20 @@ def delta(base: int = 1, crc32: int | None = None, **fields: Any) -> sync.DeltaE
     return sync.DeltaEncoding(base_weight_version=base, **values | fields)
 
 
-async def full(it: Bench, version: int, *, keep_base: bool = True) -> None:
+async def full(server: ServerHarness, version: int, *, keep_base: bool = True) -> None:
     request = begin_request(version, f"full{version}", keep_base=keep_base)
-    await it.weights.BeginUpdate(request, timeout=60)
-    await it.weights.PushWeights(push(f"full{version}"), timeout=60)
-    assert await commit(it, update_id=f"full{version}") == version
+    await server.weights.BeginUpdate(request, timeout=60)
+    await server.weights.PushWeights(push(f"full{version}"), timeout=60)
+    assert await commit(server, update_id=f"full{version}") == version
 
 
-async def push_delta(it: Bench, version: int, update_id: str = "d", **fields: Any) -> None:
+async def push_delta(
+    server: ServerHarness, version: int, update_id: str = "d", **fields: Any
+) -> None:
     request = begin_request(version, update_id, delta=delta(**fields))
-    await it.weights.BeginUpdate(request, timeout=60)
+    await server.weights.BeginUpdate(request, timeout=60)
     header = sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
-    await it.weights.PushWeights([header, chunk(0, 0, ENCODED)], timeout=60)
+    await server.weights.PushWeights([header, chunk(0, 0, ENCODED)], timeout=60)
 
 
 def write_delta(folder: Path, *, encoded: bytes = ENCODED, base: int = 1) -> None:
@@ -62,31 +64,31 @@ def write_delta(folder: Path, *, encoded: bytes = ENCODED, base: int = 1) -> Non
     path.write_bytes(len(text).to_bytes(8, "little") + text + encoded)
 
 
-async def whole(it: Bench, version: int) -> None:
+async def whole(server: ServerHarness, version: int) -> None:
     """The weights that the delta leads to, pushed whole."""
-    await it.weights.BeginUpdate(begin_request(version, "w"), timeout=60)
+    await server.weights.BeginUpdate(begin_request(version, "w"), timeout=60)
     header = sync.PushWeightsRequest(header=sync.PushHeader(update_id="w"))
     chunks = [header, chunk(0, 0, CHANGED), chunk(1, 0, BYTES[1])]
-    await it.weights.PushWeights(chunks, timeout=60)
-    assert await commit(it, update_id="w") == version
+    await server.weights.PushWeights(chunks, timeout=60)
+    assert await commit(server, update_id="w") == version
 
 
 @pytest.mark.asyncio
 async def test_a_delta_brings_what_the_whole_brings_and_can_be_followed() -> None:
-    async with bench() as it:
-        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
+    async with fake_server() as server:
+        info = await server.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
         assert info.capabilities.delta_encoding
-        await whole(it, 2)
-        wanted = ids(await it.generate())
-    async with bench() as it:
-        await full(it, 1)
-        await push_delta(it, 2)
-        assert await commit(it, update_id="d") == 2
-        assert ids(await it.generate()) == wanted
+        await whole(server, 2)
+        wanted = ids(await server.generate())
+    async with fake_server() as server:
+        await full(server, 1)
+        await push_delta(server, 2)
+        assert await commit(server, update_id="d") == 2
+        assert ids(await server.generate()) == wanted
         same = delta(2, encoded_bytes=[0, 0])
-        await it.weights.BeginUpdate(begin_request(3, "e", delta=same), timeout=60)
-        assert await commit(it, update_id="e") == 3
-        assert ids(await it.generate()) == wanted
+        await server.weights.BeginUpdate(begin_request(3, "e", delta=same), timeout=60)
+        assert await commit(server, update_id="e") == 3
+        assert ids(await server.generate()) == wanted
 
 
 @pytest.mark.asyncio
@@ -98,81 +100,81 @@ async def test_a_delta_in_files_is_read_at_begin_and_one_that_is_damaged_leaves_
     write_delta(tmp_path / "cut", encoded=ENCODED[:-1])
     write_delta(tmp_path / "other", base=7)
     write_delta(tmp_path / "good")
-    async with bench(config=config) as it:
-        await full(it, 1)
+    async with fake_server(config=config) as server:
+        await full(server, 1)
 
         async def begin(directory: str) -> sync.BeginUpdateResponse:
             crc32 = [zlib.crc32(ENCODED), 0]
             file = sync.FileTransport(directory=directory, crc32=crc32)
             request = begin_request(2, directory, inline=None, file=file, delta=delta())
-            return await it.weights.BeginUpdate(request, timeout=60)  # type: ignore[no-any-return]
+            return await server.weights.BeginUpdate(request, timeout=60)  # type: ignore[no-any-return]
 
         for directory in ("damaged", "cut", "other"):
             code, reason, _ = await refusal(begin(directory))
             assert (code, reason) == ("DATA_LOSS", "FILE_UNREADABLE"), directory
         assert list((await begin("good")).received_bytes) == [len(ENCODED), 0]
-        assert await commit(it, update_id="good") == 2
-        by_file = ids(await it.generate())
-    async with bench() as it:
-        await whole(it, 2)
-        assert ids(await it.generate()) == by_file
+        assert await commit(server, update_id="good") == 2
+        by_file = ids(await server.generate())
+    async with fake_server() as server:
+        await whole(server, 2)
+        assert ids(await server.generate()) == by_file
 
 
 @pytest.mark.asyncio
 async def test_a_base_that_is_not_held_is_refused_with_the_one_that_is() -> None:
-    async with bench() as it:
-        code, reason, (detail,) = await refusal(push_delta(it, 2))
+    async with fake_server() as server:
+        code, reason, (detail,) = await refusal(push_delta(server, 2))
         assert (code, reason) == ("FAILED_PRECONDITION", "DELTA_BASE_MISMATCH")
         assert (detail.held, detail.wanted) == (0, 1)
-        await full(it, 1)
-        _, _, (detail,) = await refusal(push_delta(it, 4, base=3))
+        await full(server, 1)
+        _, _, (detail,) = await refusal(push_delta(server, 4, base=3))
         assert (detail.held, detail.wanted) == (1, 3)
-        await full(it, 2, keep_base=False)
-        _, _, (detail,) = await refusal(push_delta(it, 4, base=2))
+        await full(server, 2, keep_base=False)
+        _, _, (detail,) = await refusal(push_delta(server, 4, base=2))
         assert detail.held == 0
 
 
 @pytest.mark.asyncio
 async def test_a_delta_that_leads_elsewhere_ends_and_takes_the_base_with_it() -> None:
-    async with bench() as it:
-        await full(it, 1)
-        before = ids(await it.generate())
-        await push_delta(it, 2, crc32=1)
-        code, reason, (detail,) = await refusal(commit(it, update_id="d"))
+    async with fake_server() as server:
+        await full(server, 1)
+        before = ids(await server.generate())
+        await push_delta(server, 2, crc32=1)
+        code, reason, (detail,) = await refusal(commit(server, update_id="d"))
         assert (code, reason) == ("FAILED_PRECONDITION", "DELTA_BASE_MISMATCH")
         assert (detail.held, detail.wanted) == (0, 1)
-        assert ids(await it.generate()) == before
-        assert (await refusal(push_delta(it, 2, "e")))[1] == "DELTA_BASE_MISMATCH"
-        await full(it, 2)
+        assert ids(await server.generate()) == before
+        assert (await refusal(push_delta(server, 2, "e")))[1] == "DELTA_BASE_MISMATCH"
+        await full(server, 2)
 
 
 @pytest.mark.asyncio
 async def test_an_engine_that_refuses_leaves_the_base_as_it_was() -> None:
-    async with bench() as it:
-        await full(it, 1)
-        await push_delta(it, 2)
+    async with fake_server() as server:
+        await full(server, 1)
+        await push_delta(server, 2)
 
         async def refuse(*_: object, **__: object) -> None:
             raise CapabilityMissing("fake", "float8")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(it.engine, "load_weights", refuse)
-            assert (await refusal(commit(it, update_id="d")))[1] == "CAPABILITY_MISSING"
-        assert await commit(it, update_id="d") == 2
-        after = ids(await it.generate())
-    async with bench() as it:
-        await whole(it, 2)
-        assert ids(await it.generate()) == after
+            patch.setattr(server.engine, "load_weights", refuse)
+            assert (await refusal(commit(server, update_id="d")))[1] == "CAPABILITY_MISSING"
+        assert await commit(server, update_id="d") == 2
+        after = ids(await server.generate())
+    async with fake_server() as server:
+        await whole(server, 2)
+        assert ids(await server.generate()) == after
 
 
 @pytest.mark.asyncio
 async def test_a_delta_that_is_given_up_leaves_the_base() -> None:
-    async with bench() as it:
-        await full(it, 1)
-        await push_delta(it, 2)
-        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="d"), timeout=60)
-        await push_delta(it, 2, "e")
-        assert await commit(it, update_id="e") == 2
+    async with fake_server() as server:
+        await full(server, 1)
+        await push_delta(server, 2)
+        await server.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="d"), timeout=60)
+        await push_delta(server, 2, "e")
+        assert await commit(server, update_id="e") == 2
 
 
 @pytest.mark.asyncio
@@ -195,7 +197,7 @@ async def test_a_delta_that_is_given_up_leaves_the_base() -> None:
     ],
 )
 async def test_a_malformed_delta_is_named(field: str, fields: dict[str, Any]) -> None:
-    async with bench() as it:
+    async with fake_server() as server:
         request = begin_request(1, **fields)
-        _, reason, (detail,) = await refusal(it.weights.BeginUpdate(request, timeout=60))
+        _, reason, (detail,) = await refusal(server.weights.BeginUpdate(request, timeout=60))
     assert (reason, detail.field) == ("INVALID_FIELD", field)

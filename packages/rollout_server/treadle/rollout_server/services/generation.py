@@ -16,7 +16,7 @@ import grpc.aio
 from treadle.rollout.v1 import generation_service_pb2 as pb
 from treadle.rollout_server.engine import EngineEvent, Started, Tokens
 from treadle.rollout_server.errors import RolloutServerError
-from treadle.rollout_server.observability.server_stats import Tally
+from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.coalesce import Coalescer
 from treadle.rollout_server.services.codec import decode_generate
@@ -33,12 +33,12 @@ class GenerationServicer:
 
     Args:
         replica: What is served.
-        tally: Counts what becomes of it.
+        stats: Counts what becomes of it.
     """
 
-    def __init__(self, replica: Replica, tally: Tally) -> None:
+    def __init__(self, replica: Replica, stats: ServerStats) -> None:
         self._replica = replica
-        self._tally = tally
+        self._stats = stats
 
     async def generate(
         self,
@@ -47,7 +47,7 @@ class GenerationServicer:
     ) -> bytes:
         """Writes one completion as serialized `GenerateResponse`s; returns the last of them."""
         replica = self._replica
-        with _Call(self._tally, replica.clock.time) as call:
+        with _Call(self._stats, replica.clock.time) as call:
             wanted = decode_generate(request, replica.engine.info)
 
             def messages(events: Sequence[EngineEvent]) -> list[bytes]:
@@ -83,10 +83,10 @@ class GenerationServicer:
 class _Call:
     """One completion as it is counted. A context manager: leaving it is the end."""
 
-    __slots__ = ("_began", "_now", "_outcome", "_started", "_tally", "num_tokens")
+    __slots__ = ("_began", "_now", "_outcome", "_started", "_stats", "num_tokens")
 
-    def __init__(self, tally: Tally, now: Callable[[], float]) -> None:
-        self._tally = tally
+    def __init__(self, stats: ServerStats, now: Callable[[], float]) -> None:
+        self._stats = stats
         self._now = now
         self._began = now()
         self._started: float | None = None
@@ -95,16 +95,16 @@ class _Call:
 
     def note(self, events: Sequence[EngineEvent], prompt_tokens: int) -> None:
         """Counts events that are about to be sent."""
-        tally = self._tally
+        stats = self._stats
         for event in events:
             if isinstance(event, Tokens):
                 self.num_tokens += len(event.token_ids)
-                tally.sampled_tokens += len(event.token_ids)
+                stats.sampled_tokens += len(event.token_ids)
             elif isinstance(event, Started):
                 self._started = self._now()
-                tally.queue_s.add(self._started - self._began)
-                tally.prompt_tokens += prompt_tokens
-                tally.cached_prompt_tokens += event.cached_prompt_tokens
+                stats.queue_s.add(self._started - self._began)
+                stats.prompt_tokens += prompt_tokens
+                stats.cached_prompt_tokens += event.cached_prompt_tokens
             else:
                 self._outcome = event.reason.value
 
@@ -131,9 +131,9 @@ class _Call:
             self._outcome = reason_name(error).lower()
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
             self._outcome = "bug"  # Else gRPC could not write: the caller has gone.
-        self._tally.completions[self._outcome] += 1
+        self._stats.completions[self._outcome] += 1
         if self._started is not None:
-            self._tally.engine_s.add(self._now() - self._started)
+            self._stats.engine_s.add(self._now() - self._started)
         if _log.isEnabledFor(logging.DEBUG):
             numbers = self.numbers()
             _log.debug(

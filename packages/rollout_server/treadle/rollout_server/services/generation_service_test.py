@@ -11,13 +11,15 @@ from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.config.schema import AdmissionConfig, ServerConfig
-from treadle.rollout_server.services.conftest import bench, ids, refusal, want
+from treadle.rollout_server.services.conftest import fake_server, ids, refusal, want
 
 
 @pytest.mark.asyncio
 async def test_a_completion_is_started_chunks_finished() -> None:
-    async with bench() as it:
-        messages = await it.generate(sampling=gen.SamplingParams(max_tokens=70, ignore_eos=True))
+    async with fake_server() as server:
+        messages = await server.generate(
+            sampling=gen.SamplingParams(max_tokens=70, ignore_eos=True)
+        )
     kinds = [message.WhichOneof("event") for message in messages]
     assert kinds == ["started", *["tokens"] * 4, "finished"]
     assert [len(m.tokens.token_ids) for m in messages[1:-1]] == [1, 32, 32, 5]
@@ -28,17 +30,21 @@ async def test_a_completion_is_started_chunks_finished() -> None:
 
 @pytest.mark.asyncio
 async def test_unset_is_the_default_and_zero_is_zero() -> None:
-    async with bench() as it:
-        plain = ids(await it.generate(sampling=gen.SamplingParams(max_tokens=8, seed=5)))
+    async with fake_server() as server:
+        plain = ids(await server.generate(sampling=gen.SamplingParams(max_tokens=8, seed=5)))
         explicit = gen.SamplingParams(
             max_tokens=8, seed=5, temperature=1, top_p=1, min_p=0, repetition_penalty=1
         )
-        same = ids(await it.generate(sampling=explicit))
+        same = ids(await server.generate(sampling=explicit))
         greedy = [
-            ids(await it.generate(sampling=gen.SamplingParams(max_tokens=8, temperature=0, seed=s)))
+            ids(
+                await server.generate(
+                    sampling=gen.SamplingParams(max_tokens=8, temperature=0, seed=s)
+                )
+            )
             for s in (1, 2)
         ]
-        unlogged = await it.generate(logprob_mode=gen.LOGPROB_MODE_NONE)
+        unlogged = await server.generate(logprob_mode=gen.LOGPROB_MODE_NONE)
     assert plain == same
     assert greedy[0] == greedy[1]
     assert not any(message.tokens.logprobs for message in unlogged)
@@ -71,19 +77,19 @@ SAMPLING = gen.SamplingParams
     ],
 )
 async def test_a_value_out_of_range_is_named(field: str, fields: dict[str, Any]) -> None:
-    async with bench() as it:
-        code, reason, (detail,) = await refusal(it.generate(**fields))
-        assert it.engine.counters.started == 0
+    async with fake_server() as server:
+        code, reason, (detail,) = await refusal(server.generate(**fields))
+        assert server.engine.counters.started == 0
     assert (code, reason, detail.field) == ("INVALID_ARGUMENT", "INVALID_FIELD", field)
     assert detail.expected
 
 
 @pytest.mark.asyncio
 async def test_the_context_bounds_prompt_and_completion() -> None:
-    async with bench() as it:
-        code, reason, (detail,) = await refusal(it.generate(prompt_token_ids=[1] * 256))
+    async with fake_server() as server:
+        code, reason, (detail,) = await refusal(server.generate(prompt_token_ids=[1] * 256))
         greedy = gen.SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
-        messages = await it.generate(prompt_token_ids=[1] * 250, sampling=greedy)
+        messages = await server.generate(prompt_token_ids=[1] * 250, sampling=greedy)
     assert (code, reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
     assert (detail.prompt_tokens, detail.context_length) == (256, 256)
     assert len(ids(messages)) == 6
@@ -92,64 +98,70 @@ async def test_the_context_bounds_prompt_and_completion() -> None:
 
 @pytest.mark.asyncio
 async def test_a_call_without_a_deadline_is_refused() -> None:
-    async with bench() as it:
-        code, reason, _ = await refusal(it.generation.Generate(want()).read())
-        other = await refusal(it.control.GetServerInfo(srv.GetServerInfoRequest()))
+    async with fake_server() as server:
+        code, reason, _ = await refusal(server.generation.Generate(want()).read())
+        other = await refusal(server.control.GetServerInfo(srv.GetServerInfoRequest()))
     assert (code, reason) == ("INVALID_ARGUMENT", "DEADLINE_REQUIRED")
     assert other[1] == "DEADLINE_REQUIRED"
 
 
 @pytest.mark.asyncio
 async def test_cancelling_the_call_aborts_the_sequence() -> None:
-    async with bench(latency_s=1.0) as it:
-        call = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=1.0) as server:
+        call = server.generation.Generate(want(), timeout=60)
         assert (await call.read()).WhichOneof("event") == "started"
         call.cancel()
         # Draining waits for the sequence, so once it answers the abort has happened.
-        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60)
-        counters = it.engine.counters
+        await server.control.Pause(
+            srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60
+        )
+        counters = server.engine.counters
     assert (counters.started, counters.aborted, counters.running) == (1, 1, 0)
 
 
 @pytest.mark.asyncio
 async def test_a_deadline_aborts_the_sequence() -> None:
     timeout_s = 0.1
-    async with bench(latency_s=1.0) as it:
-        while not it.engine.counters.started:  # Else it was over before the engine had the call.
+    async with fake_server(latency_s=1.0) as server:
+        while (
+            not server.engine.counters.started
+        ):  # Else it was over before the engine had the call.
             timeout_s *= 2
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in it.generation.Generate(want(), timeout=timeout_s):
+                async for _ in server.generation.Generate(want(), timeout=timeout_s):
                     pass
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await it.control.Pause(srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60)
-        assert it.engine.counters.aborted == it.engine.counters.started
+        await server.control.Pause(
+            srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60
+        )
+        assert server.engine.counters.aborted == server.engine.counters.started
 
 
 @pytest.mark.asyncio
 async def test_a_full_queue_is_resource_exhausted_with_a_delay() -> None:
     config = ServerConfig(admission=AdmissionConfig(max_in_flight=1, max_queued=1))
-    async with bench(latency_s=1.0, config=config) as it:
-        first = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=1.0, config=config) as server:
+        first = server.generation.Generate(want(), timeout=60)
         await first.read()
-        second = asyncio.create_task(it.generate())
-        while it.server.replica.admission.queued == 0:
-            await it.settle()
-        code, reason, (retry,) = await refusal(it.generate())
+        second = asyncio.create_task(server.generate())
+        while server.replica.admission.queued == 0:
+            await server.settle()
+        code, reason, (retry,) = await refusal(server.generate())
         assert (code, reason) == ("RESOURCE_EXHAUSTED", "OVERLOADED")
         assert retry.retry_delay.ToTimedelta().total_seconds() > 0
         first.cancel()
-        assert len(ids(await it.ticking(second, 1.0))) == 8
+        assert len(ids(await server.ticking(second, 1.0))) == 8
 
 
 @pytest.mark.asyncio
 async def test_tokens_do_not_wait_longer_than_half_a_second() -> None:
-    async with bench(latency_s=0.03) as it:
-        call = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=0.03) as server:
+        call = server.generation.Generate(want(), timeout=60)
         await call.read()
-        it.clock.advance(0.03)
-        await it.settle()
-        assert it.engine.counters.running == 1
-        it.clock.advance(0.5)
+        server.clock.advance(0.03)
+        await server.settle()
+        assert server.engine.counters.running == 1
+        server.clock.advance(0.5)
         chunk = await call.read()
         assert chunk.WhichOneof("event") == "tokens"
         assert 1 <= len(chunk.tokens.token_ids) < 8
@@ -158,8 +170,10 @@ async def test_tokens_do_not_wait_longer_than_half_a_second() -> None:
 
 @pytest.mark.asyncio
 async def test_the_handshake_tells_what_clients_compare() -> None:
-    async with bench() as it:
-        info = await it.control.GetServerInfo(srv.GetServerInfoRequest(client="t/1"), timeout=60)
+    async with fake_server() as server:
+        info = await server.control.GetServerInfo(
+            srv.GetServerInfoRequest(client="t/1"), timeout=60
+        )
     assert (info.engine, info.state) == ("fake", srv.SERVER_STATE_SERVING)
     assert info.model.tokenizer_sha256 == b"\7" * 32
     assert (info.model.vocab_size, info.model.context_length) == (64, 256)

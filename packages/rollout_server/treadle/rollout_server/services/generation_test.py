@@ -23,7 +23,7 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.fake.engine import FakeEngine
-from treadle.rollout_server.observability.server_stats import Tally
+from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.generation import GenerationServicer
 from treadle.rollout_server.testing import serve_in_process
@@ -135,7 +135,7 @@ async def test_a_client_that_stalls_gets_every_token_in_messages_that_grpc_takes
 
 @pytest.mark.asyncio
 async def test_a_completion_whose_caller_has_gone_counts_as_cancelled() -> None:
-    engine, tally = Scripted(), Tally()
+    engine, stats = Scripted(), ServerStats()
     replica = Replica(ServerConfig(), asyncio.get_running_loop())
     replica.serve(engine)
 
@@ -146,7 +146,7 @@ async def test_a_completion_whose_caller_has_gone_counts_as_cancelled() -> None:
 
     context: Any = Gone()
     with pytest.raises(grpc.aio.InternalError):
-        await GenerationServicer(replica, tally).generate(wanted(batched=True), context)
-    assert tally.completions == {"cancelled": 1}
+        await GenerationServicer(replica, stats).generate(wanted(batched=True), context)
+    assert stats.completions == {"cancelled": 1}
     assert replica.admission.in_flight == 0
     await replica.aclose()

@@ -19,11 +19,11 @@ from treadle.rollout_server.errors import CapabilityMissing
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.services.conftest import (
     BYTES,
-    Bench,
+    ServerHarness,
     begin_request,
-    bench,
     chunk,
     commit,
+    fake_server,
     ids,
     push,
     read_all,
@@ -44,99 +44,102 @@ def in_place(
     return begin_request(version, update_id, in_place=sync.InPlace(in_flight=policy), **fields)
 
 
-async def begin(it: Bench, *arguments: Any, **fields: Any) -> sync.BeginUpdateResponse:
-    response = await it.weights.BeginUpdate(in_place(*arguments, **fields), timeout=60)
+async def begin(server: ServerHarness, *arguments: Any, **fields: Any) -> sync.BeginUpdateResponse:
+    response = await server.weights.BeginUpdate(in_place(*arguments, **fields), timeout=60)
     assert isinstance(response, sync.BeginUpdateResponse)
     return response
 
 
-async def abort(it: Bench, update_id: str = "u") -> None:
-    await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id=update_id), timeout=60)
+async def abort(server: ServerHarness, update_id: str = "u") -> None:
+    await server.weights.AbortUpdate(sync.AbortUpdateRequest(update_id=update_id), timeout=60)
 
 
-async def state_of(it: Bench) -> "srv.ServerState":
-    info = await it.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
+async def state_of(server: ServerHarness) -> "srv.ServerState":
+    info = await server.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
     return info.state  # type: ignore[no-any-return]
 
 
-async def staged(it: Bench, version: int) -> None:
+async def staged(server: ServerHarness, version: int) -> None:
     """A staged update of the same bytes."""
-    await it.weights.BeginUpdate(begin_request(version, "staged"), timeout=60)
-    await it.weights.PushWeights(push("staged"), timeout=60)
-    assert await commit(it, update_id="staged") == version
+    await server.weights.BeginUpdate(begin_request(version, "staged"), timeout=60)
+    await server.weights.PushWeights(push("staged"), timeout=60)
+    assert await commit(server, update_id="staged") == version
 
 
 @pytest.mark.asyncio
 async def test_an_update_in_place_brings_what_a_staged_one_brings() -> None:
-    async with bench() as it:
-        await staged(it, 1)
-        wanted = ids(await it.generate())
-    async with bench() as it:
-        before = ids(await it.generate())
-        begun = await begin(it)
+    async with fake_server() as server:
+        await staged(server, 1)
+        wanted = ids(await server.generate())
+    async with fake_server() as server:
+        before = ids(await server.generate())
+        begun = await begin(server)
         assert list(begun.received_bytes) == [0, 0]
-        assert await state_of(it) == srv.SERVER_STATE_UPDATING
-        assert await begin(it) == begun
-        await it.weights.PushWeights(push(), timeout=60)
+        assert await state_of(server) == srv.SERVER_STATE_UPDATING
+        assert await begin(server) == begun
+        await server.weights.PushWeights(push(), timeout=60)
         request = sync.CommitUpdateRequest(update_id="u")  # Begin has named the policy.
-        assert (await it.weights.CommitUpdate(request, timeout=60)).weight_version == 1
-        assert await commit(it) == 1
-        after = await it.generate()
+        assert (await server.weights.CommitUpdate(request, timeout=60)).weight_version == 1
+        assert await commit(server) == 1
+        after = await server.generate()
     assert ids(after) == wanted != before
     assert {m.tokens.weight_version for m in after[1:-1]} == {1}
 
 
 @pytest.mark.asyncio
 async def test_a_commit_whose_answer_was_lost_is_answered_again() -> None:
-    async with bench() as it:
-        await begin(it)
-        await it.weights.PushWeights(push(), timeout=60)
+    async with fake_server() as server:
+        await begin(server)
+        await server.weights.PushWeights(push(), timeout=60)
         unset = sync.IN_FLIGHT_POLICY_UNSPECIFIED  # It is Begin's that counts.
-        assert [await commit(it, unset), await commit(it, unset)] == [1, 1]
+        assert [await commit(server, unset), await commit(server, unset)] == [1, 1]
 
 
 @pytest.mark.asyncio
 async def test_calls_meanwhile_queue_and_run_on_the_new_version() -> None:
-    async with bench() as it:
-        await begin(it)
-        queued = asyncio.create_task(it.generate(min_weight_version=1))
-        while it.server.replica.admission.queued == 0:
-            await it.settle()
-        await it.weights.PushWeights(push(), timeout=60)
-        await commit(it)
+    async with fake_server() as server:
+        await begin(server)
+        queued = asyncio.create_task(server.generate(min_weight_version=1))
+        while server.replica.admission.queued == 0:
+            await server.settle()
+        await server.weights.PushWeights(push(), timeout=60)
+        await commit(server)
         assert {m.tokens.weight_version for m in (await queued)[1:-1]} == {1}
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("end", ["abort", "lease"])
 async def test_without_a_commit_the_server_loads_until_another_update_commits(end: str) -> None:
-    async with bench() as it:
-        await begin(it)
-        queued = asyncio.create_task(refusal(it.generate()))
-        while it.server.replica.admission.queued == 0:
-            await it.settle()
-        await it.weights.PushWeights(push()[:3], timeout=60)
+    async with fake_server() as server:
+        await begin(server)
+        queued = asyncio.create_task(refusal(server.generate()))
+        while server.replica.admission.queued == 0:
+            await server.settle()
+        await server.weights.PushWeights(push()[:3], timeout=60)
         if end == "abort":
-            await abort(it)
+            await abort(server)
         else:
-            it.clock.advance(60.0)
+            server.clock.advance(60.0)
         assert (await queued)[:2] == ("UNAVAILABLE", "PAUSED")
-        assert await state_of(it) == srv.SERVER_STATE_LOADING
+        assert await state_of(server) == srv.SERVER_STATE_LOADING
         with pytest.raises(grpc.aio.AioRpcError, match="an update in place ended without its"):
-            await it.generate()
-        for call in (it.control.Pause(PAUSE, timeout=60), it.control.Resume(RESUME, timeout=60)):
+            await server.generate()
+        for call in (
+            server.control.Pause(PAUSE, timeout=60),
+            server.control.Resume(RESUME, timeout=60),
+        ):
             assert (await refusal(call))[1] == "STATE_CONFLICT"
         for policy in (DRAIN, sync.IN_FLIGHT_POLICY_UNSPECIFIED):
-            assert (await refusal(commit(it, policy)))[1] == "UPDATE_UNKNOWN"
-        await begin(it, 1, "v")
-        await abort(it, "v")
-        assert await state_of(it) == srv.SERVER_STATE_LOADING
-        await staged(it, 1)
-        assert await state_of(it) == srv.SERVER_STATE_SERVING
-        healed = ids(await it.generate())
-    async with bench() as it:
-        await staged(it, 1)
-        assert ids(await it.generate()) == healed
+            assert (await refusal(commit(server, policy)))[1] == "UPDATE_UNKNOWN"
+        await begin(server, 1, "v")
+        await abort(server, "v")
+        assert await state_of(server) == srv.SERVER_STATE_LOADING
+        await staged(server, 1)
+        assert await state_of(server) == srv.SERVER_STATE_SERVING
+        healed = ids(await server.generate())
+    async with fake_server() as server:
+        await staged(server, 1)
+        assert ids(await server.generate()) == healed
 
 
 RESUME = srv.ResumeRequest()
@@ -144,27 +147,27 @@ RESUME = srv.ResumeRequest()
 
 @pytest.mark.asyncio
 async def test_what_was_kept_ends_as_interrupted_when_the_update_does_not_commit() -> None:
-    async with bench(latency_s=1.0) as it:
-        call = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=1.0) as server:
+        call = server.generation.Generate(want(), timeout=60)
         await call.read()
-        await begin(it, policy=CONTINUE)
-        assert it.engine.counters.running == 1
-        await abort(it)
+        await begin(server, policy=CONTINUE)
+        assert server.engine.counters.running == 1
+        await abort(server)
         messages = await read_all(call)
     assert messages[-1].finished.reason == gen.FINISH_REASON_INTERRUPTED
 
 
 @pytest.mark.asyncio
 async def test_what_continues_has_a_version_for_each_token() -> None:
-    async with bench(latency_s=0.001) as it:
-        call = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=0.001) as server:
+        call = server.generation.Generate(want(), timeout=60)
         await call.read()
         for _ in range(3):
-            await it.tick()
-        await begin(it, policy=CONTINUE)
-        await it.weights.PushWeights(push(), timeout=60)
-        await commit(it)
-        messages = await it.ticking(read_all(call))
+            await server.tick()
+        await begin(server, policy=CONTINUE)
+        await server.weights.PushWeights(push(), timeout=60)
+        await commit(server)
+        messages = await server.ticking(read_all(call))
     chunks = [m.tokens for m in messages if m.WhichOneof("event") == "tokens"]
     assert [c.weight_version for c in chunks] == [0, 0, 1]  # The first token comes alone.
     assert sum(len(c.token_ids) for c in chunks) == 8
@@ -172,46 +175,46 @@ async def test_what_continues_has_a_version_for_each_token() -> None:
 
 @pytest.mark.asyncio
 async def test_a_begin_that_is_given_up_while_it_drains_is_joined_by_the_next() -> None:
-    async with bench(latency_s=1.0) as it:
-        call = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=1.0) as server:
+        call = server.generation.Generate(want(), timeout=60)
         await call.read()
-        given_up = it.weights.BeginUpdate(in_place(), timeout=60)
-        while it.server.replica.state is not ServerState.UPDATING:
-            await it.settle()
+        given_up = server.weights.BeginUpdate(in_place(), timeout=60)
+        while server.replica.state is not ServerState.UPDATING:
+            await server.settle()
         given_up.cancel()
-        await it.ticking(begin(it), 1.0)
-        await it.weights.PushWeights(push(), timeout=60)
-        assert await commit(it) == 1
+        await server.ticking(begin(server), 1.0)
+        await server.weights.PushWeights(push(), timeout=60)
+        assert await commit(server) == 1
         assert len(ids(await read_all(call))) == 8
 
 
 @pytest.mark.asyncio
 async def test_an_update_that_ends_while_it_drains_changes_nothing() -> None:
-    async with bench(latency_s=1.0) as it:
-        call = it.generation.Generate(want(), timeout=60)
+    async with fake_server(latency_s=1.0) as server:
+        call = server.generation.Generate(want(), timeout=60)
         await call.read()
-        beginning = asyncio.create_task(refusal(begin(it)))
-        while it.server.replica.state is not ServerState.UPDATING:
-            await it.settle()
-        await abort(it)
+        beginning = asyncio.create_task(refusal(begin(server)))
+        while server.replica.state is not ServerState.UPDATING:
+            await server.settle()
+        await abort(server)
         assert (await beginning)[1] == "UPDATE_UNKNOWN"
-        assert await state_of(it) == srv.SERVER_STATE_SERVING
-        rest = await it.ticking(read_all(call), 1.0)
+        assert await state_of(server) == srv.SERVER_STATE_SERVING
+        rest = await server.ticking(read_all(call), 1.0)
         assert {m.tokens.weight_version for m in rest[:-1]} == {0}
 
 
 @pytest.mark.asyncio
 async def test_a_broken_push_goes_on_where_it_broke() -> None:
-    async with bench() as it:
-        await begin(it)
+    async with fake_server() as server:
+        await begin(server)
         messages = push()
         corrupt = chunk(0, 100, BYTES[0][100:], crc32=1)
-        broken = it.weights.PushWeights([*messages[:3], corrupt], timeout=60)
+        broken = server.weights.PushWeights([*messages[:3], corrupt], timeout=60)
         assert (await refusal(broken))[1] == "CHUNK_CORRUPT"
-        assert list((await begin(it)).received_bytes) == [100, 4]
-        assert (await refusal(commit(it)))[1] == "UPDATE_INCOMPLETE"
-        await it.weights.PushWeights([messages[0], messages[3]], timeout=60)
-        assert await commit(it) == 1
+        assert list((await begin(server)).received_bytes) == [100, 4]
+        assert (await refusal(commit(server)))[1] == "UPDATE_INCOMPLETE"
+        await server.weights.PushWeights([messages[0], messages[3]], timeout=60)
+        assert await commit(server) == 1
 
 
 @pytest.mark.asyncio
@@ -226,47 +229,47 @@ async def test_files_go_into_the_engine_too(tmp_path: Path) -> None:
     config = ServerConfig(weights=WeightsConfig(directory=tmp_path))
     transport = sync.FileTransport(directory=".", crc32=[zlib.crc32(data) for data in BYTES])
     wrong = sync.FileTransport(directory=".", crc32=[zlib.crc32(BYTES[0]), 1])
-    async with bench(config=config) as it:
-        refused = it.weights.BeginUpdate(in_place(1, "v", inline=None, file=wrong), timeout=60)
+    async with fake_server(config=config) as server:
+        refused = server.weights.BeginUpdate(in_place(1, "v", inline=None, file=wrong), timeout=60)
         assert (await refusal(refused))[1] == "FILE_UNREADABLE"
-        await it.settle()
-        assert it.server.replica.state is ServerState.LOADING
-        await begin(it, inline=None, file=transport)
-        assert await commit(it) == 1
+        await server.settle()
+        assert server.replica.state is ServerState.LOADING
+        await begin(server, inline=None, file=transport)
+        assert await commit(server) == 1
 
 
 @pytest.mark.asyncio
 async def test_the_weights_must_be_there_and_the_cache_need_not() -> None:
-    async with bench() as it:
-        await it.control.Pause(PAUSE, timeout=60)
+    async with fake_server() as server:
+        await server.control.Pause(PAUSE, timeout=60)
         release = srv.ReleaseMemoryRequest(kinds=WEIGHTS + KV_CACHE)
-        await it.control.ReleaseMemory(release, timeout=60)
-        assert (await refusal(begin(it)))[:2] == ("FAILED_PRECONDITION", "STATE_CONFLICT")
-        await it.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=WEIGHTS), timeout=60)
-        await begin(it)
-        await it.weights.PushWeights(push(), timeout=60)
-        assert await commit(it) == 1
-        await staged(it, 2)
-        assert await state_of(it) == srv.SERVER_STATE_PAUSED
-        await it.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=KV_CACHE), timeout=60)
-        await it.control.Resume(RESUME, timeout=60)
-        assert {m.tokens.weight_version for m in (await it.generate())[1:-1]} == {2}
+        await server.control.ReleaseMemory(release, timeout=60)
+        assert (await refusal(begin(server)))[:2] == ("FAILED_PRECONDITION", "STATE_CONFLICT")
+        await server.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=WEIGHTS), timeout=60)
+        await begin(server)
+        await server.weights.PushWeights(push(), timeout=60)
+        assert await commit(server) == 1
+        await staged(server, 2)
+        assert await state_of(server) == srv.SERVER_STATE_PAUSED
+        await server.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=KV_CACHE), timeout=60)
+        await server.control.Resume(RESUME, timeout=60)
+        assert {m.tokens.weight_version for m in (await server.generate())[1:-1]} == {2}
 
 
 @pytest.mark.asyncio
 async def test_nothing_else_tells_the_engine_what_to_do_meanwhile() -> None:
-    async with bench() as it:
-        await begin(it)
+    async with fake_server() as server:
+        await begin(server)
         release = srv.ReleaseMemoryRequest(kinds=KV_CACHE)
         for call in (
-            it.control.Pause(PAUSE, timeout=60),
-            it.control.Resume(RESUME, timeout=60),
-            it.control.ReleaseMemory(release, timeout=60),
-            it.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=KV_CACHE), timeout=60),
+            server.control.Pause(PAUSE, timeout=60),
+            server.control.Resume(RESUME, timeout=60),
+            server.control.ReleaseMemory(release, timeout=60),
+            server.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=KV_CACHE), timeout=60),
         ):
             with pytest.raises(grpc.aio.AioRpcError, match="updated in place by 'u'"):
                 await call
-        other = it.weights.BeginUpdate(begin_request(2, "v"), timeout=60)
+        other = server.weights.BeginUpdate(begin_request(2, "v"), timeout=60)
         assert (await refusal(other))[1] == "UPDATE_IN_PROGRESS"
 
 
@@ -281,7 +284,7 @@ async def test_nothing_else_tells_the_engine_what_to_do_meanwhile() -> None:
 async def test_an_engine_that_does_not_take_the_tensors(
     error: Exception, reason: str, state: ServerState
 ) -> None:
-    async with bench() as it:
+    async with fake_server() as server:
 
         async def refuse(tensors: AsyncIterator[NamedTensor], **options: object) -> None:
             async for _ in tensors:
@@ -289,19 +292,19 @@ async def test_an_engine_that_does_not_take_the_tensors(
             raise error
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(it.engine, "load_weights", refuse)
-            await begin(it)
-            await it.weights.PushWeights(push(), timeout=60)
-            assert (await refusal(commit(it)))[1] == reason
-        assert it.server.replica.state is state
+            patch.setattr(server.engine, "load_weights", refuse)
+            await begin(server)
+            await server.weights.PushWeights(push(), timeout=60)
+            assert (await refusal(commit(server)))[1] == reason
+        assert server.replica.state is state
 
 
 @pytest.mark.asyncio
 async def test_a_shutdown_does_not_wait_for_the_rest() -> None:
-    async with bench() as it:
-        await begin(it)
-        await it.weights.PushWeights(push()[:3], timeout=60)
-    assert it.engine.counters.running == 0
+    async with fake_server() as server:
+        await begin(server)
+        await server.weights.PushWeights(push()[:3], timeout=60)
+    assert server.engine.counters.running == 0
 
 
 @pytest.mark.asyncio
@@ -332,13 +335,13 @@ async def test_a_malformed_group_is_named(field: str, fields: dict[str, Any]) ->
     policy = {"in_place": fields.pop("in_place", sync.InPlace(in_flight=DRAIN))}
     group = sync.CollectiveTransport(**values | fields)
     request = begin_request(inline=None, collective=group, **policy)
-    async with bench() as it:
-        _, reason, (detail,) = await refusal(it.weights.BeginUpdate(request, timeout=60))
+    async with fake_server() as server:
+        _, reason, (detail,) = await refusal(server.weights.BeginUpdate(request, timeout=60))
         whole = begin_request(
             inline=None,
             collective=sync.CollectiveTransport(**values),
             in_place=sync.InPlace(in_flight=DRAIN),
         )
-        lacking = await refusal(it.weights.BeginUpdate(whole, timeout=60))
+        lacking = await refusal(server.weights.BeginUpdate(whole, timeout=60))
     assert (reason, detail.field) == ("INVALID_FIELD", field)
     assert lacking[1] == "CAPABILITY_MISSING"

@@ -19,7 +19,7 @@ from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.codec import decode_update_id
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
+from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 _SHORT_BYTES = 256 << 10  # copied sooner than a thread is woken
 
@@ -36,14 +36,14 @@ async def push_buckets(
     header = await anext(requests, None)
     if header is None or not header.HasField("header"):
         raise InvalidField("payload", "no header", "a header as the first message")
-    session = replica.slot.find(decode_update_id(header.header.update_id))
+    update = replica.current_update.find(decode_update_id(header.header.update_id))
     try:
-        session.check_pushed()
+        update.check_pushed()
         segment = Segment(
             pid=header.header.pid,
             fd=header.header.fd,
             num_bytes=header.header.num_bytes,
-            update_id=session.update_id,
+            update_id=update.update_id,
         )
         while True:
             request = await anext(requests, None)
@@ -52,17 +52,17 @@ async def push_buckets(
             parts = [_decode(part) for part in request.bucket.parts]
             for part in parts:
                 segment.check(part)
-            with session.working(replica.clock):
-                if session.hand_over is None:
-                    await _copy(session, segment, parts)
+            with update.working(replica.clock):
+                if update.tensor_queue is None:
+                    await _copy(update, segment, parts)
                 else:
-                    await _lend(session, segment, parts, now=replica.clock.time())
+                    await _lend(update, segment, parts, now=replica.clock.time())
             yield pb.PushBucketsResponse(slot=request.bucket.slot)
             if not parts:
                 return
     except BaseException:
-        if session.state in (UpdateState.OPEN, UpdateState.COMPLETE):
-            replica.slot.abort(session.update_id)
+        if update.state in (UpdateState.OPEN, UpdateState.COMPLETE):
+            replica.current_update.abort(update.update_id)
         raise
 
 
@@ -72,9 +72,9 @@ def _decode(part: pb.BucketPart) -> BucketPart:
     )
 
 
-async def _copy(session: UpdateSession, segment: Segment, parts: list[BucketPart]) -> None:
+async def _copy(update: WeightUpdate, segment: Segment, parts: list[BucketPart]) -> None:
     for part in parts:
-        assembler = session.assembler
+        assembler = update.assembler
         assembler.check(part.tensor_index, part.offset, part.length)
         write = partial(assembler.write, part.tensor_index, part.offset, segment.view(part))
         if part.length <= _SHORT_BYTES:
@@ -87,11 +87,11 @@ async def _copy(session: UpdateSession, segment: Segment, parts: list[BucketPart
 
 
 async def _lend(
-    session: UpdateSession, segment: Segment, parts: list[BucketPart], *, now: float
+    update: WeightUpdate, segment: Segment, parts: list[BucketPart], *, now: float
 ) -> None:
-    assert session.hand_over is not None
+    assert update.tensor_queue is not None
     for part in parts:
         view, place = segment.view(part), segment.place(part)
         # What is held until then keeps the segment, and so the descriptor behind the place, open.
-        session.lend(part.tensor_index, part.offset, view, place, done=segment.let_go, now=now)
-    await session.hand_over.caught_up()
+        update.lend(part.tensor_index, part.offset, view, place, done=segment.let_go, now=now)
+    await update.tensor_queue.caught_up()

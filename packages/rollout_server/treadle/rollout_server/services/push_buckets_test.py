@@ -20,11 +20,11 @@ from treadle.rollout_server.services import push_buckets
 from treadle.rollout_server.services.conftest import (
     BYTES,
     PARAMETERS,
-    Bench,
+    ServerHarness,
     begin_request,
-    bench,
     chunk,
     commit,
+    fake_server,
     ids,
     push,
     refusal,
@@ -57,14 +57,14 @@ def _begin(*, in_place: bool, update_id: str = "u") -> sync.BeginUpdateRequest:
     return begin_request(update_id=update_id, **how)
 
 
-async def _push(it: Bench, *requests: sync.PushBucketsRequest) -> list[int]:
+async def _push(server: ServerHarness, *requests: sync.PushBucketsRequest) -> list[int]:
     """The slots that were given back."""
-    return [answer.slot async for answer in it.weights.PushBuckets(iter(requests), timeout=60)]
+    return [answer.slot async for answer in server.weights.PushBuckets(iter(requests), timeout=60)]
 
 
-async def _until_dropped(it: Bench) -> None:
-    while it.server.replica.slot.session is not None:
-        await it.settle()
+async def _until_dropped(server: ServerHarness) -> None:
+    while server.replica.current_update.live is not None:
+        await server.settle()
 
 
 @pytest.mark.asyncio
@@ -73,21 +73,21 @@ async def _until_dropped(it: Bench) -> None:
 async def test_the_weights_are_those_that_an_inline_update_brings(
     sender: Sender, in_place: bool, buckets: list[list[Part]]
 ) -> None:
-    async with bench() as it:
-        await it.weights.BeginUpdate(begin_request(), timeout=60)
-        await it.weights.PushWeights(push(), timeout=60)
-        await commit(it)
-        wanted = ids(await it.generate())
-    async with bench() as it:
-        before = ids(await it.generate())
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(begin_request(), timeout=60)
+        await server.weights.PushWeights(push(), timeout=60)
+        await commit(server)
+        wanted = ids(await server.generate())
+    async with fake_server() as server:
+        before = ids(await server.generate())
+        await server.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
         filled = [sender.of(slot, *parts) for slot, parts in enumerate(buckets)]
-        assert await _push(it, sender.header(), *filled, LAST) == [
+        assert await _push(server, sender.header(), *filled, LAST) == [
             *range(len(buckets)),
             LAST.bucket.slot,
         ]
-        assert await commit(it) == 1
-        assert before != ids(await it.generate()) == wanted
+        assert await commit(server) == 1
+        assert before != ids(await server.generate()) == wanted
 
 
 @pytest.mark.asyncio
@@ -102,14 +102,14 @@ async def test_a_slot_may_be_filled_again_when_it_came_back(sender: Sender, in_p
         yield sender.of(1, (1, 0, 4))
         yield LAST
 
-    async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
         slots = []
-        async for answer in it.weights.PushBuckets(requests(), timeout=60):
+        async for answer in server.weights.PushBuckets(requests(), timeout=60):
             slots.append(answer.slot)
             came_back.set()
         assert slots == [1, 1, LAST.bucket.slot]
-        assert await commit(it) == 1
+        assert await commit(server) == 1
 
 
 @pytest.mark.asyncio
@@ -118,8 +118,8 @@ async def test_a_slot_may_be_filled_again_when_it_came_back(sender: Sender, in_p
 async def test_a_stream_that_ends_without_its_last_bucket_ends_the_update(
     sender: Sender, in_place: bool, how: str
 ) -> None:
-    async with bench() as it, grpc.aio.insecure_channel(it.server.address) as channel:
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
+    async with fake_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        await server.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
         stream = stubs_for(channel).weights.PushBuckets(timeout=60)
         await stream.write(sender.header())
         await stream.write(sender.of(0, (0, 0, 128)))
@@ -131,15 +131,15 @@ async def test_a_stream_that_ends_without_its_last_bucket_ends_the_update(
                 await channel.close()
             case _:
                 await stream.done_writing()
-        await _until_dropped(it)
-        assert (await refusal(commit(it)))[1] == "UPDATE_UNKNOWN"
-        await it.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="u"), timeout=60)
-        assert it.server.replica.state is (ServerState.LOADING if in_place else ServerState.SERVING)
+        await _until_dropped(server)
+        assert (await refusal(commit(server)))[1] == "UPDATE_UNKNOWN"
+        await server.weights.AbortUpdate(sync.AbortUpdateRequest(update_id="u"), timeout=60)
+        assert server.replica.state is (ServerState.LOADING if in_place else ServerState.SERVING)
         again = Sender("v")
-        await it.weights.BeginUpdate(_begin(in_place=False, update_id="v"), timeout=60)
-        await _push(it, again.header(), again.of(0, *_WHOLE[0]), LAST)
-        assert await commit(it, update_id="v") == 1
-        assert it.server.replica.state is ServerState.SERVING
+        await server.weights.BeginUpdate(_begin(in_place=False, update_id="v"), timeout=60)
+        await _push(server, again.header(), again.of(0, *_WHOLE[0]), LAST)
+        assert await commit(server, update_id="v") == 1
+        assert server.replica.state is ServerState.SERVING
 
 
 @pytest.mark.asyncio
@@ -147,12 +147,12 @@ async def test_a_stream_that_ends_without_its_last_bucket_ends_the_update(
 async def test_in_place_parts_may_be_less_than_tensors_where_begin_says_so(
     sender: Sender, splits: bool
 ) -> None:
-    async with bench() as it:
-        capabilities = replace(it.engine.info.capabilities, split_tensors=splits)
-        it.engine.info = replace(it.engine.info, capabilities=capabilities)
-        begun = await it.weights.BeginUpdate(_begin(in_place=True), timeout=60)
+    async with fake_server() as server:
+        capabilities = replace(server.engine.info.capabilities, split_tensors=splits)
+        server.engine.info = replace(server.engine.info, capabilities=capabilities)
+        begun = await server.weights.BeginUpdate(_begin(in_place=True), timeout=60)
         assert begun.split_tensors is splits
-        push = _push(it, sender.header(), sender.of(0, (0, 0, 100)), LAST)
+        push = _push(server, sender.header(), sender.of(0, (0, 0, 100)), LAST)
         if splits:
             assert await push == [0, LAST.bucket.slot]
         else:
@@ -162,19 +162,19 @@ async def test_in_place_parts_may_be_less_than_tensors_where_begin_says_so(
 
 @pytest.mark.asyncio
 async def test_bytes_of_a_tensor_may_come_by_both_ways(sender: Sender) -> None:
-    async with bench() as it:
-        await it.weights.BeginUpdate(begin_request(), timeout=60)
-        await it.weights.PushWeights(push(), timeout=60)
-        await commit(it)
-        wanted = ids(await it.generate())
-    async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=True), timeout=60)
-        await _push(it, sender.header(), sender.of(0, (0, 0, 30)), LAST)
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(begin_request(), timeout=60)
+        await server.weights.PushWeights(push(), timeout=60)
+        await commit(server)
+        wanted = ids(await server.generate())
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(_begin(in_place=True), timeout=60)
+        await _push(server, sender.header(), sender.of(0, (0, 0, 30)), LAST)
         chunks = [push()[0], chunk(0, 30, BYTES[0][30:61]), chunk(1, 0, BYTES[1])]
-        await it.weights.PushWeights(chunks, timeout=60)
-        await _push(it, sender.header(), sender.of(1, (0, 61, 67)), LAST)
-        assert await commit(it) == 1
-        assert ids(await it.generate()) == wanted
+        await server.weights.PushWeights(chunks, timeout=60)
+        await _push(server, sender.header(), sender.of(1, (0, 61, 67)), LAST)
+        assert await commit(server) == 1
+        assert ids(await server.generate()) == wanted
 
 
 @pytest.mark.asyncio
@@ -196,10 +196,10 @@ async def test_a_part_without_a_place_ends_the_update(
     sender = Sender()
     bad = sender.of(0)
     bad.bucket.parts.add(tensor_index=index, offset=offset, length=length, start=PAGE)
-    async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
-        assert (await refusal(_push(it, sender.header(), bad)))[1] == reason
-        assert it.server.replica.slot.session is None
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(_begin(in_place=in_place), timeout=60)
+        assert (await refusal(_push(server, sender.header(), bad)))[1] == reason
+        assert server.replica.current_update.live is None
 
 
 @pytest.mark.asyncio
@@ -216,12 +216,12 @@ async def test_bytes_that_two_streams_bring_at_once_count_once(
     monkeypatch.setattr(push_buckets, "_SHORT_BYTES", 0)
     monkeypatch.setattr(Assembler, "write", meet)
     senders = [Sender(), Sender()]
-    async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
-        pushes = (_push(it, each.header(), each.of(0, (0, 0, 64)), LAST) for each in senders)
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(_begin(in_place=False), timeout=60)
+        pushes = (_push(server, each.header(), each.of(0, (0, 0, 64)), LAST) for each in senders)
         results = await asyncio.gather(*pushes, return_exceptions=True)
         assert any(isinstance(result, grpc.RpcError) for result in results)
-        assert (await refusal(commit(it)))[1] == "UPDATE_UNKNOWN"
+        assert (await refusal(commit(server)))[1] == "UPDATE_UNKNOWN"
 
 
 GROUP = CollectiveGroup(
@@ -241,10 +241,12 @@ FILES = WeightFiles(directory="1", crc32=(1, 2))
 async def test_what_comes_otherwise_takes_no_buckets(
     sender: Sender, source: CollectiveGroup | WeightFiles
 ) -> None:
-    async with bench() as it:
-        session = it.server.replica.slot.begin("u", 1, PARAMETERS, 60, in_place=True, source=source)
+    async with fake_server() as server:
+        session = server.replica.current_update.begin(
+            "u", 1, PARAMETERS, 60, in_place=True, source=source
+        )
         bucket = sender.of(0, (0, 0, 128))
-        assert (await refusal(_push(it, sender.header(), bucket)))[1] == "INVALID_FIELD"
+        assert (await refusal(_push(server, sender.header(), bucket)))[1] == "INVALID_FIELD"
         assert session.state.ended
 
 
@@ -252,11 +254,11 @@ async def test_what_comes_otherwise_takes_no_buckets(
 async def test_a_delta_comes_in_buckets_too() -> None:
     changed = BYTES[0][:4] + b"new!" + BYTES[0][8:]
     encoded = (1).to_bytes(8, "little") + (1).to_bytes(4, "little") + b"new!"
-    async with bench() as it:
-        await it.weights.BeginUpdate(begin_request(keep_base=True), timeout=60)
-        await it.weights.PushWeights(push(), timeout=60)
-        await commit(it)
-        before = ids(await it.generate())
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(begin_request(keep_base=True), timeout=60)
+        await server.weights.PushWeights(push(), timeout=60)
+        await commit(server)
+        before = ids(await server.generate())
         delta = sync.DeltaEncoding(
             base_weight_version=1,
             encoded_bytes=[len(encoded), 0],
@@ -264,7 +266,7 @@ async def test_a_delta_comes_in_buckets_too() -> None:
         )
         shared = {"inline": None, "shared_memory": sync.SharedMemoryTransport()}
         sender = Sender("d")
-        await it.weights.BeginUpdate(begin_request(2, "d", delta=delta, **shared), timeout=60)
+        await server.weights.BeginUpdate(begin_request(2, "d", delta=delta, **shared), timeout=60)
         halves = [sync.PushBucketsRequest(bucket=sync.Bucket(slot=slot)) for slot in (0, 1)]
         for slot, (start, stop) in enumerate([(0, 10), (10, len(encoded))]):
             place = PAGE * (1 + slot)
@@ -272,30 +274,30 @@ async def test_a_delta_comes_in_buckets_too() -> None:
             halves[slot].bucket.parts.add(
                 tensor_index=0, offset=start, length=stop - start, start=place
             )
-        assert await _push(it, sender.header(), *halves, LAST) == [0, 1, LAST.bucket.slot]
-        assert await commit(it, update_id="d") == 2
-        assert ids(await it.generate()) != before
+        assert await _push(server, sender.header(), *halves, LAST) == [0, 1, LAST.bucket.slot]
+        assert await commit(server, update_id="d") == 2
+        assert ids(await server.generate()) != before
 
 
 @pytest.mark.asyncio
 async def test_a_segment_that_is_not_to_be_had_here_asks_for_another_transport() -> None:
     other = Sender("another update")
     other.update_id = "u"
-    async with bench() as it:
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
+    async with fake_server() as server:
+        await server.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         with pytest.raises(grpc.RpcError, match=r"is for update 'another update'.*=inline"):
-            await _push(it, other.header())
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
+            await _push(server, other.header())
+        await server.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         other.fd = 10**6
-        code, reason, _ = await refusal(_push(it, other.header()))
+        code, reason, _ = await refusal(_push(server, other.header()))
     assert (code, reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
 
 @pytest.mark.asyncio
 async def test_a_stream_has_a_header_of_a_live_update_and_then_buckets(sender: Sender) -> None:
-    async with bench() as it:
-        assert (await refusal(_push(it, sender.header())))[1] == "UPDATE_UNKNOWN"
-        await it.weights.BeginUpdate(_begin(in_place=False), timeout=60)
+    async with fake_server() as server:
+        assert (await refusal(_push(server, sender.header())))[1] == "UPDATE_UNKNOWN"
+        await server.weights.BeginUpdate(_begin(in_place=False), timeout=60)
         for requests in ([], [sender.of(0)], [sender.header(), sender.header()]):
-            _, reason, (detail,) = await refusal(_push(it, *requests))
+            _, reason, (detail,) = await refusal(_push(server, *requests))
             assert (reason, detail.field) == ("INVALID_FIELD", "payload")

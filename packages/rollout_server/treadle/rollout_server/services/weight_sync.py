@@ -50,7 +50,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
             raise CapabilityMissing(engine.info.name, "collective_transport")
         if (begin.delta is not None or begin.keep_base) and not delta.available():
             raise CapabilityMissing(engine.info.name, "delta_encoding")
-        session = await replica.updates.begin(
+        update = await replica.updates.begin(
             begin.update_id,
             begin.weight_version,
             begin.tensors,
@@ -61,9 +61,9 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
             keep_base=begin.keep_base,
         )
         return pb.BeginUpdateResponse(
-            received_bytes=session.received,
+            received_bytes=update.received,
             max_chunk_bytes=replica.config.weights.max_chunk_bytes,
-            split_tensors=session.split_tensors,
+            split_tensors=update.split_tensors,
         )
 
     async def PushWeights(
@@ -75,16 +75,16 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         header = await anext(request_iterator, None)
         if not isinstance(header, pb.PushHeader):
             raise InvalidField("payload", "no header", "a header as the first message")
-        session = self._replica.slot.find(decode_update_id(header.update_id))
-        session.check_pushed()
+        update = self._replica.current_update.find(decode_update_id(header.update_id))
+        update.check_pushed()
         now = self._replica.clock.time
         received_bytes = 0
         async for chunk in request_iterator:
             if not isinstance(chunk, PushedChunk):
                 raise InvalidField("payload", "no chunk", "chunks after the header")
-            with session.working(self._replica.clock):
-                await session.room()
-            session.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data, now=now())
+            with update.working(self._replica.clock):
+                await update.room()
+            update.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data, now=now())
             received_bytes += len(chunk.data)
         return pb.PushWeightsResponse(received_bytes=received_bytes)
 
@@ -104,8 +104,8 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetUpdateRequest, pb.GetUpdateResponse],
     ) -> pb.GetUpdateResponse:
         """Tells where to resume and renews the lease."""
-        session = self._replica.slot.find(decode_update_id(request.update_id))
-        return pb.GetUpdateResponse(received_bytes=session.assembler.received)
+        update = self._replica.current_update.find(decode_update_id(request.update_id))
+        return pb.GetUpdateResponse(received_bytes=update.assembler.received)
 
     async def CommitUpdate(
         self,
@@ -115,10 +115,10 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         """Switches versions."""
         update_id = decode_update_id(request.update_id)
         updates = self._replica.updates
-        version = self._replica.slot.committed_version(update_id)
+        version = self._replica.current_update.committed_version(update_id)
         if version is not None:  # An answer that got lost.
             return pb.CommitUpdateResponse(weight_version=version)
-        self._replica.slot.find(update_id)  # One that is gone may have needed no policy.
+        self._replica.current_update.find(update_id)  # One that is gone may have needed no policy.
         if updates.is_in_place(update_id):
             version = await updates.commit_in_place()
         else:

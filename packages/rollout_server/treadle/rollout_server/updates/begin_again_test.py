@@ -18,7 +18,7 @@ from treadle.rollout_server.testing import FakeClock
 from treadle.rollout_server.updates import weight_updater as switch
 from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.files import WeightFiles
-from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
+from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 TENSORS = tuple(TensorSpec(name=n, element_type=ElementType.FLOAT32, shape=(2,)) for n in "ab")
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
@@ -69,7 +69,7 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
 
 def begin(
     replica: Replica, files: WeightFiles = FILES, in_place: InFlightPolicy | None = None
-) -> asyncio.Task[UpdateSession]:
+) -> asyncio.Task[WeightUpdate]:
     updates = replica.updates
     return asyncio.create_task(
         updates.begin("u", 1, TENSORS, 60.0, in_place=in_place, source=files)
@@ -87,10 +87,10 @@ async def test_files_are_read_once_and_whoever_gives_up_does_not_end_it(
     third = begin(replica, in_place=in_place)
     await asyncio.wait({first})
     disk.may_read.set()
-    session = await second
-    assert await third is session
-    assert (disk.readings, session.received) == (1, (8, 8))
-    assert session.state is UpdateState.COMPLETE
+    update = await second
+    assert await third is update
+    assert (disk.readings, update.received) == (1, (8, 8))
+    assert update.state is UpdateState.COMPLETE
 
 
 @pytest.mark.asyncio
@@ -113,7 +113,7 @@ async def test_a_reading_that_fails_fails_for_both_and_drops_the_update(
     await disk.begun.wait()
     disk.may_read.set()
     assert await asyncio.gather(*both, return_exceptions=True) == [disk.error] * 2
-    assert replica.slot.session is None
+    assert replica.current_update.live is None
     disk.error = None
     assert (await begin(replica)).received == (8, 8)
     assert disk.readings == 2

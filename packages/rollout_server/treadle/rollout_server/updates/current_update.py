@@ -16,12 +16,12 @@ from treadle.rollout_server.engine import CollectiveGroup, TensorSpec
 from treadle.rollout_server.errors import InvalidField, UpdateInProgress, UpdateUnknown
 from treadle.rollout_server.updates.delta import Delta
 from treadle.rollout_server.updates.files import WeightFiles
-from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
+from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 _REMEMBERED = 16
 
 
-class UpdateSlot:
+class CurrentUpdate:
     """Holds the live session.
 
     Args:
@@ -32,23 +32,23 @@ class UpdateSlot:
     def __init__(self, clock: Clock, *, max_chunk_bytes: int) -> None:
         self.max_chunk_bytes = max_chunk_bytes
         self._clock = clock
-        self._session: UpdateSession | None = None
-        self._committed: UpdateSession | None = None
+        self._live: WeightUpdate | None = None
+        self._committed: WeightUpdate | None = None
         self._timer: Timer | None = None
         self._ended: OrderedDict[str, tuple[UpdateState, int]] = OrderedDict()
-        self._observers: list[Callable[[UpdateSession], None]] = []
+        self._observers: list[Callable[[WeightUpdate], None]] = []
 
-    def observe(self, observer: Callable[[UpdateSession], None]) -> None:
+    def observe(self, observer: Callable[[WeightUpdate], None]) -> None:
         """Calls `observer` with every session that ended."""
         self._observers.append(observer)
 
     @property
-    def session(self) -> UpdateSession | None:
+    def live(self) -> WeightUpdate | None:
         """The live session."""
-        if self._session is not None:
-            self._session.tick(self._clock.time())
+        if self._live is not None:
+            self._live.tick(self._clock.time())
             self._retire()
-        return self._session
+        return self._live
 
     def begin(
         self,
@@ -62,7 +62,7 @@ class UpdateSlot:
         source: CollectiveGroup | WeightFiles | None = None,
         delta: Delta | None = None,
         keep_base: bool = False,
-    ) -> UpdateSession:
+    ) -> WeightUpdate:
         """Opens a session, or finds the one that was begun and renews its lease.
 
         Raises:
@@ -71,11 +71,11 @@ class UpdateSlot:
                 or are kept otherwise.
         """
         now = self._clock.time()
-        live = self.begun(update_id, weight_version) or self.session
+        live = self.begun(update_id, weight_version) or self.live
         if live is None:
             # An id that is used anew means the new update only.
             self._ended.pop(update_id, None)
-            self._session = UpdateSession(
+            self._live = WeightUpdate(
                 update_id=update_id,
                 weight_version=weight_version,
                 tensors=tensors,
@@ -89,10 +89,10 @@ class UpdateSlot:
                 keep_base=keep_base,
             )
             self._watch()
-            return self._session
+            return self._live
         if live.update_id != update_id:
             raise UpdateInProgress(live.update_id, live.lease_left_s(now))
-        known = (live.weight_version, live.tensors, live.hand_over is not None)
+        known = (live.weight_version, live.tensors, live.tensor_queue is not None)
         ways = (live.source, live.delta, live.keep_base)
         if (known, ways) != (
             (weight_version, tuple(tensors), in_place),
@@ -106,20 +106,20 @@ class UpdateSlot:
         live.renew(now)
         return live
 
-    def begun(self, update_id: str, weight_version: int) -> UpdateSession | None:
+    def begun(self, update_id: str, weight_version: int) -> WeightUpdate | None:
         """The update that is live, or else the one that was committed last, if it is this one."""
-        for session in (self.session, self._committed):
-            if session is not None and session.update_id == update_id:
-                return session if session.weight_version == weight_version else None
+        for update in (self.live, self._committed):
+            if update is not None and update.update_id == update_id:
+                return update if update.weight_version == weight_version else None
         return None
 
-    def find(self, update_id: str) -> UpdateSession:
+    def find(self, update_id: str) -> WeightUpdate:
         """The live session of this id, its lease renewed.
 
         Raises:
             UpdateUnknown: It was never begun, or it ended.
         """
-        live = self.session
+        live = self.live
         if live is None or live.update_id != update_id:
             state, _ = self._ended.get(update_id, (None, 0))
             raise UpdateUnknown(update_id, "was never begun" if state is None else state.value)
@@ -144,43 +144,43 @@ class UpdateSlot:
 
     def committed(self) -> None:
         """Ends the live session, which the engine has taken."""
-        assert self._session is not None
-        self._session.committed()
-        self._committed = self._session
+        assert self._live is not None
+        self._live.committed()
+        self._committed = self._live
         self._retire()
 
     def failed(self) -> None:
         """Ends the live session, which the engine has not taken."""
-        assert self._session is not None
-        self._session.failed()
+        assert self._live is not None
+        self._live.failed()
         self._retire()
 
     def close(self) -> None:
         """Drops whatever is live, as at shutdown."""
-        live = self.session
+        live = self.live
         if live is not None and live.state is not UpdateState.COMMITTING:
             self.abort(live.update_id)
 
     def _retire(self) -> None:
         """Lets go of a session that ended."""
-        session = self._session
-        if session is None or not session.state.ended:
+        update = self._live
+        if update is None or not update.state.ended:
             return
-        self._session = None
+        self._live = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._ended[session.update_id] = (session.state, session.weight_version)
-        self._ended.move_to_end(session.update_id)
+        self._ended[update.update_id] = (update.state, update.weight_version)
+        self._ended.move_to_end(update.update_id)
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
         for observer in self._observers:
-            observer(session)
+            observer(update)
 
     def _watch(self) -> None:
         """Looks again when the lease would end; a renewed lease only moves that look."""
-        session = self.session
-        if session is None:
+        update = self.live
+        if update is None:
             return
         now = self._clock.time()
-        self._timer = self._clock.call_at(now + session.lease_left_s(now), self._watch)
+        self._timer = self._clock.call_at(now + update.lease_left_s(now), self._watch)

@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 from treadle.rollout_server.engine import Engine, InFlightPolicy
 from treadle.rollout_server.errors import RolloutServerError, UpdateUnknown
-from treadle.rollout_server.scheduling.engine_controller import EngineSeat
-from treadle.rollout_server.updates.current_update import UpdateSlot
-from treadle.rollout_server.updates.weight_update import UpdateSession
+from treadle.rollout_server.scheduling.engine_controller import EngineController
+from treadle.rollout_server.updates.current_update import CurrentUpdate
+from treadle.rollout_server.updates.weight_update import WeightUpdate
 
 _log = logging.getLogger(__name__)
 Load: TypeAlias = Callable[[Engine], Awaitable[None]]
@@ -28,7 +28,7 @@ class InPlaceUpdate:
     """Starts at once.
 
     Args:
-        seat: Of the engine.
+        controller: Of the engine.
         slot: Holds the session.
         session: In place, and new.
         policy: What becomes of the sequences in flight.
@@ -37,21 +37,21 @@ class InPlaceUpdate:
 
     def __init__(
         self,
-        seat: EngineSeat,
-        slot: UpdateSlot,
-        session: UpdateSession,
+        controller: EngineController,
+        current: CurrentUpdate,
+        update: WeightUpdate,
         policy: InFlightPolicy,
         load: Load,
     ) -> None:
-        self.session = session
-        self._seat = seat
-        self._slot = slot
+        self.update = update
+        self._controller = controller
+        self._current = current
         self._policy = policy
         self._load = load
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._committing = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
-        self._task = asyncio.create_task(self._run(), name=f"update {session.update_id} in place")
+        self._task = asyncio.create_task(self._run(), name=f"update {update.update_id} in place")
         self._task.add_done_callback(self._settle)
 
     @property
@@ -75,7 +75,7 @@ class InPlaceUpdate:
             RolloutServerError: The engine did not take them.
         """
         if not self._committing.is_set():
-            self.session.begin_commit()
+            self.update.begin_commit()
             self._committing.set()
         return await asyncio.shield(self._task)
 
@@ -89,48 +89,48 @@ class InPlaceUpdate:
         await asyncio.wait({self._task})
 
     async def _run(self) -> int:
-        seat, session = self._seat, self.session
-        async with seat.control:
-            if session.state.ended:
-                raise UpdateUnknown(session.update_id, session.state.value)
+        controller, update = self._controller, self.update
+        async with controller.control:
+            if update.state.ended:
+                raise UpdateUnknown(update.update_id, update.state.value)
             try:
-                seat.check_update("BeginUpdate", self._policy)
+                controller.check_update("BeginUpdate", self._policy)
             except RolloutServerError:
-                self._slot.abort(session.update_id)
+                self._current.abort(update.update_id)
                 raise
             self._working = asyncio.create_task(self._work())
-            session.when_dropped = self.give_up
+            update.when_dropped = self.give_up
             await asyncio.wait({self._working})
-            session.when_dropped = None
+            update.when_dropped = None
             error = self._error_of(self._working)
             self._working = None
             if error is None:
-                seat.weight_version = session.weight_version
-                self._slot.committed()
-                await seat.leave_update(mixed=False)
-                return session.weight_version
-            if not session.state.ended:
-                self._slot.failed()
-            await seat.leave_update(mixed=seat.mixed or self._opened.done())
+                controller.weight_version = update.weight_version
+                self._current.committed()
+                await controller.leave_update(mixed=False)
+                return update.weight_version
+            if not update.state.ended:
+                self._current.failed()
+            await controller.leave_update(mixed=controller.mixed or self._opened.done())
             raise error
 
     async def _work(self) -> None:
-        engine = await self._seat.enter_update(self._policy)
+        engine = await self._controller.enter_update(self._policy)
         self._opened.set_result(None)
         await self._load(engine)
         await self._committing.wait()
 
     def _error_of(self, work: asyncio.Task[None]) -> RolloutServerError | None:
         if work.cancelled():
-            if self._seat.failure is not None:
-                return self._seat.failure
-            return UpdateUnknown(self.session.update_id, self.session.state.value)
+            if self._controller.failure is not None:
+                return self._controller.failure
+            return UpdateUnknown(self.update.update_id, self.update.state.value)
         error = work.exception()
         if error is None:
             return None
         if not isinstance(error, Exception):
             raise error
-        return self._seat.fail(error)
+        return self._controller.fail(error)
 
     def _settle(self, task: asyncio.Task[int]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import ElementType, FilePlace, NamedTensor, TensorSpec
-from treadle.rollout_server.updates.weight_update import UpdateSession
+from treadle.rollout_server.updates.weight_update import WeightUpdate
 
 TENSORS = (
     TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(5,)),
@@ -23,14 +23,14 @@ def content(index: int) -> bytes:
     return bytes(range(50 * index, 50 * index + TENSORS[index].size_bytes))
 
 
-async def _handed(session: UpdateSession) -> list[tuple[NamedTensor, bytes]]:
+async def _handed(update: WeightUpdate) -> list[tuple[NamedTensor, bytes]]:
     """What the engine is given, and the bytes as they are while they are good."""
-    assert session.hand_over is not None
-    return [(tensor, bytes(tensor.data)) async for tensor in session.hand_over.tensors()]
+    assert update.tensor_queue is not None
+    return [(tensor, bytes(tensor.data)) async for tensor in update.tensor_queue.tensors()]
 
 
-def _session(*, split_tensors: bool) -> UpdateSession:
-    return UpdateSession(
+def _live(*, split_tensors: bool) -> WeightUpdate:
+    return WeightUpdate(
         update_id="u",
         weight_version=1,
         tensors=TENSORS,
@@ -46,20 +46,20 @@ def _session(*, split_tensors: bool) -> UpdateSession:
 def test_every_element_is_handed_over_once_and_in_order(
     pieces: list[tuple[int, int, bool]],
 ) -> None:
-    session = _session(split_tensors=True)
+    update = _live(split_tensors=True)
     pieces += [(index, 9, False) for index in range(4) for _ in range(3)]
     for index, size, lent in pieces:
-        offset = session.received[index]
+        offset = update.received[index]
         data = bytearray(content(index)[offset : offset + size])
         if not data:
             continue
         if lent:
-            session.lend(index, offset, memoryview(data), PLACE, done=lambda: None, now=0)
+            update.lend(index, offset, memoryview(data), PLACE, done=lambda: None, now=0)
         else:
-            session.accept(index, offset, zlib.crc32(data), bytes(data), now=0)
-    session.begin_commit()
+            update.accept(index, offset, zlib.crc32(data), bytes(data), now=0)
+    update.begin_commit()
     held = {spec.name: b"" for spec in TENSORS}
-    for part, handed in asyncio.run(_handed(session)):
+    for part, handed in asyncio.run(_handed(update)):
         assert part.offset == len(held[part.spec.name])
         assert len(handed) % part.spec.element_type.size_bytes == 0
         assert not part.data.readonly
@@ -68,13 +68,13 @@ def test_every_element_is_handed_over_once_and_in_order(
 
 
 def test_another_engine_is_handed_whole_tensors_that_its_workers_can_map() -> None:
-    session = _session(split_tensors=False)
+    update = _live(split_tensors=False)
     for index, spec in enumerate(TENSORS):
         for offset in range(0, spec.size_bytes, 4):
             data = content(index)[offset : offset + 4]
-            session.accept(index, offset, zlib.crc32(data), data, now=0)
-    session.begin_commit()
-    handed = asyncio.run(_handed(session))
+            update.accept(index, offset, zlib.crc32(data), data, now=0)
+    update.begin_commit()
+    handed = asyncio.run(_handed(update))
     assert sorted((tensor.spec.name, data) for tensor, data in handed) == [
         (spec.name, content(index)) for index, spec in enumerate(TENSORS)
     ]
@@ -83,12 +83,12 @@ def test_another_engine_is_handed_whole_tensors_that_its_workers_can_map() -> No
 
 @pytest.mark.parametrize("split_tensors", [False, True])
 def test_tensors_from_files_are_handed_over_once_and_whole(split_tensors: bool) -> None:
-    session = _session(split_tensors=split_tensors)
+    update = _live(split_tensors=split_tensors)
     for index in range(len(TENSORS)):
-        session.assembler.write(index, 0, content(index))
-        session.filled(index)
-    session.begin_commit()
-    handed = asyncio.run(_handed(session))
+        update.assembler.write(index, 0, content(index))
+        update.filled(index)
+    update.begin_commit()
+    handed = asyncio.run(_handed(update))
     assert sorted((tensor.spec.name, data) for tensor, data in handed) == [
         (spec.name, content(index)) for index, spec in enumerate(TENSORS)
     ]

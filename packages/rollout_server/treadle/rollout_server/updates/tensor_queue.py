@@ -1,4 +1,4 @@
-"""The hand-over: whole tensors on their way into an engine that loads in place.
+"""The tensor queue: whole tensors on their way into an engine that loads in place.
 
 Invariant: every tensor put is given to the engine once, in the order of the puts. Its bytes
 are its giver's again when `done` is called, which is when the engine asks for the next one.
@@ -17,7 +17,7 @@ from treadle.rollout_server.engine import NamedTensor
 from treadle.rollout_server.errors import RolloutServerError
 
 
-class HandOver:
+class TensorQueue:
     """See the module docstring."""
 
     def __init__(self) -> None:

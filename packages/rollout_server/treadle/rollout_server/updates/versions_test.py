@@ -262,8 +262,8 @@ class Versions(RuleBasedStateMachine):
     ) -> None:
         server = self.servers[which]
         updates = server.replica.updates
-        if server.replica.slot.session is not None:
-            await updates.abort(server.replica.slot.session.update_id)
+        if server.replica.current_update.live is not None:
+            await updates.abort(server.replica.current_update.live.update_id)
         source = None
         if fault in ("file", *FILE_FAULTS):
             source = announced.write(Path(self.folder.name) / update_id, fault)
@@ -328,12 +328,12 @@ class Versions(RuleBasedStateMachine):
     async def _push(
         self, which: int, update_id: str, index: int, offset: int | None, length: int, damaged: bool
     ) -> None:
-        session = self.servers[which].replica.slot.find(update_id)
-        await session.room()
-        start = session.assembler.received[index] if offset is None else offset
+        update = self.servers[which].replica.current_update.find(update_id)
+        await update.room()
+        start = update.assembler.received[index] if offset is None else offset
         data = self.updates[update_id].payload(index)[start : start + length]
         crc32 = zlib.crc32(data) ^ damaged
-        session.accept(index, start, crc32, data, now=self.clock.time())
+        update.accept(index, start, crc32, data, now=self.clock.time())
 
     @rule(which=servers_, turns=turns_)
     def push_the_rest(self, which: int, turns: int) -> None:
@@ -341,7 +341,7 @@ class Versions(RuleBasedStateMachine):
             self.spawn(self._push_the_rest(which, list(self.updates)[-1]), turns)
 
     async def _push_the_rest(self, which: int, update_id: str) -> None:
-        find = self.servers[which].replica.slot.find
+        find = self.servers[which].replica.current_update.find
         for index in range(len(TENSORS)):
             while not find(update_id).assembler.complete:
                 received = find(update_id).assembler.received[index]
@@ -436,7 +436,7 @@ class Versions(RuleBasedStateMachine):
 
     async def _clear(self, server: Server) -> None:
         """Ends the update that is live; one that is being committed comes to its end."""
-        while (live := server.replica.slot.session) is not None:
+        while (live := server.replica.current_update.live) is not None:
             with contextlib.suppress(RolloutServerError):
                 await server.replica.updates.abort(live.update_id)
             await asyncio.sleep(0)

@@ -12,7 +12,7 @@ stream (each asks for `room` before it reads on), and the one that the engine is
 that sends tensor after tensor costs two of them. Where the engine can `split_tensors`, each chunk
 is handed over as it comes, and two chunks are what is held.
 
-Pure: every method that needs the time is given it. `slot.py` sets the timer.
+Pure: every method that needs the time is given it. `current_update.py` sets the timer.
 """
 
 import enum
@@ -30,7 +30,7 @@ from treadle.rollout_server.errors import (
 from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.delta import Delta
 from treadle.rollout_server.updates.files import WeightFiles
-from treadle.rollout_server.updates.tensor_queue import HandOver
+from treadle.rollout_server.updates.tensor_queue import TensorQueue
 
 
 class UpdateState(enum.Enum):
@@ -55,7 +55,7 @@ _ENDED = frozenset(
 )
 
 
-class UpdateSession:
+class WeightUpdate:
     """See the module docstring.
 
     Args:
@@ -73,7 +73,7 @@ class UpdateSession:
         keep_base: Whether the weights stay here as the base of a delta.
 
     Attributes:
-        hand_over: Where the engine gets them from then.
+        tensor_queue: Where the engine gets them from then.
         when_dropped: Called when the session ends otherwise than by a commit.
     """
 
@@ -108,7 +108,7 @@ class UpdateSession:
         self.source = source
         self.delta = delta
         self.keep_base = keep_base
-        self.hand_over = HandOver() if in_place else None
+        self.tensor_queue = TensorQueue() if in_place else None
         self.split_tensors = in_place and split_tensors
         self._begun: dict[int, bytes] = {}  # tensor -> bytes of an element that has not come whole
         self.when_dropped: Callable[[], None] | None = None
@@ -233,7 +233,7 @@ class UpdateSession:
                 of it.
             ChunkOutOfOrder: `data` does not start at the first missing byte.
         """
-        assert self.hand_over is not None, "a staged update copies"
+        assert self.tensor_queue is not None, "a staged update copies"
         assembler = self.assembler
         assembler.check(tensor_index, offset, len(data))
         whole = self.tensors[tensor_index].size_bytes
@@ -250,8 +250,8 @@ class UpdateSession:
         Raises:
             UpdateUnknown: The session ended.
         """
-        if self.hand_over is not None:
-            await self.hand_over.room()
+        if self.tensor_queue is not None:
+            await self.tensor_queue.room()
 
     def begin_commit(self) -> None:
         """From COMPLETE to COMMITTING.
@@ -265,8 +265,8 @@ class UpdateSession:
         if missing:
             raise UpdateIncomplete(missing)
         self._committing = True
-        if self.hand_over is not None:
-            self.hand_over.finish()
+        if self.tensor_queue is not None:
+            self.tensor_queue.finish()
 
     def commit_failed(self) -> None:
         """From COMMITTING back to COMPLETE: the engine kept its old weights."""
@@ -303,17 +303,17 @@ class UpdateSession:
             return
         if assembler is not None:
             assembler.clear()
-        if self.hand_over is not None:
-            self.hand_over.close(UpdateUnknown(self.update_id, state.value))
+        if self.tensor_queue is not None:
+            self.tensor_queue.close(UpdateUnknown(self.update_id, state.value))
         if self.when_dropped is not None:
             self.when_dropped()
 
     def _pass_on(self, tensor_index: int) -> None:
         """Hands a whole tensor to the engine, in place."""
-        if self.hand_over is not None:
+        if self.tensor_queue is not None:
             assembler = self.assembler
             done = partial(assembler.release, tensor_index)
-            self.hand_over.put(assembler.named_tensor(tensor_index), done)
+            self.tensor_queue.put(assembler.named_tensor(tensor_index), done)
 
     def _pass_part(
         self,
@@ -325,7 +325,7 @@ class UpdateSession:
         done: Callable[[], None],
     ) -> None:
         """Hands the whole elements among the next bytes of a tensor to the engine."""
-        assert self.hand_over is not None
+        assert self.tensor_queue is not None
         spec = self.tensors[tensor_index]
         self.assembler.advance(tensor_index, len(data))
         if begun := self._begun.pop(tensor_index, b""):
@@ -336,7 +336,7 @@ class UpdateSession:
             data = data[:-rest]
         if data:
             part = NamedTensor(spec=spec, data=data, place=place, offset=offset)
-            self.hand_over.put(part, done)
+            self.tensor_queue.put(part, done)
 
 
 def _nothing() -> None:

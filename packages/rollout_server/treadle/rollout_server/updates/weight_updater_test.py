@@ -19,7 +19,7 @@ from treadle.rollout_server.errors import CapabilityMissing, EngineFailed, Rollo
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import FakeClock
-from treadle.rollout_server.updates.weight_update import UpdateSession, UpdateState
+from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 TENSORS = (TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(4096,)),)
 LEASE_S = 10.0
@@ -67,14 +67,14 @@ def start() -> tuple[Replica, Engine, FakeClock]:
     return replica, engine, clock
 
 
-async def staged(replica: Replica, clock: FakeClock) -> UpdateSession:
+async def staged(replica: Replica, clock: FakeClock) -> WeightUpdate:
     """An update whose bytes are there."""
-    session = await replica.updates.begin("u", 1, TENSORS, LEASE_S)
+    update = await replica.updates.begin("u", 1, TENSORS, LEASE_S)
     data = bytes(range(256)) * 64
-    session.assembler.write(0, 0, data)
-    session.filled(0)
-    assert session.state is UpdateState.COMPLETE
-    return session
+    update.assembler.write(0, 0, data)
+    update.filled(0)
+    assert update.state is UpdateState.COMPLETE
+    return update
 
 
 @pytest.mark.asyncio
@@ -127,7 +127,7 @@ async def test_an_engine_that_breaks_during_a_commit_leaves_no_update() -> None:
     engine.may_load.set()
     with pytest.raises(EngineFailed, match="its worker died"):
         await commit
-    assert replica.slot.session is None
+    assert replica.current_update.live is None
     for _ in range(3):  # One error, however many calls it turns away.
         with pytest.raises(EngineFailed) as caught:
             _ = replica.engine
@@ -138,13 +138,13 @@ async def test_an_engine_that_breaks_during_a_commit_leaves_no_update() -> None:
 @pytest.mark.asyncio
 async def test_the_bytes_of_a_refused_update_go_with_it_though_its_error_stays() -> None:
     replica, engine, clock = start()
-    session = await staged(replica, clock)
-    place = next(session.assembler.named_tensors()).place
+    update = await staged(replica, clock)
+    place = next(update.assembler.named_tensors()).place
     assert place is not None
     engine.error = CapabilityMissing("fake", "float32")
     with pytest.raises(RolloutServerError) as caught:
         await replica.updates.commit("u", DRAIN)
-    assert session.state is UpdateState.COMPLETE
+    assert update.state is UpdateState.COMPLETE
     assert os.stat(place.path).st_blocks > 0
     await replica.updates.abort("u")
     # What the error's frames hold keeps the file, but none of its memory.

@@ -39,7 +39,7 @@ from treadle.rollout_server.engines.common.staging import Staging, staging
 from treadle.rollout_server.engines.sglang import sequence, weights
 from treadle.rollout_server.errors import EngineFailed, ShuttingDown
 from treadle.rollout_server.scheduling.admission import Admission
-from treadle.rollout_server.scheduling.request_queue import AdmissionGate
+from treadle.rollout_server.scheduling.request_queue import RequestQueue
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class SglangEngine:
         self._schedulers = schedulers
         self._host_cache = host_cache
         loop = asyncio.get_running_loop()
-        self._gate = AdmissionGate(Admission(max_in_flight=places, max_queued=_ALL), loop)
+        self._queue = RequestQueue(Admission(max_in_flight=places, max_queued=_ALL), loop)
         self._failure: asyncio.Future[Exception] = loop.create_future()
         self._calls: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
@@ -99,10 +99,10 @@ class SglangEngine:
         try:
             if not turned_away:
                 async with (
-                    self._gate.place(request.priority) as place,
+                    self._queue.slot(request.priority) as slot,
                     aclosing(self._run(request)) as events,
                 ):
-                    place.started()
+                    slot.started()
                     async for event in events:
                         yield event
         except ShuttingDown:
@@ -140,7 +140,7 @@ class SglangEngine:
 
     async def pause(self, policy: InFlightPolicy) -> None:
         """Stops sampling; see `Engine.pause`."""
-        self._gate.hold()
+        self._queue.pause_admission()
         # Nothing may be drawn from a mixture: what is kept then is kept further.
         if policy is InFlightPolicy.DRAIN and not self._mixed:
             if self._stopped:
@@ -165,7 +165,7 @@ class SglangEngine:
         self._check()
         if self._stopped:
             self._go_on()
-        self._gate.release()
+        self._queue.resume_admission()
 
     async def load_weights(
         self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
@@ -247,7 +247,7 @@ class SglangEngine:
         self._closed = True
         for running in self._sequences.values():
             running.interrupted = True
-        self._gate.turn_away(ShuttingDown())
+        self._queue.reject_waiting(ShuttingDown())
         self._schedulers.cut_off()
         await self._schedulers.aclose()
 
@@ -316,8 +316,8 @@ class SglangEngine:
             return
         _log.error("%s", error)
         self._failure.set_result(error)
-        self._gate.hold()
-        self._gate.turn_away(EngineFailed("sglang", error))
+        self._queue.pause_admission()
+        self._queue.reject_waiting(EngineFailed("sglang", error))
         self._schedulers.cut_off()
 
 
