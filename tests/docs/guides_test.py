@@ -1,4 +1,4 @@
-"""The Python of the guides in docs/ runs as it stands, a page at a time."""
+"""The Python of the guides in docs/ runs as it stands, and what the pages name exists."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,15 @@ import pytest
 
 GUIDES = ("write_a_tool.md", "write_your_own_loop.md")
 DOCS = Path(__file__).parents[2] / "docs"
+SOURCES = ("packages", "proto")
+NAMES_PATHS = ("docs/architecture.md", "CONTRIBUTING.md", "AGENTS.md")
+# Metrics, and folders that a run or a command makes.
+NO_PATHS = {
+    "rollout/kl",
+    "rollout/logprob_diff_{mean,p99,max}",
+    "rollout/stale_tokens",
+    *("checkpoints/", "logs/", "runs/", "dist/", "dist/export"),
+}
 
 
 @pytest.mark.parametrize("name", GUIDES)
@@ -30,3 +39,18 @@ def test_every_link_of_the_docs_leads_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+@pytest.mark.parametrize("page", NAMES_PATHS)
+def test_every_path_that_a_page_names_exists(page: str) -> None:
+    root = DOCS.parent
+    named = set(re.findall(r"`([\w.*{},-]+/[\w./*{},-]*)`", (root / page).read_text()))
+    # A path may leave out the folders that it begins with: `trainer/plan.py`.
+    missing = [
+        path
+        for path in sorted(named - NO_PATHS)
+        if not (root / path).exists()
+        and not any(root.glob(f"{source}/**/{path}".rstrip("/")) for source in SOURCES)
+    ]
+    assert named
+    assert missing == []
