@@ -1,5 +1,6 @@
 """The Python of the guides in docs/ runs as it stands, and what the pages name exists."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -41,16 +42,23 @@ def test_every_link_of_the_docs_leads_somewhere() -> None:
     assert broken == []
 
 
+@functools.cache
+def paths_of_sources() -> frozenset[str]:
+    """Returns the ends of all paths below `SOURCES`: `a/b/c`, `b/c` and `c`."""
+    root = DOCS.parent
+    parts = [path.parts for source in SOURCES for path in (root / source).rglob("*")]
+    return frozenset("/".join(path[first:]) for path in parts for first in range(len(path)))
+
+
 @pytest.mark.parametrize("page", NAMES_PATHS)
 def test_every_path_that_a_page_names_exists(page: str) -> None:
-    root = DOCS.parent
-    named = set(re.findall(r"`([\w.*{},-]+/[\w./*{},-]*)`", (root / page).read_text()))
+    text = (DOCS.parent / page).read_text()
+    named = set(re.findall(r"`([\w.{},-]+/[\w./{},-]*)`", text)) - NO_PATHS
     # A path may leave out the folders that it begins with: `trainer/plan.py`.
     missing = [
         path
-        for path in sorted(named - NO_PATHS)
-        if not (root / path).exists()
-        and not any(root.glob(f"{source}/**/{path}".rstrip("/")) for source in SOURCES)
+        for path in sorted(named)
+        if not (DOCS.parent / path).exists() and path.rstrip("/") not in paths_of_sources()
     ]
     assert named
     assert missing == []
