@@ -1,6 +1,9 @@
-"""The conformance kit: does a rollout server, in whatever language, speak the contract?
+"""The conformance kit: checks whether a rollout server, in any language, speaks the contract.
 
-Here live the command (`python -m treadle.conformance --address HOST:PORT`), its checks and its
-report. `contracts/` holds the suites that an engine must pass, `client/` the client that drives
-a server. A server of ours is never imported by `checks/`, only asked.
+`main.py` is the command (`python -m treadle.conformance --address HOST:PORT`), `checks/` holds what
+it checks, `contracts/` the suites that an engine must pass, `client/` the client of a server.
+
+From `treadle.rollout_server` the kit imports four modules: `engine` (the protocol and its
+types), `errors`, `address` and `safetensors_file`. It never imports how our server works, and asks
+it only over gRPC; import-linter enforces this. `checks/` imports types from `engine` alone.
 """

@@ -24,6 +24,8 @@ _PARTS = (
     *("delta", "shared_memory", "collective", "group", "engine", "model", "left_open"),
 )
 """In this order: the last one looks at what the others left behind."""
+_OF_CONTRACT = ("group", "engine", "model")
+"""The parts that are classes of contract_checks.py; each of the others is a file."""
 _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 _WAITED_S = 60.0
 _MOST_WAITED = 3
@@ -135,9 +137,9 @@ def run(settings: Settings, lacking: Mapping[str, str], *, only: str | None = No
     """
     plugin = Plugin(settings)
     folder = Path(__file__).parent / "checks"
-    files = [str(folder / f"{part}_checks.py") for part in _PARTS if part not in lacking]
+    nodes = [str(folder / _node(part)) for part in _PARTS if part not in lacking]
     arguments = [
-        *files,
+        *nodes,
         *("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib"),
         # The checks are no part of whatever project the kit is started in.
         *("-c", "/dev/null", "--rootdir", str(folder), "-o", "asyncio_mode=strict"),
@@ -160,20 +162,30 @@ def run(settings: Settings, lacking: Mapping[str, str], *, only: str | None = No
     return checks
 
 
+def _node(part: str) -> str:
+    """Returns the pytest node of a part, relative to the folder of checks."""
+    if part in _OF_CONTRACT:
+        return f"contract_checks.py::Check{part.capitalize()}"
+    return f"{part}_checks.py"
+
+
+def _part(nodeid: str) -> str:
+    return next(part for part in _PARTS if nodeid.startswith(_node(part)))
+
+
 def _expression(words: str) -> str:
     """Alternatives of words that stand one after another in a name."""
     return " or ".join("_".join(part.split()) for part in words.split(" or "))
 
 
 def _check(report: pytest.TestReport) -> Check:
-    path, _, rest = report.nodeid.partition("::")
-    name = rest.rpartition("::")[2].removeprefix("test_")
+    name = report.nodeid.rpartition("::")[2].removeprefix("test_")
     plain, bracket, value = name.partition("[")
     outcome = {"passed": Outcome.HOLDS, "skipped": Outcome.SKIPPED}.get(
         report.outcome, Outcome.FAILS
     )
     return Check(
-        part=Path(path).name.removesuffix("_checks.py").replace("_", " "),
+        part=_part(report.nodeid).replace("_", " "),
         name=plain.replace("_", " ") + (f" {bracket}{value}" if bracket else ""),
         outcome=outcome,
         seen=" ".join(_seen(report, outcome)),

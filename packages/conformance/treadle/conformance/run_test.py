@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from treadle.conformance import run
@@ -50,3 +53,12 @@ def test_a_server_that_is_gone_is_asked_no_more() -> None:
     failed(plugin, duration_s=0.0)
     with pytest.raises(pytest.skip.Exception, match=r"since 'it waits', 127\.0\.0\.1:1 does not"):
         plugin.pytest_runtest_setup()
+
+
+def test_checks_that_need_torch_load_without_it() -> None:
+    lines = (
+        "import sys",
+        "sys.modules['torch'] = sys.modules['transformers'] = None",
+        "import treadle.conformance.checks.contract_checks",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import mmap
 import shutil
+import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,16 @@ class Settings:
             return Address.parse(self.address).on_loopback
         except ValueError:  # Another name that gRPC understands.
             return False
+
+    def local_host(self) -> str:
+        """Returns this machine's address as the server reaches it."""
+        if self.on_loopback:
+            return "127.0.0.1"
+        host, port = Address.parse(self.address)
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # Finds a route; nothing is sent.
+            return str(probe.getsockname()[0])
 
 
 def resolve(options: argparse.Namespace, scratch: Path) -> Settings:

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from treadle.conformance.checks.server_harness import CALL_S, Bench, Checks, chunk_of, rest_of
+from treadle.conformance.checks.server_harness import (
+    CALL_S,
+    Checks,
+    ServerHarness,
+    chunk_of,
+    remaining_messages,
+)
 from treadle.conformance.client.refusals import refusal
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
@@ -27,33 +33,33 @@ _CONFLICT = ("FAILED_PRECONDITION", "STATE_CONFLICT")
 class Again:
     """One update, of which every byte was pushed, and its calls."""
 
-    def __init__(self, it: Bench, update_id: str, way: _Way) -> None:
-        self.it = it
+    def __init__(self, server: ServerHarness, update_id: str, way: _Way) -> None:
+        self.server = server
         self.update_id = update_id
-        self.version = it.server.weight_version + 1
+        self.version = server.info.weight_version + 1
         self._way = way
 
     @property
     def all_bytes(self) -> list[int]:
-        return [len(tensor.data) for tensor in self.it.tensors()]
+        return [len(tensor.data) for tensor in self.server.tensors()]
 
     async def begin(self) -> list[int]:
         fields: _Way = {"update_id": self.update_id, "weight_version": self.version} | self._way
-        _, begun = await self.it.begin(**fields)
+        _, begun = await self.server.begin(**fields)
         return list(begun.received_bytes)
 
     async def refused_begin(self, **changes: Any) -> tuple[str, str]:
         fields: _Way = {"update_id": self.update_id, "weight_version": self.version} | self._way
-        _, found = await self.it.refused_begin(**fields | changes)
+        _, found = await self.server.refused_begin(**fields | changes)
         return found.code, found.reason
 
     async def refused(self, call: str) -> tuple[str, str]:
-        tensors = self.it.tensors()
+        tensors = self.server.tensors()
         calls = {
-            "GetUpdate": self.it.held,
-            "PushWeights": lambda name: self.it.push_chunks(name, chunk_of(tensors, 0, 0, 4)),
-            "CommitUpdate": self.it.commit,
-            "AbortUpdate": self.it.abort,
+            "GetUpdate": self.server.received_bytes,
+            "PushWeights": lambda name: self.server.push_chunks(name, chunk_of(tensors, 0, 0, 4)),
+            "CommitUpdate": self.server.commit,
+            "AbortUpdate": self.server.abort,
         }
         found = await refusal(calls[call](self.update_id), call)
         if found.reason == "CHUNK_OUT_OF_ORDER":
@@ -65,7 +71,7 @@ class Again:
         """What each call but Begin is told of an update that was committed."""
         for call in ("GetUpdate", "PushWeights"):
             assert await self.refused(call) == _UNKNOWN, f"{call} after CommitUpdate"
-        assert await self.it.commit(self.update_id) == self.version
+        assert await self.server.commit(self.update_id) == self.version
         assert await self.refused("AbortUpdate") == _CONFLICT, "AbortUpdate after CommitUpdate"
 
 
@@ -75,64 +81,64 @@ class CheckCallsAgain(Checks):
 
     @asynccontextmanager
     async def pushed(self, way: _Way) -> AsyncIterator[Again]:
-        async with self.bench() as it:
-            if way and not it.can.in_place_update:
+        async with self.connect() as server:
+            if way and not server.capabilities.in_place_update:
                 pytest.skip("it takes no updates in place")
-            update_id, _ = await it.begin(**way)
-            await it.push(update_id)
-            yield Again(it, update_id, way)
+            update_id, _ = await server.begin(**way)
+            await server.push(update_id)
+            yield Again(server, update_id, way)
 
     @_WAYS
     async def test_a_whole_update_is_held_until_it_is_dropped(self, way: _Way) -> None:
         async with self.pushed(way) as update:
             assert await update.begin() == update.all_bytes
-            assert await update.it.held(update.update_id) == update.all_bytes
+            assert await update.server.received_bytes(update.update_id) == update.all_bytes
             assert await update.refused("PushWeights") == ("OUT_OF_RANGE", "CHUNK_OUT_OF_ORDER")
-            await update.it.abort(update.update_id)
+            await update.server.abort(update.update_id)
             for call in ("GetUpdate", "PushWeights", "CommitUpdate"):
                 assert await update.refused(call) == _UNKNOWN, f"{call} after AbortUpdate"
-            await update.it.abort(update.update_id)
+            await update.server.abort(update.update_id)
 
     @_WAYS
     async def test_an_update_that_was_dropped_may_begin_anew(self, way: _Way) -> None:
         async with self.pushed(way) as update:
-            await update.it.abort(update.update_id)
+            await update.server.abort(update.update_id)
             assert not any(await update.begin()), "it still holds what was dropped"
-            await update.it.push(update.update_id)
-            assert await update.it.commit(update.update_id) == update.version
+            await update.server.push(update.update_id)
+            assert await update.server.commit(update.update_id) == update.version
 
     @_WAYS
     async def test_an_update_that_serves_is_known(self, way: _Way) -> None:
         async with self.pushed(way) as update:
-            it = update.it
-            assert await it.commit(update.update_id) == update.version
-            before = await it.sampled()
+            server = update.server
+            assert await server.commit(update.update_id) == update.version
+            before = await server.sample()
             await update.is_over()
             assert await update.begin() == update.all_bytes
             await update.is_over()
-            server = await it.info()
-            assert (server.state, server.weight_version) == (
+            info = await server.refresh()
+            assert (info.state, info.weight_version) == (
                 srv.SERVER_STATE_SERVING,
                 update.version,
             )
-            assert await it.sampled() == before
+            assert await server.sample() == before
 
     @_WAYS
     async def test_an_update_that_serves_is_not_announced_otherwise(self, way: _Way) -> None:
         async with self.pushed(way) as update:
-            tensors = list(update.it.begin_request().tensors)[::-1]
+            tensors = list(update.server.begin_request().tensors)[::-1]
             if len(tensors) < 2:
                 pytest.skip("its model is one tensor")
-            await update.it.commit(update.update_id)
+            await update.server.commit(update.update_id)
             found = await update.refused_begin(tensors=tensors)
         assert found == ("INVALID_ARGUMENT", "INVALID_FIELD")
 
     @_WAYS
     async def test_an_update_that_served_before_is_remembered(self, way: _Way) -> None:
         async with self.pushed(way) as update:
-            await update.it.commit(update.update_id)
-            await update.it.info()
-            await update.it.bring(0)
+            await update.server.commit(update.update_id)
+            await update.server.refresh()
+            await update.server.update(0)
             await update.is_over()
             found = await update.refused_begin()
         assert found == ("FAILED_PRECONDITION", "WEIGHT_VERSION_BEHIND")
@@ -140,16 +146,16 @@ class CheckCallsAgain(Checks):
     async def test_an_update_that_is_being_committed_is_neither_dropped_nor_begun(self) -> None:
         """Each call is answered alike when the commit has ended meanwhile."""
         async with self.pushed({}) as update:
-            it = update.it
-            wanted = it.want()
-            wanted.sampling.max_tokens = it.server.model.context_length
-            running = it.stubs.generation.Generate(wanted, timeout=CALL_S)
+            server = update.server
+            wanted = server.generate_request()
+            wanted.sampling.max_tokens = server.info.model.context_length
+            running = server.stubs.generation.Generate(wanted, timeout=CALL_S)
             await running.read()
-            committing = asyncio.create_task(it.commit(update.update_id))
+            committing = asyncio.create_task(server.commit(update.update_id))
             while not committing.done():
-                if (await it.info()).state == srv.SERVER_STATE_UPDATING:
+                if (await server.refresh()).state == srv.SERVER_STATE_UPDATING:
                     break
             assert await update.begin() == update.all_bytes
             assert await update.refused("AbortUpdate") == _CONFLICT
-            assert await it.commit(update.update_id) == await committing == update.version
-            assert (await rest_of(running))[-1].finished.num_tokens > 0
+            assert await server.commit(update.update_id) == await committing == update.version
+            assert (await remaining_messages(running))[-1].finished.num_tokens > 0

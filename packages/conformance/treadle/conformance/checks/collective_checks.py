@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from treadle.conformance.checks.server_harness import Bench, Checks
+from treadle.conformance.checks.server_harness import Checks, ServerHarness
 from treadle.conformance.client.refusals import Refusal
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
@@ -26,46 +26,48 @@ _INVALID: tuple[tuple[str, str, dict[str, Any]], ...] = (
 class CheckCollective(Checks):
     """BeginUpdate(collective)."""
 
-    async def _refused(self, it: Bench, *, staged: bool = False, **changes: Any) -> Refusal:
+    async def _refused(
+        self, server: ServerHarness, *, staged: bool = False, **changes: Any
+    ) -> Refusal:
         values: dict[str, Any] = {
             "backend": "gloo",
             "rendezvous": "127.0.0.1:9",
             "group_name": "conformance",
-            "world_size": 1 + it.server.num_workers,
+            "world_size": 1 + server.info.num_workers,
             "first_rank": 1,
             "bucket_bytes": 4096,
-            "senders": [0] * len(it.tensors()),
+            "senders": [0] * len(server.tensors()),
         } | changes
-        _, found = await it.refused_begin(
+        _, found = await server.refused_begin(
             inline=None,
             collective=sync.CollectiveTransport(**values),
             in_place=None if staged else sync.InPlace(in_flight=sync.IN_FLIGHT_POLICY_DRAIN),
         )
-        assert (await it.info()).state == srv.SERVER_STATE_SERVING
+        assert (await server.refresh()).state == srv.SERVER_STATE_SERVING
         return found
 
     @pytest.mark.parametrize(
         ("field", "changes"), [row[1:] for row in _INVALID], ids=[row[0] for row in _INVALID]
     )
     async def test_a_malformed_group_is_named(self, field: str, changes: dict[str, Any]) -> None:
-        async with self.bench() as it:
-            if not it.can.collective_transport:
+        async with self.connect() as server:
+            if not server.capabilities.collective_transport:
                 pytest.skip("it joins no collective groups")
-            found = await self._refused(it, **changes)
+            found = await self._refused(server, **changes)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert found.detail(errors_pb2.InvalidField).field == field
 
     async def test_a_group_is_always_in_place(self) -> None:
-        async with self.bench() as it:
-            if not it.can.collective_transport:
+        async with self.connect() as server:
+            if not server.capabilities.collective_transport:
                 pytest.skip("it joins no collective groups")
-            found = await self._refused(it, staged=True)
+            found = await self._refused(server, staged=True)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert found.detail(errors_pb2.InvalidField).field == "in_place"
 
     async def test_it_is_refused_without_the_capability(self) -> None:
-        async with self.bench() as it:
-            if it.can.collective_transport:
+        async with self.connect() as server:
+            if server.capabilities.collective_transport:
                 pytest.skip("it joins groups")
-            found = await self._refused(it)
+            found = await self._refused(server)
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from treadle.conformance.checks.server_harness import Bench, Checks
+from treadle.conformance.checks.server_harness import Checks, ServerHarness
 from treadle.conformance.client.refusals import Refusal
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import ElementType, NamedTensor
@@ -30,35 +30,35 @@ class CheckFiles(Checks):
     """BeginUpdate(file)."""
 
     @asynccontextmanager
-    async def able(self) -> AsyncIterator[tuple[Bench, Path]]:
+    async def capable(self) -> AsyncIterator[tuple[ServerHarness, Path]]:
         """The server, and an empty directory of its own."""
-        async with self.bench() as it:
-            if not it.can.file_transport:
+        async with self.connect() as server:
+            if not server.capabilities.file_transport:
                 pytest.skip("it reads no files")
             if self.settings.files is None:
                 pytest.skip("needs the directory that it reads: give --files")
             with directory_in(self.settings.files) as made:
-                yield it, made
+                yield server, made
 
     @pytest.mark.parametrize("way", ["staged", "in place"])
     async def test_they_bring_what_inline_brings(self, way: str) -> None:
-        async with self.able() as (it, directory):
-            if way == "in place" and not it.can.in_place_update:
+        async with self.capable() as (server, directory):
+            if way == "in place" and not server.capabilities.in_place_update:
                 pytest.skip("it takes no updates in place")
-            wanted, _ = await it.after(1), await it.bring(0)
-            tensors = it.tensors(1)
+            wanted, _ = await server.update_and_sample(1), await server.update(0)
+            tensors = server.tensors(1)
             write(directory / "first.safetensors", tensors[::2])
             write(directory / "second.safetensors", tensors[1::2])
             in_place = sync.InPlace(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)
-            update_id, begun = await it.begin(
+            update_id, begun = await server.begin(
                 1,
                 inline=None,
                 file=_transport(directory, tensors),
                 in_place=in_place if way == "in place" else None,
             )
             assert list(begun.received_bytes) == [len(tensor.data) for tensor in tensors]
-            assert await it.commit(update_id) == it.server.weight_version + 1
-            assert await it.sampled() == wanted
+            assert await server.commit(update_id) == server.info.weight_version + 1
+            assert await server.sample() == wanted
 
     @pytest.mark.parametrize(
         ("wrong", "code"),
@@ -66,29 +66,29 @@ class CheckFiles(Checks):
         ids=["checksum", "cut short", "absent"],
     )
     async def test_files_that_are_not_as_announced_are_refused(self, wrong: str, code: str) -> None:
-        async with self.able() as (it, directory):
-            before = await it.sampled()
-            tensors = it.tensors(1)
+        async with self.capable() as (server, directory):
+            before = await server.sample()
+            tensors = server.tensors(1)
             transport = _transport(directory, tensors)
             if wrong == "checksum":
                 transport.crc32[0] ^= 1
             if wrong != "absent":
                 write(directory / "all.safetensors", tensors, cut=int(wrong == "cut short"))
-            found = await self._refused(it, transport)
-            assert await it.sampled() == before
+            found = await self._refused(server, transport)
+            assert await server.sample() == before
         assert (found.code, found.reason) == (code, "FILE_UNREADABLE")
 
     async def test_a_link_leads_to_no_other_directory(self) -> None:
-        async with self.able() as (it, directory):
-            tensors = it.tensors(1)
+        async with self.capable() as (server, directory):
+            tensors = server.tensors(1)
             with tempfile.TemporaryDirectory() as elsewhere:
                 write(Path(elsewhere) / "all.safetensors", tensors)
                 (directory / "link").symlink_to(elsewhere)
-                found = await self._refused(it, _transport(directory / "link", tensors))
+                found = await self._refused(server, _transport(directory / "link", tensors))
         assert (found.code, found.reason) == ("PERMISSION_DENIED", "FILE_OUTSIDE_ROOT")
 
-    async def _refused(self, it: Bench, transport: sync.FileTransport) -> Refusal:
-        _, found = await it.refused_begin(inline=None, file=transport)
+    async def _refused(self, server: ServerHarness, transport: sync.FileTransport) -> Refusal:
+        _, found = await server.refused_begin(inline=None, file=transport)
         return found
 
 

@@ -8,7 +8,13 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
-from treadle.conformance.checks.server_harness import CALL_S, Bench, Checks, ids, rest_of
+from treadle.conformance.checks.server_harness import (
+    CALL_S,
+    Checks,
+    ServerHarness,
+    remaining_messages,
+    token_ids_of,
+)
 from treadle.conformance.client.refusals import refusal
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import generation_service_pb2 as gen
@@ -57,9 +63,9 @@ class CheckStream(Checks):
     async def test_a_completion_is_started_then_tokens_then_finished(
         self, record_property: Any
     ) -> None:
-        async with self.bench() as it:
-            messages = await it.generate(sampling=_S(max_tokens=70, ignore_eos=True))
-            version = (await it.info()).weight_version
+        async with self.connect() as server:
+            messages = await server.generate(sampling=_S(max_tokens=70, ignore_eos=True))
+            version = (await server.refresh()).weight_version
         kinds = [message.WhichOneof("event") for message in messages]
         record_property("seen", f"70 tokens in {len(messages)} messages")
         assert kinds == ["started", *["tokens"] * (len(kinds) - 2), "finished"], kinds
@@ -68,14 +74,14 @@ class CheckStream(Checks):
         assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
         assert {chunk.weight_version for chunk in chunks} == {version}
         end = messages[-1].finished
-        assert end.num_tokens == len(ids(messages)) == 70
+        assert end.num_tokens == len(token_ids_of(messages)) == 70
         assert end.reason == gen.FINISH_REASON_LENGTH
         assert messages[0].started.HasField("queue_time") and end.HasField("engine_time")
 
     async def test_a_batch_holds_the_same_events(self) -> None:
-        async with self.bench() as it:
-            plain = await it.generate(sampling=_S(max_tokens=40, seed=3, ignore_eos=True))
-            batched = await it.generate(
+        async with self.connect() as server:
+            plain = await server.generate(sampling=_S(max_tokens=40, seed=3, ignore_eos=True))
+            batched = await server.generate(
                 sampling=_S(max_tokens=40, seed=3, ignore_eos=True), batched=True
             )
         found: list[int] = []
@@ -91,12 +97,12 @@ class CheckStream(Checks):
             kinds.extend(["finished"] * batch.HasField("finished"))
             found.extend(i for chunk in batch.tokens for i in chunk.token_ids)
         assert kinds == ["started", *["tokens"] * (len(kinds) - 2), "finished"], kinds
-        assert found == ids(plain)
+        assert found == token_ids_of(plain)
 
     async def test_no_logprobs_come_unasked(self) -> None:
-        async with self.bench() as it:
-            messages = await it.generate(logprob_mode=gen.LOGPROB_MODE_NONE)
-        assert len(ids(messages)) == 8
+        async with self.connect() as server:
+            messages = await server.generate(logprob_mode=gen.LOGPROB_MODE_NONE)
+        assert len(token_ids_of(messages)) == 8
         assert not any(message.tokens.logprobs for message in messages)
 
     async def test_unset_is_the_default_and_zero_is_zero(self) -> None:
@@ -109,50 +115,57 @@ class CheckStream(Checks):
             repetition_penalty=1,
             ignore_eos=False,
         )
-        async with self.bench() as it:
-            plain = ids(await it.generate(sampling=_S(max_tokens=8, seed=5)))
-            same = ids(await it.generate(sampling=explicit))
+        async with self.connect() as server:
+            plain = token_ids_of(await server.generate(sampling=_S(max_tokens=8, seed=5)))
+            same = token_ids_of(await server.generate(sampling=explicit))
             greedy = [
-                ids(await it.generate(sampling=_S(max_tokens=8, temperature=0, seed=s)))
+                token_ids_of(
+                    await server.generate(sampling=_S(max_tokens=8, temperature=0, seed=s))
+                )
                 for s in (1, 2)
             ]
-            zero = [ids(await it.generate(sampling=_S(max_tokens=8, seed=0))) for _ in range(2)]
+            zero = [
+                token_ids_of(await server.generate(sampling=_S(max_tokens=8, seed=0)))
+                for _ in range(2)
+            ]
         assert plain == same
         assert greedy[0] == greedy[1]
         assert zero[0] == zero[1], "seed 0 was taken for no seed"
 
     async def test_fields_that_nobody_knows_are_ignored(self) -> None:
-        async with self.bench() as it:
-            wanted = ids(await it.generate())
+        async with self.connect() as server:
+            wanted = token_ids_of(await server.generate())
             later = srv.GetServerInfoRequest(client="from a later release").SerializeToString()
             # Field 2047, of a length; and the same in a message within.
             field = b"\xfa\x7f" + bytes([len(later)]) + later
-            request = it.want()
+            request = server.generate_request()
             request.sampling.MergeFromString(field)
             request.MergeFromString(field)
-            call = it.stubs.generation.Generate(request, timeout=CALL_S)
-            assert ids([message async for message in call]) == wanted
+            call = server.stubs.generation.Generate(request, timeout=CALL_S)
+            assert token_ids_of([message async for message in call]) == wanted
 
     async def test_the_load_adds_up_while_completions_run(self) -> None:
-        async with self.bench() as it:
-            if not it.server.HasField("load"):
+        async with self.connect() as server:
+            if not server.info.HasField("load"):
                 pytest.skip("it tells no load")
-            before = it.server.load
-            most = _S(max_tokens=it.server.model.context_length, ignore_eos=True)
+            before = server.info.load
+            most = _S(max_tokens=server.info.model.context_length, ignore_eos=True)
             calls = [
-                it.stubs.generation.Generate(it.want(sampling=most), timeout=CALL_S)
+                server.stubs.generation.Generate(
+                    server.generate_request(sampling=most), timeout=CALL_S
+                )
                 for _ in range(4)
             ]
             seen = []
             for call in calls:
                 await call.read()
-                seen.append((await it.info()).load)
+                seen.append((await server.refresh()).load)
             for call in calls[::2]:
                 call.cancel()
             for call in calls[1::2]:
-                await rest_of(call)
-            await it.pause()
-            seen.append((await it.info()).load)
+                await remaining_messages(call)
+            await server.pause()
+            seen.append((await server.refresh()).load)
         for load in seen:
             assert load.started == load.finished + load.aborted + load.running, load
         assert seen[-1].started - before.started == len(calls)
@@ -160,29 +173,29 @@ class CheckStream(Checks):
         assert seen[-1].finished - before.finished >= 2
 
     async def test_the_context_bounds_the_completion(self) -> None:
-        async with self.bench() as it:
-            context = it.server.model.context_length
+        async with self.connect() as server:
+            context = server.info.model.context_length
             prompt = [1] * (context - 6)
             wide = _S(max_tokens=1000, temperature=0, ignore_eos=True)
-            messages = await it.generate(prompt_token_ids=prompt, sampling=wide)
-        assert len(ids(messages)) == 6
+            messages = await server.generate(prompt_token_ids=prompt, sampling=wide)
+        assert len(token_ids_of(messages)) == 6
         assert messages[-1].finished.reason == gen.FINISH_REASON_LENGTH
 
     async def test_a_deadline_aborts_the_sequence(self) -> None:
-        async with self.bench() as it:
-            before = (await it.info()).load
-            if not it.server.HasField("load"):
+        async with self.connect() as server:
+            before = (await server.refresh()).load
+            if not server.info.HasField("load"):
                 pytest.skip("it tells no load")
-            most = it.server.model.context_length
-            call = it.stubs.generation.Generate(
-                it.want(sampling=_S(max_tokens=most, ignore_eos=True)), timeout=0.05
+            most = server.info.model.context_length
+            call = server.stubs.generation.Generate(
+                server.generate_request(sampling=_S(max_tokens=most, ignore_eos=True)), timeout=0.05
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass
                 pytest.skip("it samples a whole context within 50 ms")
-            await it.pause()
-            after = (await it.info()).load
+            await server.pause()
+            after = (await server.refresh()).load
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert after.running == 0
         assert after.finished == before.finished, "it ran on after its deadline"
@@ -196,73 +209,73 @@ class CheckRefusals(Checks):
         ("field", "fields"), [row[1:] for row in _INVALID], ids=[row[0] for row in _INVALID]
     )
     async def test_a_value_out_of_range_is_named(self, field: str, fields: dict[str, Any]) -> None:
-        async with self.bench() as it:
-            found = await it.refused(**fields)
+        async with self.connect() as server:
+            found = await server.refused_generate(**fields)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         detail = found.detail(errors_pb2.InvalidField)
         assert detail.field == field
         assert detail.expected, "it does not say what is accepted"
 
     async def test_a_prompt_that_fills_the_context_is_refused(self) -> None:
-        async with self.bench() as it:
-            context = it.server.model.context_length
-            found = await it.refused(prompt_token_ids=[1] * context)
+        async with self.connect() as server:
+            context = server.info.model.context_length
+            found = await server.refused_generate(prompt_token_ids=[1] * context)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
         detail = found.detail(errors_pb2.PromptTooLong)
         assert (detail.prompt_tokens, detail.context_length) == (context, context)
 
     async def test_weights_that_are_too_old_are_refused(self) -> None:
-        async with self.bench() as it:
-            serving = it.server.weight_version
-            found = await it.refused(min_weight_version=serving + 5)
-            fresh = await it.generate(min_weight_version=serving)
+        async with self.connect() as server:
+            serving = server.info.weight_version
+            found = await server.refused_generate(min_weight_version=serving + 5)
+            fresh = await server.generate(min_weight_version=serving)
         assert (found.code, found.reason) == ("FAILED_PRECONDITION", "WEIGHT_VERSION_BEHIND")
         detail = found.detail(errors_pb2.WeightVersionBehind)
         assert (detail.serving, detail.wanted) == (serving, serving + 5)
-        assert len(ids(fresh)) == 8
+        assert len(token_ids_of(fresh)) == 8
 
     async def test_images_are_refused_without_the_capability(self) -> None:
         image = gen.PromptImage(
             data=b"\x89PNG\r\n\x1a\n", media_type="image/png", num_placeholders=1
         )
-        async with self.bench() as it:
-            if it.can.images:
+        async with self.connect() as server:
+            if server.capabilities.images:
                 pytest.skip("it takes images")
-            found = await it.refused(images=[image])
+            found = await server.refused_generate(images=[image])
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
     async def test_bytes_that_are_no_image_are_refused(self) -> None:
         image = gen.PromptImage(data=b"no image", media_type="image/png", num_placeholders=1)
-        async with self.bench() as it:
-            if not it.can.images:
+        async with self.connect() as server:
+            if not server.capabilities.images:
                 pytest.skip("it takes no images")
-            found = await it.refused(images=[image])
+            found = await server.refused_generate(images=[image])
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "IMAGE_UNREADABLE")
         assert found.detail(errors_pb2.ImageUnreadable).media_type == "image/png"
 
     async def test_priority_is_refused_without_the_capability(self) -> None:
-        async with self.bench() as it:
-            if it.can.priority:
+        async with self.connect() as server:
+            if server.capabilities.priority:
                 pytest.skip("it knows priorities")
-            found = await it.refused(priority=1)
+            found = await server.refused_generate(priority=1)
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
     async def test_a_full_queue_is_refused_with_a_delay(self) -> None:
-        async with self.bench() as it:
-            limits = it.server.limits
+        async with self.connect() as server:
+            limits = server.info.limits
             room = limits.max_in_flight + limits.max_queued
             if room > 128:
                 pytest.skip(f"it takes {room} completions at once: start it with 128 at most")
-            found = await self._overfill(it, room)
+            found = await self._overfill(server, room)
         assert (found.code, found.reason) == ("RESOURCE_EXHAUSTED", "OVERLOADED")
         delay = found.detail(error_details_pb2.RetryInfo).retry_delay
         assert delay.ToTimedelta().total_seconds() > 0
 
-    async def _overfill(self, it: Bench, room: int) -> Any:
+    async def _overfill(self, server: ServerHarness, room: int) -> Any:
         """More completions than there is room for; the first that is refused."""
-        most = _S(max_tokens=it.server.model.context_length, ignore_eos=True)
+        most = _S(max_tokens=server.info.model.context_length, ignore_eos=True)
         calls = [
-            it.stubs.generation.Generate(it.want(sampling=most), timeout=CALL_S)
+            server.stubs.generation.Generate(server.generate_request(sampling=most), timeout=CALL_S)
             for _ in range(room + 16)
         ]
         try:

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from treadle.conformance.checks.server_harness import CALL_S, Bench, Checks
+from treadle.conformance.checks.server_harness import CALL_S, Checks, ServerHarness
 from treadle.conformance.client.refusals import refusal
 from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import server_service_pb2 as srv
@@ -37,50 +37,50 @@ class CheckHandshake(Checks):
     """GetServerInfo, and what stands beside our services."""
 
     async def test_the_handshake_says_what_is_served(self, record_property: _Seen) -> None:
-        async with self.bench() as it:
-            server = it.server
-        model, limits = server.model, server.limits
-        assert server.engine, "engine is empty"
-        assert server.state == srv.SERVER_STATE_SERVING
+        async with self.connect() as server:
+            info = server.info
+        model, limits = info.model, info.limits
+        assert info.engine, "engine is empty"
+        assert info.state == srv.SERVER_STATE_SERVING
         assert model.vocab_size > 1 and model.context_length > 1
         assert len(model.tokenizer_sha256) in (0, 32), "tokenizer_sha256 is no SHA-256"
         assert all(i < model.vocab_size for i in model.eos_token_ids)
         assert limits.max_in_flight > 0
-        assert server.capabilities.inline_transport, "every server takes inline updates"
-        assert server.capabilities.sampled_logprobs, "every server reports log-probs"
-        can = [name.name for name, value in server.capabilities.ListFields() if value]
+        assert info.capabilities.inline_transport, "every server takes inline updates"
+        assert info.capabilities.sampled_logprobs, "every server reports log-probs"
+        can = [name.name for name, value in info.capabilities.ListFields() if value]
         record_property("seen", ", ".join(can))
 
     async def test_the_load_adds_up(self) -> None:
-        async with self.bench() as it:
-            before = (await it.info()).load
-            if not it.server.HasField("load"):
+        async with self.connect() as server:
+            before = (await server.refresh()).load
+            if not server.info.HasField("load"):
                 pytest.skip("it tells no load")
-            await it.generate()
-            after = (await it.info()).load
+            await server.generate()
+            after = (await server.refresh()).load
         for load in (before, after):
             assert load.started == load.finished + load.aborted + load.running
         assert (after.started - before.started, after.finished - before.finished) == (1, 1)
 
     async def test_health_says_serving_for_each_service(self) -> None:
-        async with self.bench() as it:
-            stub = health_pb2_grpc.HealthStub(it.channel)
+        async with self.connect() as server:
+            stub = health_pb2_grpc.HealthStub(server.channel)
             for service in ("", *SERVICES):
                 request = health_pb2.HealthCheckRequest(service=service)
                 answer = await stub.Check(request, timeout=CALL_S)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
 
     async def test_a_paused_server_is_healthy(self) -> None:
-        async with self.bench() as it:
-            await it.pause()
-            stub = health_pb2_grpc.HealthStub(it.channel)
+        async with self.connect() as server:
+            await server.pause()
+            stub = health_pb2_grpc.HealthStub(server.channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_S)
-            assert (await it.info()).state == srv.SERVER_STATE_PAUSED
+            assert (await server.refresh()).state == srv.SERVER_STATE_PAUSED
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def test_reflection_lists_the_services(self) -> None:
-        async with self.bench() as it:
-            stub = reflection_pb2_grpc.ServerReflectionStub(it.channel)
+        async with self.connect() as server:
+            stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             call = stub.ServerReflectionInfo(
                 iter([request]), timeout=CALL_S, metadata=self.settings.target.metadata
@@ -95,14 +95,16 @@ class CheckHandshake(Checks):
     async def test_a_call_without_a_deadline_is_refused(
         self, service: str, method: str, request_: Message
     ) -> None:
-        async with self.bench() as it:
-            found = await refusal(getattr(getattr(it.stubs, service), method)(request_))
+        async with self.connect() as server:
+            found = await refusal(getattr(getattr(server.stubs, service), method)(request_))
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "DEADLINE_REQUIRED")
 
     async def test_a_stream_without_a_deadline_is_refused(self) -> None:
-        async with self.bench() as it:
-            generation = await refusal(it.stubs.generation.Generate(it.want()).read())
-            push = await refusal(it.stubs.weights.PushWeights([sync.PushWeightsRequest()]))
+        async with self.connect() as server:
+            generation = await refusal(
+                server.stubs.generation.Generate(server.generate_request()).read()
+            )
+            push = await refusal(server.stubs.weights.PushWeights([sync.PushWeightsRequest()]))
         for found in (generation, push):
             assert (found.code, found.reason) == ("INVALID_ARGUMENT", "DEADLINE_REQUIRED")
 
@@ -111,27 +113,29 @@ class CheckHandshake(Checks):
 class CheckToken(Checks):
     """What a server with a bearer token does; the kit must have been given it."""
 
-    async def _bare(self, it: Bench, *metadata: tuple[str, str]) -> None:
+    async def _bare(self, server: ServerHarness, *metadata: tuple[str, str]) -> None:
         if not self.settings.target.metadata:
             pytest.skip("the kit was given no token")
-        stubs = stubs_for(it.channel, metadata)
+        stubs = stubs_for(server.channel, metadata)
         info = await refusal(
             stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=CALL_S)
         )
-        generate = await refusal(stubs.generation.Generate(it.want(), timeout=CALL_S).read())
+        generate = await refusal(
+            stubs.generation.Generate(server.generate_request(), timeout=CALL_S).read()
+        )
         for found in (info, generate):
             assert (found.code, found.reason) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
 
     async def test_a_call_without_the_token_is_refused(self) -> None:
-        async with self.bench() as it:
-            await self._bare(it)
+        async with self.connect() as server:
+            await self._bare(server)
 
     async def test_a_call_with_a_wrong_token_is_refused(self) -> None:
-        async with self.bench() as it:
-            await self._bare(it, ("authorization", "Bearer not-the-token"))
+        async with self.connect() as server:
+            await self._bare(server, ("authorization", "Bearer not-the-token"))
 
     async def test_health_needs_no_token(self) -> None:
-        async with self.bench() as it:
-            stub = health_pb2_grpc.HealthStub(it.channel)
+        async with self.connect() as server:
+            stub = health_pb2_grpc.HealthStub(server.channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -3,7 +3,7 @@
 
 import pytest
 
-from treadle.conformance.checks.server_harness import Checks, ids
+from treadle.conformance.checks.server_harness import Checks, token_ids_of
 from treadle.rollout.v1 import server_service_pb2 as srv
 
 
@@ -12,15 +12,15 @@ class CheckLeftOpen(Checks):
     """Runs last."""
 
     async def test_nothing_runs_and_nothing_waits(self) -> None:
-        async with self.bench() as it:
-            await it.pause()
-            server = await it.info()
-            if not server.HasField("load"):
+        async with self.connect() as server:
+            await server.pause()
+            info = await server.refresh()
+            if not info.HasField("load"):
                 pytest.skip("it tells no load")
-        assert (server.load.running, server.load.queued) == (0, 0)
-        assert server.load.started == server.load.finished + server.load.aborted
+        assert (info.load.running, info.load.queued) == (0, 0)
+        assert info.load.started == info.load.finished + info.load.aborted
 
     async def test_it_serves_as_before(self) -> None:
-        async with self.bench() as it:
-            assert it.server.state == srv.SERVER_STATE_SERVING
-            assert len(ids(await it.generate())) == 8
+        async with self.connect() as server:
+            assert server.info.state == srv.SERVER_STATE_SERVING
+            assert len(token_ids_of(await server.generate())) == 8

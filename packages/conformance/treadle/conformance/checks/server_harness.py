@@ -61,36 +61,36 @@ class Sampled:
         return self.ids == other.ids and all(abs(a - b) <= self.tolerance for a, b in pairs)
 
 
-class Bench:
+class ServerHarness:
     """What a check speaks through; made by `Checks.bench`.
 
     Args:
         settings: Of the kit.
         channel: To the server.
-        server: Its first answer.
+        info: Its first answer.
     """
 
     def __init__(
-        self, settings: Settings, channel: grpc.aio.Channel, server: srv.GetServerInfoResponse
+        self, settings: Settings, channel: grpc.aio.Channel, info: srv.GetServerInfoResponse
     ) -> None:
         self.settings = settings
         self.channel = channel
-        self.server = server
+        self.info = info
         self.stubs: Stubs = stubs_for(channel, settings.target.metadata)
         self._begun: list[str] = []
 
     @property
-    def can(self) -> srv.Capabilities:
+    def capabilities(self) -> srv.Capabilities:
         """What the server can do."""
-        return self.server.capabilities
+        return self.info.capabilities
 
-    async def info(self) -> srv.GetServerInfoResponse:
+    async def refresh(self) -> srv.GetServerInfoResponse:
         """What the server is and does now."""
         request = srv.GetServerInfoRequest(client="conformance")
-        self.server = await self.stubs.control.GetServerInfo(request, timeout=CALL_S)
-        return self.server
+        self.info = await self.stubs.control.GetServerInfo(request, timeout=CALL_S)
+        return self.info
 
-    def want(self, **fields: Any) -> gen.GenerateRequest:
+    def generate_request(self, **fields: Any) -> gen.GenerateRequest:
         """A request for 8 ids that are drawn with a seed, unless told otherwise."""
         values: dict[str, Any] = {
             "request_id": f"conformance-{uuid.uuid4()}",
@@ -102,10 +102,10 @@ class Bench:
 
     async def generate(self, **fields: Any) -> list[gen.GenerateResponse]:
         """One completion's messages."""
-        call = self.stubs.generation.Generate(self.want(**fields), timeout=CALL_S)
+        call = self.stubs.generation.Generate(self.generate_request(**fields), timeout=CALL_S)
         return [message async for message in call]
 
-    async def refused(self, **fields: Any) -> Refusal:
+    async def refused_generate(self, **fields: Any) -> Refusal:
         """A completion that must be refused."""
         return await refusal(self.generate(**fields))
 
@@ -117,12 +117,12 @@ class Bench:
         """Lets it go on."""
         await self.stubs.control.Resume(srv.ResumeRequest(), timeout=CALL_S)
 
-    async def sampled(self) -> Sampled:
+    async def sample(self) -> Sampled:
         """What the server makes of one prompt now."""
         sampling = gen.SamplingParams(max_tokens=16, temperature=1, seed=5, ignore_eos=True)
         messages = await self.generate(prompt_token_ids=range(1, 17), sampling=sampling)
         return Sampled(
-            ids=ids(messages),
+            ids=token_ids_of(messages),
             logprobs=[round(x, 4) for message in messages for x in message.tokens.logprobs],
             tolerance=max(1e-3, self.settings.tolerance),
         )
@@ -139,7 +139,7 @@ class Bench:
     def begin_request(self, which: int = 1, **fields: Any) -> sync.BeginUpdateRequest:
         """A staged inline update to the next version, unless told otherwise."""
         update_id = fields.pop("update_id", f"conformance-{uuid.uuid4()}")
-        version = fields.pop("weight_version", self.server.weight_version + 1)
+        version = fields.pop("weight_version", self.info.weight_version + 1)
         request = begin_request(update_id, version, specs_of(self.tensors(which)))
         for name, value in fields.items():
             request.ClearField(name)
@@ -187,20 +187,20 @@ class Bench:
         answer = await self.stubs.weights.CommitUpdate(request, timeout=10 * CALL_S)
         return int(answer.weight_version)
 
-    async def bring(self, which: Weights = 1, **fields: Any) -> int:
+    async def update(self, which: Weights = 1, **fields: Any) -> int:
         """One whole update; returns the version that serves."""
         update_id, _ = await self.begin(**fields)
         await self.push(update_id, which)
         version = await self.commit(update_id)
-        await self.info()
+        await self.refresh()
         return version
 
-    async def after(self, which: Weights) -> Sampled:
+    async def update_and_sample(self, which: Weights) -> Sampled:
         """What the server makes of one prompt after a whole update."""
-        await self.bring(which)
-        return await self.sampled()
+        await self.update(which)
+        return await self.sample()
 
-    async def share(
+    async def push_shared_memory(
         self,
         update_id: str,
         data: Sequence[bytes | memoryview],
@@ -218,7 +218,7 @@ class Bench:
         )
         assert len(slots) == len(buckets) + 1, f"of {len(buckets)} buckets came back {slots}"
 
-    async def bucket_answer(self, *requests: sync.PushBucketsRequest) -> object:
+    async def read_bucket_response(self, *requests: sync.PushBucketsRequest) -> object:
         """What a stream is answered to its first messages, of which the last may be refused."""
         call = self.stubs.weights.PushBuckets([*requests, LAST], timeout=CALL_S)
         try:
@@ -226,12 +226,12 @@ class Bench:
         finally:
             call.cancel()
 
-    async def need_shared_memory(self) -> None:
+    async def require_shared_memory(self) -> None:
         """Skips the check where the server cannot be shown this process's memory.
 
         A server that is reached by loopback is taken to be on this host.
         """
-        if not self.can.shared_memory_transport:
+        if not self.capabilities.shared_memory_transport:
             pytest.skip("it reads no shared memory")
         if not hasattr(os, "memfd_create"):
             pytest.skip("run the kit on Linux: this system has no memfd")
@@ -239,7 +239,7 @@ class Bench:
             return
         update_id, _ = await self.begin(**SHARED)
         try:
-            await self.bucket_answer(SharedSegment(update_id).header())
+            await self.read_bucket_response(SharedSegment(update_id).header())
             await self.abort(update_id)
         except grpc.aio.AioRpcError as error:
             pytest.skip(f"run the kit on the server's host: {read_refusal(error).message}")
@@ -249,25 +249,25 @@ class Bench:
         request = sync.AbortUpdateRequest(update_id=update_id)
         await self.stubs.weights.AbortUpdate(request, timeout=CALL_S)
 
-    async def held(self, update_id: str) -> list[int]:
+    async def received_bytes(self, update_id: str) -> list[int]:
         """Bytes that the server holds of each tensor."""
         request = sync.GetUpdateRequest(update_id=update_id)
         answer = await self.stubs.weights.GetUpdate(request, timeout=CALL_S)
         return list(answer.received_bytes)
 
-    async def settle(self) -> None:
+    async def restore(self) -> None:
         """Has the server serve again."""
         for update_id in self._begun:
             with suppress(grpc.aio.AioRpcError):  # Most of them ended otherwise.
                 await self.abort(update_id)
-        server = await self.info()
-        if server.state == srv.SERVER_STATE_LOADING:
+        info = await self.refresh()
+        if info.state == srv.SERVER_STATE_LOADING:
             update_id, _ = await self.begin(0)
             await self.push(update_id, 0)
             await self.commit(update_id)
-            server = await self.info()
-        if server.state == srv.SERVER_STATE_PAUSED:
-            if server.capabilities.release_memory:
+            info = await self.refresh()
+        if info.state == srv.SERVER_STATE_PAUSED:
+            if info.capabilities.release_memory:
                 restore = srv.RestoreMemoryRequest(kinds=_KINDS)
                 await self.stubs.control.RestoreMemory(restore, timeout=CALL_S)
             await self.resume()
@@ -283,19 +283,19 @@ class Checks:
         self.settings = settings
 
     @asynccontextmanager
-    async def bench(self) -> AsyncIterator[Bench]:
+    async def connect(self) -> AsyncIterator[ServerHarness]:
         """The server, which serves; likewise afterwards."""
         target = self.settings.target
         async with target.channel(target.address) as channel:
             stubs = stubs_for(channel, target.metadata)
             request = srv.GetServerInfoRequest(client="conformance")
-            bench = Bench(
+            server = ServerHarness(
                 self.settings, channel, await stubs.control.GetServerInfo(request, timeout=CALL_S)
             )
             try:
-                yield bench
+                yield server
             finally:
-                await bench.settle()
+                await server.restore()
 
 
 def chunk_of(
@@ -316,7 +316,7 @@ def chunk_of(
     )
 
 
-async def rest_of(call: Any) -> list[gen.GenerateResponse]:
+async def remaining_messages(call: Any) -> list[gen.GenerateResponse]:
     """The messages of a stream of which some have been read."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
@@ -324,6 +324,6 @@ async def rest_of(call: Any) -> list[gen.GenerateResponse]:
     return messages
 
 
-def ids(messages: Sequence[gen.GenerateResponse]) -> list[int]:
+def token_ids_of(messages: Sequence[gen.GenerateResponse]) -> list[int]:
     """All ids of a completion."""
     return [i for message in messages for i in message.tokens.token_ids]

@@ -9,17 +9,19 @@ Needs torch.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from treadle.conformance.client.collective_sender import CollectiveSender
 from treadle.conformance.client.refusals import Refused
 from treadle.conformance.contracts.contract_base import ContractBase, need
 from treadle.conformance.contracts.reader import Output, request, run, stream
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout_server.engine import Engine, InFlightPolicy
 from treadle.rollout_server.errors import CollectiveBroken
+
+if TYPE_CHECKING:
+    from treadle.conformance.client.collective_sender import CollectiveSender
 
 PROMPT = tuple(range(1, 31))
 _BROKEN = (CollectiveBroken, Refused)
@@ -81,7 +83,10 @@ class CollectiveContract(ContractBase):
             return await run(engine, request(PROMPT))
 
     @asynccontextmanager
-    async def _sender(self, engine: Engine, **how: Any) -> AsyncIterator[CollectiveSender]:
+    async def _sender(self, engine: Engine, **how: Any) -> AsyncIterator["CollectiveSender"]:
+        # Late: it needs torch, and the kit loads this module where there is none.
+        from treadle.conformance.client.collective_sender import CollectiveSender
+
         sender = CollectiveSender(
             self.weights(0), num_workers=engine.info.num_workers, host=self.sender_host, **how
         )
@@ -93,7 +98,7 @@ class CollectiveContract(ContractBase):
     async def _receive(
         self,
         engine: Engine,
-        sender: CollectiveSender,
+        sender: "CollectiveSender",
         which: int,
         version: int,
         *,

@@ -1,7 +1,8 @@
-"""What tests start a rollout server with: in this process, or as a process of its own.
+"""Helpers for tests that start a rollout server, in this process or in a separate one.
 
-Test code, in no wheel. The suites that an engine must pass, and the client to ask a server with,
-are in the package `treadle.conformance`. `engine_command` is imported by itself: it needs pytest.
+The wheel includes them, because tests of other servers and engines use them too. The suites that
+an engine must pass, and the client for a server, are in the package `treadle.conformance`.
+`engine_command` is not imported here because it needs pytest.
 """
 
 from treadle.rollout_server.testing.clock import FakeClock
