@@ -137,7 +137,7 @@ async def run_loop(generator: TokenGenerator, tasks: Sequence[int]) -> Result:
         services,
         max_in_flight=max(1, len(tasks)),
         deadline_s=600,
-        strategy=FailFast(),
+        failure_policy=FailFast(),
     )
     samples = []
 

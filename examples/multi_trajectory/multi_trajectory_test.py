@@ -62,7 +62,7 @@ def attempt(loop: AgentLoop, kit: Services, rollout_index: int = 0) -> Trajector
         seed=rollout_index,
     )
     runner = RolloutRunner(
-        LoopRegistry({"it": loop}), kit, max_in_flight=1, deadline_s=60.0, strategy=Drop()
+        LoopRegistry({"it": loop}), kit, max_in_flight=1, deadline_s=60.0, failure_policy=Drop()
     )
     asyncio.run(runner.run([task], sink))
     (trajectory,) = delivered

@@ -160,7 +160,7 @@ async def attempt(
             tools={"zoom": ScriptedTool("zoom", [answer])},
         )
         runner = RolloutRunner(
-            default_loops(), services, max_in_flight=1, deadline_s=60, strategy=Drop()
+            default_loops(), services, max_in_flight=1, deadline_s=60, failure_policy=Drop()
         )
         await runner.run([task], sink)
     if done[0].error is not None:

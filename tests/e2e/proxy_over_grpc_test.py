@@ -82,7 +82,9 @@ async def test_every_token_is_the_one_that_a_server_sampled_and_trained_once() -
             reward=lambda trajectory: float(len(trajectory.samples)),
         )
         loops = LoopRegistry({"agent": ProxyAgentLoop(agent)})
-        runner = RolloutRunner(loops, services, max_in_flight=4, deadline_s=60.0, strategy=Drop())
+        runner = RolloutRunner(
+            loops, services, max_in_flight=4, deadline_s=60.0, failure_policy=Drop()
+        )
         report = await runner.run(tasks, sink)
         assert (report.num_tasks, report.num_failed) == (6, 0), report.errors
         for task in tasks:

@@ -23,7 +23,7 @@ import pytest
 from treadle.agent_loop import (
     Completion,
     HashedSession,
-    Nowhere,
+    NoReplica,
     ReplicaUnavailableError,
     RequestContext,
     SamplingParams,
@@ -235,9 +235,9 @@ class Watched(StickySession):
         super().__init__(cache_tokens=cache_tokens)
         self.told_full = asyncio.Event()
 
-    def pick(self, session_id: str, **options: Any) -> str | Nowhere:
+    def pick(self, session_id: str, **options: Any) -> str | NoReplica:
         place = super().pick(session_id, **options)
-        if place is Nowhere.FULL:
+        if place is NoReplica.FULL:
             self.told_full.set()
         return place
 

@@ -1,7 +1,8 @@
 """Agent loops for reinforcement learning: tokens in, frozen trajectories out.
 
-Needs the standard library only. The gRPC client is `treadle.agent_loop.rpc`, the renderer for
-Hugging Face tokenizers `treadle.agent_loop.hf`, the fakes `treadle.agent_loop.testing`.
+This module needs the standard library only. The gRPC client is `treadle.agent_loop.rpc`, the
+renderer for Hugging Face tokenizers `treadle.agent_loop.hf`, and the fakes for tests
+`treadle.agent_loop.testing`.
 """
 
 from treadle.agent_loop.capture import (
@@ -36,7 +37,7 @@ from treadle.agent_loop.errors import (
 )
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
 from treadle.agent_loop.loops.conversation import Conversation, Turn
-from treadle.agent_loop.loops.limits import LoopLimits, TextCodec, TruncateSide
+from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Score, Services
 from treadle.agent_loop.loops.registry import (
     LOOP_ENTRY_POINTS,
@@ -55,8 +56,8 @@ from treadle.agent_loop.routing.placement import (
     Router,
     StickySession,
 )
-from treadle.agent_loop.routing.session_table import Nowhere
-from treadle.agent_loop.runner.failure_policy import Drop, FailFast, Retry, Strategy, Verdict
+from treadle.agent_loop.routing.session_table import NoReplica
+from treadle.agent_loop.runner.failure_policy import Drop, FailFast, FailurePolicy, Retry, Verdict
 from treadle.agent_loop.runner.runner import RolloutRunner, RunReport
 from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.runner.watchdog import Pulse, Watchdog
@@ -73,9 +74,10 @@ from treadle.agent_loop.tools.interaction import (
     Interaction,
     InteractionReply,
     InteractionSession,
-    Respondent,
+    UserSimulator,
     selected_interaction,
 )
+from treadle.agent_loop.tools.text_truncation import TextCodec, TruncateSide
 from treadle.agent_loop.tools.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
 from treadle.agent_loop.trajectory import Finding, Trajectory
@@ -113,6 +115,7 @@ __all__ = [
     "Drop",
     "EngineFailedError",
     "FailFast",
+    "FailurePolicy",
     "Finding",
     "FinishReason",
     "FunctionTool",
@@ -133,7 +136,7 @@ __all__ = [
     "LoopRegistry",
     "MalformedCall",
     "Message",
-    "Nowhere",
+    "NoReplica",
     "OnMalformedCall",
     "Origin",
     "OverloadedError",
@@ -148,7 +151,6 @@ __all__ = [
     "ReplicaUnavailableError",
     "RequestContext",
     "RequestRejectedError",
-    "Respondent",
     "Retry",
     "RewardError",
     "RewardFn",
@@ -166,7 +168,6 @@ __all__ = [
     "Span",
     "StickySession",
     "StopReason",
-    "Strategy",
     "TextCodec",
     "TokenChunk",
     "TokenGenerator",
@@ -187,6 +188,7 @@ __all__ = [
     "TruncateSide",
     "Turn",
     "UnknownLoopError",
+    "UserSimulator",
     "Verdict",
     "Watchdog",
     "WeightVersionBehindError",

@@ -179,7 +179,7 @@ async def run_loop(tool: CodeInterpreterTool, *replies: str) -> Trajectory:
         tools={tool.spec.name: tool},
     )
     runner = RolloutRunner(
-        default_loops(), services, max_in_flight=1, deadline_s=30, strategy=Drop()
+        default_loops(), services, max_in_flight=1, deadline_s=30, failure_policy=Drop()
     )
     ended: list[Trajectory] = []
 

@@ -50,7 +50,7 @@ async def run(tool: Tool, replies: Sequence[str]) -> Trajectory:
         reward=rewards.resolve(None),
     )
     runner = RolloutRunner(
-        default_loops(), services, max_in_flight=1, deadline_s=120, strategy=FailFast()
+        default_loops(), services, max_in_flight=1, deadline_s=120, failure_policy=FailFast()
     )
     ended: list[Trajectory] = []
 

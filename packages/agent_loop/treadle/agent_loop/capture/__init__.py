@@ -1,7 +1,8 @@
-"""Captured sessions: agents of any make ask for completions, and their tokens are a trajectory.
+"""Captured sessions: record the completions of any agent as a trajectory.
 
-`session` is what is asked. `branch` finds what a request continues, by `history`; `stop_strings`
-and `call_ids` make of a completion what agents expect.
+`session` answers the agent's requests; `branch` and `history` find which recorded conversation a
+request continues; `stop_strings` and `call_ids` adapt a completion to what agents expect. Formats
+of requests (OpenAI, LangChain) belong in `proxy/` and `langgraph/`.
 """
 
 from treadle.agent_loop.capture.branch import Continuation

@@ -45,7 +45,7 @@ from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.loops.sampler import TurnSampler
 from treadle.agent_loop.tokens.renderer import ParsedCompletion
-from treadle.agent_loop.tokens.retokenization_drift import Recorded, measure_drift
+from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
 from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import (
@@ -265,7 +265,7 @@ class CapturedSession:
             raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
         branches = self._by_age()
         recorded = [
-            Recorded(tokens=b.transcript.freeze(), messages=b.uncut_messages, tools=b.tools)
+            RecordedSample(tokens=b.transcript.freeze(), messages=b.uncut_messages, tools=b.tools)
             for b in branches
         ]
         drift = measure_drift(recorded, self._services.renderer)

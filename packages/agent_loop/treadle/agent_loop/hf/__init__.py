@@ -1,7 +1,7 @@
-"""Hugging Face tokenizers and their chat templates (extra ``[hf]``).
+"""Hugging Face tokenizers and their chat templates (extra `[hf]`).
 
-Here live the renderer, what it finds out about a template, and the places of images. The interface
-that it implements is in `tokens/renderer.py`; no other folder of the package imports transformers.
+This folder holds the renderer, the probing of templates, and the placeholders of images. The
+interface is in `tokens/renderer.py`; no other folder of the package may import transformers.
 """
 
 from treadle.agent_loop.hf.chat_renderer import HfRenderer

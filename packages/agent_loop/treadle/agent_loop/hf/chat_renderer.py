@@ -122,22 +122,12 @@ class HfRenderer:
             raise SetupError(
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
             ) from error
-        placeholders: ImagePlaceholders | str = _TEXT_MODEL
-        names = ("preprocessor_config.json", "processor_config.json")
-        if any((folder / name).is_file() for name in names):
-            # Only models that see need the libraries of images.
-            from treadle.agent_loop.hf import vision as hf_vision
-
-            try:
-                placeholders = hf_vision.ImagePlaceholders.from_directory(folder, tokenizer)
-            except SetupError as error:
-                placeholders = str(error)
         return cls(
             tokenizer,
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
             parser=parser,
             template_kwargs=template_kwargs,
-            placeholders=placeholders,
+            placeholders=_load_placeholders(folder, tokenizer),
         )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
@@ -245,6 +235,21 @@ class HfRenderer:
         written = self.template.probe_call
         names = [name for name in PARSER_NAMES if written and _reads(parser_named(name), written)]
         return f"the parser {' or '.join(names)}" if names else f"none of {', '.join(PARSER_NAMES)}"
+
+
+def _load_placeholders(
+    folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> "ImagePlaceholders | str":
+    """Returns the placeholders of a model directory, or why it has none."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    if not any((folder / name).is_file() for name in names):
+        return _TEXT_MODEL
+    from treadle.agent_loop.hf.vision import ImagePlaceholders  # imports Pillow
+
+    try:
+        return ImagePlaceholders.from_directory(folder, tokenizer)
+    except SetupError as error:
+        return str(error)
 
 
 def _reads(parser: ToolCallParser, written: str) -> bool:

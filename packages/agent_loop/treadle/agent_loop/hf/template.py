@@ -12,18 +12,18 @@ a turn, whether the next header does that, in which form it wants contents, argu
 Nothing waits; nothing here knows token ids.
 """
 
+import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from treadle.agent_loop.errors import RenderError, SetupError, boundary
-from treadle.agent_loop.hf.messages import MessageForm
-from treadle.agent_loop.hf.turn_end import AddedTokens, TurnEnd
 from treadle.agent_loop.types import Message, ToolCall, ToolSpec
 
+_NINE = re.compile(r"[a-zA-Z0-9]{9}")
 _MARKER = "treadle-boundary"
 _ANSWER = "treadle-answer"
 _SYSTEM = Message(role="system", content="instructions")
@@ -41,6 +41,144 @@ PROBE_TOOL = ToolSpec(
     },
 )
 PROBE_CALL = ToolCall(id="call_0", name="probe", arguments={"text": _MARKER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """The form in which a template accepts messages.
+
+    Attributes:
+        parts: Contents are lists of parts, as in templates of models that see.
+        arguments_as_text: A call's arguments are JSON text, not an object.
+        nine_character_ids: Ids of calls have nine letters and digits (Mistral); others are hashed.
+    """
+
+    parts: bool = False
+    arguments_as_text: bool = False
+    nine_character_ids: bool = False
+
+    def as_dict(self, message: Message) -> dict[str, object]:
+        """Returns a message as `apply_chat_template` takes it."""
+        content: object = message.content
+        if message.images or self.parts:
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in message.parts or ("",)
+            ]
+        entry: dict[str, object] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            entry["tool_call_id"] = self._id(message.tool_call_id)
+        if message.name is not None:
+            entry["name"] = message.name
+        if message.reasoning is not None:
+            entry["reasoning_content"] = message.reasoning
+        return entry
+
+    def _call(self, call: ToolCall) -> dict[str, object]:
+        arguments: object = dict(call.arguments)
+        if self.arguments_as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {
+            "id": self._id(call.id),
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments},
+        }
+
+    def _id(self, call_id: str) -> str:
+        if not self.nine_character_ids or _NINE.fullmatch(call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """How a template ends an assistant's turn that something follows.
+
+    Attributes:
+        token: The added token that ends it. Where turns have no end of their own (GLM), it is the
+            first token of the next header.
+        skipped: Added tokens between the turn's text and `token`; the model samples them.
+        stop: What the model samples to end the turn; another token where the template writes one
+            for the last turn and replaces it later (gpt-oss: <|return|>, then <|end|>).
+    """
+
+    token: str
+    skipped: int
+    stop: str
+
+
+class AddedTokens:
+    """The added tokens of a tokenizer, as texts.
+
+    Args:
+        tokens: Their texts; at which the tokenizer splits.
+        eos: The one that ends a sequence, None when there is none.
+    """
+
+    def __init__(self, tokens: Iterable[str], *, eos: str | None) -> None:
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._eos = eos
+
+    def any_in(self, text: str) -> bool:
+        """Returns whether the text holds one."""
+        return self._pattern.search(text) is not None
+
+    def cut(self, text: str, end: TurnEnd) -> tuple[str, str] | None:
+        """Splits what follows a turn's text before the turn's end; None when that is not there."""
+        match = next(itertools.islice(self._pattern.finditer(text), end.skipped, None), None)
+        if match is None or match[0] != end.token:
+            return None
+        return text[: match.start()], text[match.start() :]
+
+    def find_end(self, closed: str, followed: str, *, implied: bool) -> TurnEnd | None:
+        """Finds the added token that ends a turn.
+
+        It is the first of: the end-of-sequence token; the last token that is written in both
+        cases; the first one that is written only when something follows.
+
+        Args:
+            closed: What is written after the turn's text when the turn is the last.
+            followed: What is written between it and an answer.
+            implied: Turns have no end of their own, so that what is written in both cases still
+                belongs to the turn, if anything comes after it.
+
+        Returns:
+            None when there is no added token.
+        """
+        mine, theirs = list(self._pieces(closed)), list(self._pieces(followed))
+        shared = _shared(mine, theirs)
+        places = [place for place, piece in enumerate(theirs) if self._is_token(piece)]
+        inside = [place for place in places if place < shared][-1:]
+        outside = [place for place in places if place >= shared][:1]
+        eos = [place for place in places if theirs[place] == self._eos][:1]
+        candidates = eos + (outside + inside if implied else inside + outside)
+        if not candidates:
+            return None
+        token = theirs[candidates[0]]
+        own = [piece for piece in mine if self._is_token(piece)]
+        replaced = own and not implied and token not in own
+        return TurnEnd(
+            token=token,
+            skipped=places.index(candidates[0]),
+            stop=own[-1] if replaced else token,
+        )
+
+    def _is_token(self, piece: str) -> bool:
+        return self._pattern.fullmatch(piece) is not None
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """The added tokens of a text, and the text between them."""
+        place = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > place:
+                yield text[place : match.start()]
+            yield match[0]
+            place = match.end()
+        if place < len(text):
+            yield text[place:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,3 +435,9 @@ def _after_marker(text: str, turn: Message) -> str:
     if len(pieces) <= markers:
         raise RenderError("it leaves out the assistant's text or calls")
     return pieces[-1]
+
+
+def _shared(left: Sequence[str], right: Sequence[str]) -> int:
+    """The length of the common beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

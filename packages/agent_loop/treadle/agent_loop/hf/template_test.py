@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from treadle.agent_loop import Message, RenderError, SetupError, ToolCall, ToolSpec
 from treadle.agent_loop.hf.chat_renderer import HfRenderer
-from treadle.agent_loop.hf.messages import MessageForm
+from treadle.agent_loop.hf.template import MessageForm
 
 TOKENS = ["<pad>", "<eos>", "<|user|>", "<|model|>", "<|tool|>", "<|sys|>", "<|end|>", "<|close|>"]
 TOKENS += ["<|return|>", "<|call|>", "<think>", "</think>"]

@@ -1,9 +1,9 @@
-"""LangGraph agents as agent loops (extra ``[langgraph]``).
+"""LangGraph agents as agent loops (extra `[langgraph]`).
 
-`ReactAgentLoop` runs a graph of LangGraph for each trajectory. The graph's model is `ChatModel`, a
-LangChain chat model over the run's token generator; its tools are LangChain tools, the run's own
+`ReactAgentLoop` runs a LangGraph graph per trajectory. The graph's model is `ChatModel`, a
+LangChain chat model over the run's token generator. Its tools are LangChain tools, the run's
 tools, or both. Whatever the graph does with its messages, the trajectory holds exactly the tokens
-that were sampled. See ``docs/langgraph.md``.
+that were sampled. No other folder may import langchain or langgraph. See `docs/langgraph.md`.
 """
 
 from treadle.agent_loop.langgraph.agent import Agent, NewMessages

@@ -416,7 +416,7 @@ async def test_a_deadline_reaches_the_tools_and_the_runner_counts_it() -> None:
         kit,
         max_in_flight=1,
         deadline_s=60.0,
-        strategy=Drop(),
+        failure_policy=Drop(),
     )
     running = asyncio.create_task(runner.run([TASK], sink))
     await lookup.until_called(1)

@@ -1,5 +1,5 @@
-"""Agent loops: what one trajectory does, from the first prompt to its last turn.
+"""Agent loops: what one trajectory does, from its prompt to its last turn.
 
-Here live the loops that ship with the package, the conversation that a loop drives, and its
-limits. Running many loops at once belongs to `runner/`, tokens to `tokens/`, tools to `tools/`.
+This folder holds the built-in loops, the conversation that a loop drives, and its limits. Running
+many loops at once belongs in `runner/`, token ids in `tokens/`, tools in `tools/`.
 """

@@ -28,7 +28,7 @@ from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.loops.sampler import TurnSampler
 from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.tokens.renderer import MalformedCall, ParsedCompletion
-from treadle.agent_loop.tokens.retokenization_drift import Recorded, measure_drift
+from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
 from treadle.agent_loop.tokens.transcript import Transcript
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import (
@@ -270,7 +270,7 @@ class Conversation:
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]
         recorded = [
-            Recorded(tokens=c._transcript.freeze(), messages=c.messages, tools=c._tools)
+            RecordedSample(tokens=c._transcript.freeze(), messages=c.messages, tools=c._tools)
             for c in (*spoken, self)
         ]
         findings = [finding for c in everyone for finding in c._findings]

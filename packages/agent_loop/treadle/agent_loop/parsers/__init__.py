@@ -1,4 +1,7 @@
-"""Tool-call parsers: how a model family writes its calls as text. Pure; they never raise."""
+"""Tool-call parsers: read the calls and the reasoning that a model family writes as text.
+
+One module per family. Parsers are pure, work on decoded text only, and never raise.
+"""
 
 from treadle.agent_loop.parsers.base import ParsedText, ToolCallParser
 from treadle.agent_loop.parsers.hermes import HermesParser

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from treadle.agent_loop import ToolSpec
+from treadle.agent_loop.types import ToolSpec
 
 TOOL = ToolSpec(
     name="get_weather",

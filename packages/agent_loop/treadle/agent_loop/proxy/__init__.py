@@ -1,7 +1,8 @@
-"""Agents of any make, trained: an OpenAI-compatible endpoint that captures what they sample.
+"""An OpenAI-compatible endpoint that trains existing agents (extra `[proxy]`).
 
-Needs the extra `[proxy]` (starlette, uvicorn). `ProxyAgentLoop` runs an agent as an agent loop;
-`docs/train_an_existing_agent.md` shows how.
+`ProxyAgentLoop` runs an agent as an agent loop and records its completions; the recording itself
+is in `capture/`. No other folder may import starlette or uvicorn. See
+`docs/train_an_existing_agent.md`.
 """
 
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent

@@ -25,7 +25,7 @@ from treadle.agent_loop.parsers import PARSER_NAMES, parser_named
 from treadle.agent_loop.proxy.admin import SessionAdmin
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer
-from treadle.agent_loop.proxy.sessions import AgentSampling, Sessions
+from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSessions
 from treadle.agent_loop.types import SamplingParams
 
 PROGRAM = "python -m treadle.agent_loop.proxy"
@@ -72,7 +72,7 @@ async def _run(arguments: argparse.Namespace) -> None:
                 top_p=arguments.top_p,
             ),
         )
-        sessions = Sessions(max_in_flight=arguments.max_requests)
+        sessions = EndpointSessions(max_in_flight=arguments.max_requests)
         admin = SessionAdmin(
             sessions,
             services,

@@ -24,7 +24,13 @@ from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.proxy.body import SMALL, read_body
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
 from treadle.agent_loop.proxy.messages import read_object, written_message
-from treadle.agent_loop.proxy.sessions import AgentSampling, Session, Sessions, busy, read_reward
+from treadle.agent_loop.proxy.sessions import (
+    AgentSampling,
+    EndpointSession,
+    EndpointSessions,
+    busy,
+    read_reward,
+)
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask, Message
 
@@ -33,7 +39,7 @@ _LOOP = "proxy"
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    session: Session
+    session: EndpointSession
     captured: CapturedSession
     deadline: float
 
@@ -53,7 +59,7 @@ class SessionAdmin:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: EndpointSessions,
         services: Services,
         *,
         key: str,
@@ -103,7 +109,7 @@ class SessionAdmin:
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         services = replace(self._services, deadline=deadline)
         captured = CapturedSession(task, services)
-        session = Session(
+        session = EndpointSession(
             captured,
             services,
             sampling=self._sampling,

@@ -13,7 +13,7 @@ from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.proxy import AgentSampling
 from treadle.agent_loop.proxy.admin import SessionAdmin
 from treadle.agent_loop.proxy.app import make_app
-from treadle.agent_loop.proxy.sessions import Sessions
+from treadle.agent_loop.proxy.sessions import EndpointSessions
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 from treadle.agent_loop.testing.fake_clock import let_pass
 
@@ -27,7 +27,7 @@ ASK = {"messages": [{"role": "user", "content": "u"}]}
 async def serving(
     generator: ScriptedGenerator, *, max_sessions: int = 8
 ) -> AsyncIterator[httpx.AsyncClient]:
-    sessions = Sessions(max_in_flight=8)
+    sessions = EndpointSessions(max_in_flight=8)
     services = Services(
         generator=generator,
         renderer=ByteRenderer(),

@@ -26,7 +26,7 @@ from treadle.agent_loop.proxy.errors import ApiError
 from treadle.agent_loop.proxy.messages import read_object
 from treadle.agent_loop.proxy.request import read_request
 from treadle.agent_loop.proxy.response import ChatAnswer
-from treadle.agent_loop.proxy.sessions import Session, Sessions, read_reward
+from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions, read_reward
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
-    sessions: Sessions, *, model: str, max_body_bytes: int, more: Sequence[Route] = ()
+    sessions: EndpointSessions, *, model: str, max_body_bytes: int, more: Sequence[Route] = ()
 ) -> Starlette:
     """Makes the application.
 
@@ -65,7 +65,7 @@ def make_app(
 class _Endpoint:
     """The handlers."""
 
-    def __init__(self, sessions: Sessions, *, model: str, max_body_bytes: int) -> None:
+    def __init__(self, sessions: EndpointSessions, *, model: str, max_body_bytes: int) -> None:
         self._sessions = sessions
         self._model = model
         self._max_body_bytes = max_body_bytes
@@ -107,7 +107,7 @@ class _Endpoint:
         session.reward = read_reward(read_object(body))
         return JSONResponse({"reward": session.reward})
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> EndpointSession:
         return self._sessions.find(
             request.path_params["session_id"], request.headers.get("authorization", "")
         )

@@ -32,7 +32,7 @@ from treadle.agent_loop.loops.loop import Score, Services
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer
-from treadle.agent_loop.proxy.sessions import AgentSampling, Session, Sessions
+from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSession, EndpointSessions
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
 from treadle.tracing import Metric, Reduce
@@ -53,7 +53,7 @@ class OnCrash(enum.StrEnum):
 class _Endpoint:
     """What the trajectories of one event loop share."""
 
-    sessions: Sessions
+    sessions: EndpointSessions
     server: SharedServer
 
 
@@ -122,7 +122,7 @@ class ProxyAgentLoop:
         endpoint = self._endpoint()
         async with endpoint.server as address:
             with CapturedSession(task, services) as captured:
-                session = Session(
+                session = EndpointSession(
                     captured,
                     services,
                     sampling=self._sampling,
@@ -142,13 +142,15 @@ class ProxyAgentLoop:
     def _endpoint(self) -> _Endpoint:
         loop = asyncio.get_running_loop()
         if loop not in self._endpoints:
-            sessions = Sessions(max_in_flight=self._max_requests)
+            sessions = EndpointSessions(max_in_flight=self._max_requests)
             app = make_app(sessions, model=self._model, max_body_bytes=_MAX_BODY_BYTES)
             server = SharedServer(app, host=self._host, told_host=self._told_host, port=self._port)
             self._endpoints[loop] = _Endpoint(sessions=sessions, server=server)
         return self._endpoints[loop]
 
-    async def _run_agent(self, session: Session, task: AgentTask, address: str) -> float | None:
+    async def _run_agent(
+        self, session: EndpointSession, task: AgentTask, address: str
+    ) -> float | None:
         below = f"{address}/sessions/{session.id}"
         told = AgentSession(
             task=task, base_url=f"{below}/v1", api_key=session.key, reward_url=f"{below}/reward"
@@ -158,7 +160,7 @@ class ProxyAgentLoop:
             return None if reward is None else Score(value=reward).value
 
     def _finish(
-        self, session: Session, crash: AgentCrashedError | None, reward: float | None
+        self, session: EndpointSession, crash: AgentCrashedError | None, reward: float | None
     ) -> Trajectory:
         if session.failure is not None:
             raise session.failure

@@ -165,7 +165,7 @@ async def collect(
     runner = RolloutRunner(
         LoopRegistry({"agent": loop}),
         kit,
-        **{"max_in_flight": 8, "deadline_s": 60.0, "strategy": Drop(), **options},
+        **{"max_in_flight": 8, "deadline_s": 60.0, "failure_policy": Drop(), **options},
     )
     return ended, await runner.run(tasks, sink)
 
@@ -181,7 +181,7 @@ async def test_8_a_crash_that_is_tried_again_has_a_session_of_its_own() -> None:
             raise RuntimeError("once")
 
     kit = services(ScriptedGenerator(["one", "two"]))
-    ended, report = await collect(ProxyAgentLoop(agent), kit, [TASK], strategy=Retry())
+    ended, report = await collect(ProxyAgentLoop(agent), kit, [TASK], failure_policy=Retry())
     assert (report.num_retries, report.num_failed) == (1, 0)
     assert ended[0].final_text == "two"
     assert sessions[0].base_url != sessions[1].base_url

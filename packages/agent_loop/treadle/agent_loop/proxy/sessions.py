@@ -41,7 +41,7 @@ class AgentSampling(enum.StrEnum):
     """They are used. For evaluation."""
 
 
-class Session:
+class EndpointSession:
     """One trajectory at the endpoint.
 
     Args:
@@ -165,7 +165,7 @@ class Session:
         return base
 
 
-class Sessions:
+class EndpointSessions:
     """The open sessions of an endpoint.
 
     Args:
@@ -173,23 +173,23 @@ class Sessions:
     """
 
     def __init__(self, *, max_in_flight: int) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, EndpointSession] = {}
         self._max_in_flight = max_in_flight
         self._in_flight = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def add(self, session: Session) -> None:
+    def add(self, session: EndpointSession) -> None:
         """Lets an agent in."""
         self._sessions[session.id] = session
 
-    async def remove(self, session: Session) -> None:
+    async def remove(self, session: EndpointSession) -> None:
         """Ends a session's requests; further ones find no session."""
         self._sessions.pop(session.id, None)
         await session.close()
 
-    def find(self, session_id: str, authorization: str) -> Session:
+    def find(self, session_id: str, authorization: str) -> EndpointSession:
         """Returns the session that a request is for.
 
         Raises:

@@ -1,28 +1,29 @@
-"""Routing: which replica a session goes to. Pure: no clock, no socket, no task.
+"""Placement: the policies that choose a replica for a session. Pure: no clock, socket or task.
 
 Invariants of `StickySession`:
 
-1. A session keeps its replica (its prefix is in that cache) until it is finished, the replica is
-   to be avoided or gone, or the replica holds more than `margin` sessions above the least loaded.
-2. A new session goes to the least loaded replica; among equals to the one chosen longest ago, so
-   that no replica starves under light traffic.
+1. A session keeps its replica, whose cache holds its prefix, until the session is finished, the
+   replica is removed or must be avoided, or the replica holds more than `margin` sessions above
+   the least loaded one.
+2. A new session goes to the least loaded replica, and among equals to the one chosen longest ago,
+   so that no replica starves under light traffic.
 3. A replica's load is the number of its unfinished sessions, whether they generate or wait for a
-   tool: each of them holds cache and will come back. Every session counts once.
+   tool: each of them occupies cache and will continue. Every session counts once.
 4. A draining replica gets no new session and keeps the ones it has.
-5. With `cache_tokens` a replica takes a session only while the contexts of its sessions fit its
-   cache. What does not fit has no place and waits, oldest first: sessions that share a cache
-   which cannot hold them all evict one another, and each of their turns computes its whole
-   prompt again. Contexts grow; a replica that has grown past the bound gives up its youngest.
-   The oldest session of a replica never loses its place, so every session ends.
+5. With `cache_tokens`, a replica accepts a session only while the contexts of its sessions fit
+   its cache; other sessions wait, oldest first. Sessions that overfill a shared cache evict one
+   another, and each of their turns then computes its whole prompt again. Contexts grow, so a
+   replica that has grown past the bound gives up its youngest sessions. The oldest session of a
+   replica never loses its slot, so every session ends.
 
 `HashedSession` is the deterministic mode.
 
-What was measured (`benchmarks/routing_replay.py`): the bound is worth more than every choice among
-replicas; sessions are a better load than running requests; and a margin must be wide, because each
-move costs a whole prefix.
+Measurements (`benchmarks/routing_replay.py`): the bound of invariant 5 matters more than the
+choice among replicas; the number of sessions is a better load than that of running requests; and
+the margin must be wide, because each move costs a whole prefix.
 
-One owner calls a router from one task at a time. Whoever opens a session finishes it: capacity
-comes back by `finish`, not by forgetting (least-recently-used caches cannot release capacity).
+One owner calls a router from one task at a time. The caller that opens a session must finish it:
+only `finish` releases capacity (a least-recently-used table could not).
 """
 
 import hashlib
@@ -30,21 +31,27 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.agent_loop.routing.session_table import Holder, Nowhere, OpenSession, SessionTable
+from treadle.agent_loop.routing.session_table import (
+    NoReplica,
+    ReplicaEntry,
+    RoutedSession,
+    SessionTable,
+)
 
 _SHED_ABOVE = 1.1
-"""Share of the cache at which the youngest sessions lose their place. Above 1, so that a session
-just taken is not given up at the next turn; sessions share prompts, which are counted for each."""
+"""Fraction of the cache above which the youngest sessions lose their slot. It exceeds 1 so that a
+session that was just accepted is not given up at its next turn. Prompts that sessions share are
+counted once per session, so the real use is lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """One replica as a policy sees it.
+    """The load of one replica, as a policy sees it.
 
     Attributes:
-        address: Names it.
-        sessions: Unfinished sessions that are pinned to it.
-        last_chosen: Grows with each choice; -1 when it was never chosen.
+        address: The replica's address.
+        sessions: Number of unfinished sessions that are pinned to it.
+        last_chosen: Number of the choice that last picked it; -1 if none did.
     """
 
     address: str
@@ -53,7 +60,7 @@ class ReplicaLoad:
 
 
 class Router(Protocol):
-    """Assigns sessions to replicas, and knows which replicas there are."""
+    """Assigns sessions to replicas; holds the table of both."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -62,27 +69,35 @@ class Router(Protocol):
 
     @property
     def draining(self) -> frozenset[str]:
-        """Those that take no new session."""
+        """The replicas that accept no new session."""
         ...
 
     def load(self, address: str) -> int:
-        """Unfinished sessions pinned to a replica. KeyError: there is no such replica."""
+        """Returns the number of unfinished sessions pinned to a replica.
+
+        Raises:
+            KeyError: There is no such replica.
+        """
         ...
 
     def pinned(self, session_id: str) -> str | None:
-        """The session's replica; None when it has none."""
+        """Returns the session's replica, or None if it has none."""
         ...
 
     def add(self, address: str) -> None:
-        """Adds a replica, or brings a draining one back. Idempotent."""
+        """Adds a replica, or ends the draining of one. Idempotent."""
         ...
 
     def drain(self, address: str) -> int:
-        """Takes no new session there; returns how many are open. KeyError: no such replica."""
+        """Stops giving a replica new sessions; returns the number that are open there.
+
+        Raises:
+            KeyError: There is no such replica.
+        """
         ...
 
     def remove(self, address: str) -> None:
-        """Forgets a replica; its sessions get another at their next pick. Idempotent."""
+        """Removes a replica; its sessions get another one at their next pick. Idempotent."""
         ...
 
     def pick(
@@ -92,30 +107,30 @@ class Router(Protocol):
         context_tokens: int = 0,
         at: str | None = None,
         avoid: Collection[str] = (),
-        room_or_not: bool = False,
-    ) -> str | Nowhere:
+        ignore_capacity: bool = False,
+    ) -> str | NoReplica:
         """Returns the address for a session's next request, or why there is none.
 
         Args:
-            session_id: The trajectory. Opens the session if it is new.
+            session_id: The trajectory's session; opened if it is new.
             context_tokens: Length of the request's prompt.
-            at: For a session that is new here: where it has been until now, if anywhere.
+            at: The replica that a session new to this router used until now; None if none.
             avoid: Replicas that must not be chosen now; a session pinned to one is moved.
-            room_or_not: Never answer FULL.
+            ignore_capacity: Never return FULL.
         """
         ...
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Sessions that were told FULL and wait for a place, oldest first."""
+        """The sessions that got FULL and wait for a slot, oldest first."""
         ...
 
-    def leave(self, session_id: str) -> None:
-        """Says that nobody asks for the session now: it stops to wait for a place."""
+    def stop_waiting(self, session_id: str) -> None:
+        """Removes a session from those that wait for a slot, because its caller has left."""
         ...
 
     def finish(self, session_id: str) -> bool:
-        """Frees the session's place; False when it was not open. Idempotent."""
+        """Frees the session's slot; returns False if it was not open. Idempotent."""
         ...
 
 
@@ -123,18 +138,19 @@ class LeastLoaded:
     """The policy for new sessions: fewest sessions, then chosen longest ago."""
 
     def choose(self, candidates: Iterable[ReplicaLoad]) -> ReplicaLoad | None:
-        """Returns the candidate to use; None when there is none."""
+        """Returns the candidate to use, or None if there is none."""
         return min(candidates, key=lambda r: (r.sessions, r.last_chosen), default=None)
 
 
 class StickySession(SessionTable):
-    """Keeps sessions where they are, unless that is unfair or impossible.
+    """Keeps each session on its replica, unless that is unfair or impossible.
 
     Args:
         addresses: The replicas at start.
-        margin: How many sessions above the least loaded a replica may hold before its next
-            request moves; at least 1.
-        cache_tokens: Tokens that each replica's prefix cache holds; None: contexts are not bounded.
+        margin: Number of sessions that a replica may hold above the least loaded one before its
+            next request moves; at least 1.
+        cache_tokens: Number of tokens that each replica's prefix cache holds; None means that
+            contexts are not bounded.
 
     Raises:
         ValueError: The margin or cache_tokens is below 1, or an address is given twice.
@@ -155,7 +171,7 @@ class StickySession(SessionTable):
         self._cache_tokens = cache_tokens
         self._policy = LeastLoaded()
         self._choices = 0
-        self._waiting: dict[str, OpenSession] = {}
+        self._waiting: dict[str, RoutedSession] = {}
         super().__init__(addresses)
 
     def pick(
@@ -165,56 +181,56 @@ class StickySession(SessionTable):
         context_tokens: int = 0,
         at: str | None = None,
         avoid: Collection[str] = (),
-        room_or_not: bool = False,
-    ) -> str | Nowhere:
+        ignore_capacity: bool = False,
+    ) -> str | NoReplica:
         """Returns the address for a session's next request; see `Router.pick`."""
         session = self._open(session_id, context_tokens, at)
         placed = session.replica
         if placed is not None:
             self._shed(placed)
-        takers = self._takers(avoid)
+        accepting = self._accepting(avoid)
         if session.replica is not None:
             if session.replica.address not in avoid:
-                return self._stay_or_move(session, session.replica, takers)
-            # Its replica fails it: it goes on elsewhere, room or not, and is not made to wait.
-            return self._place(session, takers)
-        if not takers:
+                return self._stay_or_move(session, session.replica, accepting)
+            # Its replica fails: the session moves at once, even if no other replica has room.
+            return self._place(session, accepting)
+        if not accepting:
             self._waiting.pop(session_id, None)
-            return self._nowhere(session)
-        if room_or_not:
-            return self._place(session, takers)
+            return self._unavailable(session)
+        if ignore_capacity:
+            return self._place(session, accepting)
         self._waiting[session_id] = session
         if any(other.age < session.age for other in self._waiting.values()):
-            return Nowhere.FULL
-        return self._place(session, [r for r in takers if self._has_room(r, session)])
+            return NoReplica.FULL
+        return self._place(session, [r for r in accepting if self._has_room(r, session)])
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Sessions that were told FULL and wait for a place, oldest first."""
+        """The sessions that got FULL and wait for a slot, oldest first."""
         return tuple(s.name for s in sorted(self._waiting.values(), key=lambda s: s.age))
 
-    def leave(self, session_id: str) -> None:
-        """Says that nobody asks for the session now: it stops to wait for a place."""
+    def stop_waiting(self, session_id: str) -> None:
+        """Removes a session from those that wait for a slot, because its caller has left."""
         self._waiting.pop(session_id, None)
 
     def finish(self, session_id: str) -> bool:
-        """Frees the session's place; False when it was not open. Idempotent."""
-        self.leave(session_id)
+        """Frees the session's slot; returns False if it was not open. Idempotent."""
+        self.stop_waiting(session_id)
         return super().finish(session_id)
 
     def _stay_or_move(
-        self, session: OpenSession, placed: Holder, takers: list[Holder]
-    ) -> str | Nowhere:
-        others = [r for r in takers if r is not placed and self._has_room(r, session)]
+        self, session: RoutedSession, placed: ReplicaEntry, accepting: list[ReplicaEntry]
+    ) -> str | NoReplica:
+        others = [r for r in accepting if r is not placed and self._has_room(r, session)]
         least = self._least(others)
         if least is not None and len(placed.sessions) - 1 - len(least.sessions) > self._margin:
             return self._place(session, [least])
         return placed.address
 
-    def _place(self, session: OpenSession, candidates: list[Holder]) -> str | Nowhere:
+    def _place(self, session: RoutedSession, candidates: list[ReplicaEntry]) -> str | NoReplica:
         chosen = self._least(candidates)
         if chosen is None:
-            return Nowhere.FULL if session.name in self._waiting else Nowhere.NO_REPLICA
+            return NoReplica.FULL if session.name in self._waiting else NoReplica.UNAVAILABLE
         self._waiting.pop(session.name, None)
         if session.replica is not None:
             session.replica.drop(session)
@@ -223,7 +239,7 @@ class StickySession(SessionTable):
         self._choices += 1
         return chosen.address
 
-    def _least(self, replicas: list[Holder]) -> Holder | None:
+    def _least(self, replicas: list[ReplicaEntry]) -> ReplicaEntry | None:
         chosen = self._policy.choose(
             ReplicaLoad(
                 address=replica.address,
@@ -232,15 +248,15 @@ class StickySession(SessionTable):
             )
             for replica in replicas
         )
-        return None if chosen is None else self._holders[chosen.address]
+        return None if chosen is None else self._replicas[chosen.address]
 
-    def _has_room(self, replica: Holder, session: OpenSession) -> bool:
+    def _has_room(self, replica: ReplicaEntry, session: RoutedSession) -> bool:
         if self._cache_tokens is None or not replica.sessions:
             return True
         return replica.context_tokens + session.context_tokens <= self._cache_tokens
 
-    def _shed(self, replica: Holder) -> None:
-        """Takes their places from the youngest, until the rest fits."""
+    def _shed(self, replica: ReplicaEntry) -> None:
+        """Takes the slots of the youngest sessions until the others fit."""
         if self._cache_tokens is None:
             return
         while (
@@ -250,13 +266,13 @@ class StickySession(SessionTable):
 
 
 class HashedSession(SessionTable):
-    """The deterministic mode: where a session goes depends on nothing that happened before.
+    """The deterministic mode: the choice does not depend on earlier choices.
 
-    A new session goes to the replica with the largest hash (blake2b) of the replica's address and
-    the session's id up to its last "/" (what follows tells attempts apart), among those that take
-    sessions now (rendezvous hashing). So the replicas may be listed in any order, any number of
-    workers agree without talking, and a replica that comes or goes moves only the sessions of its
-    own share. Loads are not looked at. An open session stays where it is while its replica drains.
+    Uses rendezvous hashing: of the replicas that accept sessions, a new session goes to the one
+    with the largest blake2b hash of the replica's address and the session's id up to its last "/"
+    (the part after it differs per attempt). So the order of the replicas does not matter, workers
+    agree without communication, and adding or removing a replica only moves that replica's share
+    of the sessions. Loads are ignored. An open session stays where it is while its replica drains.
 
     Args:
         addresses: The replicas at start.
@@ -272,19 +288,19 @@ class HashedSession(SessionTable):
         context_tokens: int = 0,
         at: str | None = None,
         avoid: Collection[str] = (),
-        room_or_not: bool = False,
-    ) -> str | Nowhere:
+        ignore_capacity: bool = False,
+    ) -> str | NoReplica:
         """Returns the address for a session's next request; see `Router.pick`."""
         session = self._open(session_id, context_tokens, at)
         placed = session.replica
         if placed is not None and placed.address not in avoid:
             return placed.address
-        takers = self._takers(avoid)
-        if not takers:
-            return self._nowhere(session)
+        accepting = self._accepting(avoid)
+        if not accepting:
+            return self._unavailable(session)
         if placed is not None:
             placed.drop(session)
-        chosen = max(takers, key=lambda replica: _weight(replica.address, session_id))
+        chosen = max(accepting, key=lambda replica: _weight(replica.address, session_id))
         chosen.put(session)
         return chosen.address
 

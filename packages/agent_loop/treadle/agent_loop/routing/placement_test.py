@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from treadle.agent_loop.routing.placement import HashedSession, Router, StickySession
-from treadle.agent_loop.routing.session_table import Nowhere
+from treadle.agent_loop.routing.session_table import NoReplica
 
 ADDRESSES = [f"r{i}" for i in range(4)]
 SESSIONS = st.integers(0, 12).map(lambda i: f"s{i}")
@@ -26,7 +26,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.draining: set[str] = set()
         self.pins: dict[str, str] = {}
 
-    def takers(self, avoid: set[str]) -> set[str]:
+    def accepting(self, avoid: set[str]) -> set[str]:
         return set(self.live) - self.draining - avoid
 
     @rule(session=SESSIONS)
@@ -92,21 +92,21 @@ class StickyMachine(RouterMachine):
     def pick(self, session: str, avoid: set[str]) -> None:
         before = dict(self.pins)
         address = self.router.pick(session, avoid=avoid)
-        takers = self.takers(avoid)
+        accepting = self.accepting(avoid)
         pinned = before.get(session)
-        if address is Nowhere.NO_REPLICA:
-            assert not takers
+        if address is NoReplica.UNAVAILABLE:
+            assert not accepting
             assert pinned is None or pinned in avoid
             return
         assert isinstance(address, str)
         assert address in set(self.live) - avoid
         loads = Counter(a for s, a in before.items() if s != session)
-        least = min((loads[a] for a in takers), default=None)
+        least = min((loads[a] for a in accepting), default=None)
         if pinned is not None and pinned not in avoid:
             too_busy = least is not None and loads[pinned] - least > self.margin
             assert (address != pinned) == too_busy
         if address != pinned:
-            assert address in takers
+            assert address in accepting
             assert loads[address] == least
         self.pins[session] = address
 
@@ -119,17 +119,17 @@ class HashedMachine(RouterMachine):
     @rule(session=SESSIONS, avoid=AVOID, data=st.data())
     def pick(self, session: str, avoid: set[str], data: st.DataObject) -> None:
         address = self.router.pick(session, avoid=avoid)
-        takers = self.takers(avoid)
+        accepting = self.accepting(avoid)
         pinned = self.pins.get(session)
         if pinned is not None and pinned not in avoid:
             assert address == pinned
             return
-        if address is Nowhere.NO_REPLICA:
-            assert not takers
+        if address is NoReplica.UNAVAILABLE:
+            assert not accepting
             return
         assert isinstance(address, str)
         # Another router, with no history and another order, says the same.
-        fresh = HashedSession(data.draw(st.permutations(sorted(takers))))
+        fresh = HashedSession(data.draw(st.permutations(sorted(accepting))))
         assert address == fresh.pick(session)
         self.pins[session] = address
 
@@ -148,7 +148,7 @@ class BoundedMachine(RuleBasedStateMachine):
         before = self.router.pinned(session)
         self.lengths[session] = length = self.lengths.get(session, 1) + more
         place = self.router.pick(session, context_tokens=length)
-        if place is Nowhere.FULL:
+        if place is NoReplica.FULL:
             assert session in self.router.waiting
             assert self.router.waiting[0] != session or all(
                 self.tokens(a) + length > 10 for a in self.router.addresses
@@ -162,8 +162,8 @@ class BoundedMachine(RuleBasedStateMachine):
             assert self.tokens(place) <= 11 or self.router.load(place) == 1
 
     @rule(session=SESSIONS)
-    def leave(self, session: str) -> None:
-        self.router.leave(session)
+    def stop_waiting(self, session: str) -> None:
+        self.router.stop_waiting(session)
         assert session not in self.router.waiting
 
     @rule(session=SESSIONS)
@@ -187,7 +187,10 @@ class BoundedMachine(RuleBasedStateMachine):
             self.router.pick(session, context_tokens=self.lengths[session])
         while self.lengths:
             for session in self.router.waiting:
-                if self.router.pick(session, context_tokens=self.lengths[session]) is Nowhere.FULL:
+                if (
+                    self.router.pick(session, context_tokens=self.lengths[session])
+                    is NoReplica.FULL
+                ):
                     break
             placed = [s for s in self.lengths if self.router.pinned(s) is not None]
             assert placed
@@ -238,7 +241,7 @@ def test_a_pin_is_broken_past_the_margin() -> None:
 
 @pytest.mark.parametrize("router", [StickySession(), HashedSession()])
 def test_no_replica_is_said_and_leaves_nothing_behind(router: Router) -> None:
-    assert router.pick("s") is Nowhere.NO_REPLICA
+    assert router.pick("s") is NoReplica.UNAVAILABLE
     assert not router.finish("s")
 
 
@@ -256,7 +259,7 @@ def test_a_failing_replica_is_left_for_one_without_room() -> None:
     router = StickySession(["a", "b"], cache_tokens=10)
     assert router.pick("s0", context_tokens=9) == "a"
     assert router.pick("s1", context_tokens=9) == "b"
-    assert router.pick("s2", context_tokens=9) is Nowhere.FULL
+    assert router.pick("s2", context_tokens=9) is NoReplica.FULL
     assert router.pick("s1", context_tokens=9, avoid={"b"}) == "a"
     assert router.pick("s0", context_tokens=9) == "a"
     assert router.pinned("s1") is None  # the youngest gave way,
@@ -267,10 +270,10 @@ def test_a_failing_replica_is_left_for_one_without_room() -> None:
 def test_room_is_given_in_the_order_of_age() -> None:
     router = StickySession(["a"], cache_tokens=10)
     assert router.pick("old", context_tokens=8) == "a"
-    assert router.pick("young", context_tokens=8) is Nowhere.FULL
-    assert router.pick("small", context_tokens=1) is Nowhere.FULL  # "young" is before it
+    assert router.pick("young", context_tokens=8) is NoReplica.FULL
+    assert router.pick("small", context_tokens=1) is NoReplica.FULL  # "young" is before it
     router.finish("old")
-    assert router.pick("small", context_tokens=1) is Nowhere.FULL
+    assert router.pick("small", context_tokens=1) is NoReplica.FULL
     assert router.pick("young", context_tokens=8) == "a"
     assert router.pick("small", context_tokens=1) == "a"
 

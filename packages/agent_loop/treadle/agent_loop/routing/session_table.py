@@ -1,8 +1,8 @@
-"""The session table: the replicas, and which session is open on which of them.
+"""The session table: the replicas, and the sessions that are open on each of them.
 
-Invariant: a session has at most one replica, which is in the table; the sessions and the context
-tokens of a replica are those of the sessions that have it. A routing policy is a table that knows
-how to choose; see `routing`. Pure.
+Invariant: a session has at most one replica, which is in the table. A replica's sessions and its
+context tokens are those of the sessions placed on it. A routing policy is a subclass that can
+choose a replica; see `placement`. Pure.
 """
 
 import enum
@@ -10,143 +10,157 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 
-class Nowhere(enum.Enum):
+class NoReplica(enum.Enum):
     """Why a session has no replica."""
 
-    NO_REPLICA = "no replica takes it: none is known, all drain, or all are to be avoided"
+    UNAVAILABLE = "no replica accepts it: none is known, all drain, or all are to be avoided"
     FULL = "no replica has room for it: it waits for a session to finish"
 
 
 @dataclass(slots=True, eq=False)
-class OpenSession:
-    """An open session. Without a replica it has lost it, or waits for its first."""
+class RoutedSession:
+    """An open session.
+
+    Attributes:
+        name: The session's id.
+        age: Number of sessions opened before it.
+        replica: None while it waits for its first replica, or after it has lost its slot.
+        context_tokens: Length of its latest prompt.
+    """
 
     name: str
     age: int
-    replica: "Holder | None" = None
+    replica: "ReplicaEntry | None" = None
     context_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Holder:
-    """A replica and the sessions that have it."""
+class ReplicaEntry:
+    """A replica and the sessions that are placed on it."""
 
     address: str
     draining: bool = False
     last_chosen: int = -1
     context_tokens: int = 0
-    sessions: dict[str, OpenSession] = field(default_factory=dict)
+    sessions: dict[str, RoutedSession] = field(default_factory=dict)
 
-    def put(self, session: OpenSession) -> None:
-        """Gives the replica to a session that has none."""
+    def put(self, session: RoutedSession) -> None:
+        """Places a session that has no replica."""
         session.replica = self
         self.sessions[session.name] = session
         self.context_tokens += session.context_tokens
 
-    def drop(self, session: OpenSession) -> None:
-        """Takes it from one that has it."""
+    def drop(self, session: RoutedSession) -> None:
+        """Takes away the slot of a session that is placed here."""
         session.replica = None
         del self.sessions[session.name]
         self.context_tokens -= session.context_tokens
 
 
 class SessionTable:
-    """The replicas and the sessions that are open on them: what both routers share."""
+    """The replicas and their open sessions; the common part of both policies.
+
+    Args:
+        addresses: The replicas at start.
+
+    Raises:
+        ValueError: An address is given twice.
+    """
 
     def __init__(self, addresses: Iterable[str] = ()) -> None:
-        self._holders: dict[str, Holder] = {}
-        self._sessions: dict[str, OpenSession] = {}
+        self._replicas: dict[str, ReplicaEntry] = {}
+        self._sessions: dict[str, RoutedSession] = {}
         self._opened = 0
         for address in addresses:
-            if address in self._holders:
+            if address in self._replicas:
                 raise ValueError(f"replica {address} is given twice")
             self.add(address)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """All replicas, in the order in which they were added."""
-        return tuple(self._holders)
+        return tuple(self._replicas)
 
     @property
     def draining(self) -> frozenset[str]:
-        """Those that take no new session."""
-        return frozenset(a for a, replica in self._holders.items() if replica.draining)
+        """The replicas that accept no new session."""
+        return frozenset(a for a, replica in self._replicas.items() if replica.draining)
 
     @property
     def num_sessions(self) -> int:
-        """Open sessions, with and without a place."""
+        """Number of open sessions, with and without a slot."""
         return len(self._sessions)
 
     def load(self, address: str) -> int:
-        """Unfinished sessions pinned to a replica.
+        """Returns the number of unfinished sessions pinned to a replica.
 
         Raises:
             KeyError: There is no such replica.
         """
-        return len(self._holders[address].sessions)
+        return len(self._replicas[address].sessions)
 
     def pinned(self, session_id: str) -> str | None:
-        """The session's replica; None when it has none."""
+        """Returns the session's replica, or None if it has none."""
         session = self._sessions.get(session_id)
         return None if session is None or session.replica is None else session.replica.address
 
     def add(self, address: str) -> None:
-        """Adds a replica, or brings a draining one back. Idempotent."""
-        self._holders.setdefault(address, Holder(address)).draining = False
+        """Adds a replica, or ends the draining of one. Idempotent."""
+        self._replicas.setdefault(address, ReplicaEntry(address)).draining = False
 
     def drain(self, address: str) -> int:
-        """Takes no new session there; returns how many are open.
+        """Stops giving a replica new sessions; returns the number that are open there.
 
         Raises:
             KeyError: There is no such replica.
         """
-        self._holders[address].draining = True
+        self._replicas[address].draining = True
         return self.load(address)
 
     def remove(self, address: str) -> None:
-        """Forgets a replica; its sessions get another at their next pick. Idempotent."""
-        if (replica := self._holders.pop(address, None)) is not None:
+        """Removes a replica; its sessions get another one at their next pick. Idempotent."""
+        if (replica := self._replicas.pop(address, None)) is not None:
             for session in list(replica.sessions.values()):
                 replica.drop(session)
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Sessions that were told FULL and wait for a place, oldest first."""
+        """The sessions that got FULL and wait for a slot, oldest first."""
         return ()
 
-    def leave(self, session_id: str) -> None:
-        """Says that nobody asks for the session now: it stops to wait for a place."""
+    def stop_waiting(self, session_id: str) -> None:
+        """Removes a session from those that wait for a slot, because its caller has left."""
 
     def finish(self, session_id: str) -> bool:
-        """Frees the session's place; False when it was not open. Idempotent."""
+        """Frees the session's slot; returns False if it was not open. Idempotent."""
         session = self._sessions.pop(session_id, None)
         if session is not None and session.replica is not None:
             session.replica.drop(session)
         return session is not None
 
-    def _open(self, session_id: str, context_tokens: int, at: str | None) -> OpenSession:
-        """Returns the session with its new length; one that says where it is stays there."""
+    def _open(self, session_id: str, context_tokens: int, at: str | None) -> RoutedSession:
+        """Returns the session with its new length; a new one is placed at `at`, if given."""
         session = self._sessions.get(session_id)
         if session is None:
-            session = OpenSession(session_id, self._opened)
+            session = RoutedSession(session_id, self._opened)
             self._opened += 1
             self._sessions[session_id] = session
-            if at in self._holders:
-                self._holders[at].put(session)
+            if at in self._replicas:
+                self._replicas[at].put(session)
         if session.replica is not None:
             session.replica.context_tokens += context_tokens - session.context_tokens
         session.context_tokens = context_tokens
         return session
 
-    def _takers(self, avoid: Collection[str]) -> list[Holder]:
+    def _accepting(self, avoid: Collection[str]) -> list[ReplicaEntry]:
         return [
             replica
-            for replica in self._holders.values()
+            for replica in self._replicas.values()
             if not replica.draining and replica.address not in avoid
         ]
 
-    def _nowhere(self, session: OpenSession) -> Nowhere:
-        # Without a place it is not kept: nobody might ever finish it.
+    def _unavailable(self, session: RoutedSession) -> NoReplica:
+        # A session without a replica is not kept: its caller might never finish it.
         if session.replica is None:
             del self._sessions[session.name]
-        return Nowhere.NO_REPLICA
+        return NoReplica.UNAVAILABLE

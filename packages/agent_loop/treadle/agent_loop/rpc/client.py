@@ -2,20 +2,20 @@
 
 Invariants:
 
-1. A completion is whole or an error is raised; its tokens, log-probabilities and versions are
-   exactly those that servers sampled, also when several replicas had a part in it: after a
-   failure or an interruption the next request is the prompt plus what arrived.
+1. A completion is whole, or an error is raised. Its tokens, log-probabilities and versions are
+   exactly those that servers sampled, also when several replicas contributed: after a failure or
+   an interruption the next call's prompt is the original prompt plus the tokens that arrived.
 2. Every call has a deadline, and every stream is cancelled when its reader leaves.
-3. A replica that fails rests for a growing time and no request is sent there meanwhile. A request
-   that has seen `RetryPolicy.max_failures` failures of every replica raises, and names them all.
-4. A replica that is overloaded or paused is left by the request that it refused, and by no other
-   (their prefixes are cached there). The request goes elsewhere or waits, until the deadline.
-5. Which replica a request goes to is the router's word, asked once per call: a policy in this
-   process, or the routing service that many workers share. Replicas come and go meanwhile.
+3. A replica that fails is not used during a growing back-off. A request that has seen
+   `RetryPolicy.max_failures` failures of every replica raises an error that names them all.
+4. When a replica is overloaded or paused, only the request that it refused turns away from it;
+   other sessions have their prefixes cached there. The refused request uses another replica or
+   waits, until its deadline.
+5. The router chooses the replica, once per call. It is a policy in this process, or the routing
+   service that many workers share. Replicas may be added and removed meanwhile.
 
-A request waits for its stream, for the replica that first has rested (woken by the clock), or for
-a place (`router_desk`). Replicas are shared by all requests of one event loop; nothing here is
-thread-safe.
+A request waits for its stream, for the first back-off to end (woken by the clock), or for room
+(`SessionQueue`). All requests of one event loop share the replicas; nothing here is thread-safe.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -35,12 +35,12 @@ from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
 from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check_images_taken
-from treadle.agent_loop.rpc.in_flight_completion import Work
-from treadle.agent_loop.rpc.replica import Replica, Rest, RpcDeadlines
-from treadle.agent_loop.rpc.replica_set import ReplicaSet
-from treadle.agent_loop.rpc.retry import RetryPolicy
+from treadle.agent_loop.rpc.in_flight_completion import InFlightCompletion
+from treadle.agent_loop.rpc.replica_client import ReplicaClient, RpcDeadlines
+from treadle.agent_loop.rpc.replica_connections import ReplicaConnections
+from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
 from treadle.agent_loop.rpc.router.client import RemoteRouter
-from treadle.agent_loop.rpc.router.session_queue import Places, RouterDesk
+from treadle.agent_loop.rpc.router.session_queue import Placement, SessionQueue
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import Completion, FinishReason, SamplingParams
@@ -51,25 +51,25 @@ class GrpcTokenGenerator:
 
     Args:
         replicas: The servers.
-        places: Assigns sessions to their addresses.
+        placement: Assigns sessions to addresses.
         deadlines: Upper bounds of calls.
         retry: Waits after failures.
         clock: Time and waiting.
-        max_resumes: Interruptions of one completion that are resumed.
+        max_resumes: Maximum number of times that one completion is resumed.
     """
 
     def __init__(
         self,
-        replicas: ReplicaSet,
+        replicas: ReplicaConnections,
         *,
-        places: Places,
+        placement: Placement,
         deadlines: RpcDeadlines,
         retry: RetryPolicy,
         clock: Clock,
         max_resumes: int,
     ) -> None:
         self._replicas = replicas
-        self._places = places
+        self._placement = placement
         self._deadlines = deadlines
         self._retry = retry
         self._clock = clock
@@ -77,53 +77,54 @@ class GrpcTokenGenerator:
 
     @property
     def servers(self) -> tuple[ServerInfo, ...]:
-        """What each replica said at the handshake."""
+        """Each replica's answer at the handshake."""
         return self._replicas.servers
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and completion that fit every replica."""
+        """Maximum number of prompt and completion tokens that every replica accepts."""
         return min(server.context_length for server in self.servers)
 
     def finish_session(self, session_id: str) -> None:
-        """Frees the session's place in the balance."""
-        self._places.finish(session_id)
+        """Ends the session; it no longer counts as a load of its replica."""
+        self._placement.finish(session_id)
 
     async def add_replica(self, address: str) -> None:
-        """Adds a server, after its handshake, or brings a draining one back. Idempotent.
+        """Adds a replica after its handshake, or ends the draining of one. Idempotent.
 
         Raises:
-            SetupError: It does not answer, does not fit, or the routing service decides.
+            SetupError: The replica does not answer or is incompatible, or a routing service
+                manages the replicas.
         """
-        desk = self._desk()
-        if address not in desk.router.addresses:
+        queue = self._session_queue()
+        if address not in queue.router.addresses:
             await self._replicas.add_all([address])
-        desk.add(address)
+        queue.add(address)
 
     def drain_replica(self, address: str) -> int:
-        """Sends no new session there; returns how many are open.
+        """Stops sending new sessions to a replica; returns the number that are open there.
 
         Raises:
             KeyError: There is no such replica.
-            SetupError: The routing service decides.
+            SetupError: A routing service manages the replicas.
         """
-        return self._desk().drain(address)
+        return self._session_queue().drain(address)
 
     async def remove_replica(self, address: str) -> None:
-        """Sends nothing there any more; what runs there may end. Idempotent.
+        """Stops using a replica; calls in flight there may end. Idempotent.
 
         Raises:
-            SetupError: The routing service decides.
+            SetupError: A routing service manages the replicas.
         """
-        self._desk().remove(address)
+        self._session_queue().remove(address)
         await self._replicas.retire(address)
 
-    def _desk(self) -> RouterDesk:
-        if not isinstance(self._places, RouterDesk):
+    def _session_queue(self) -> SessionQueue:
+        if not isinstance(self._placement, SessionQueue):
             raise SetupError(
-                "the replicas are the routing service's: add, drain and remove them there"
+                "the routing service manages the replicas: add, drain and remove them there"
             )
-        return self._places
+        return self._placement
 
     async def generate(
         self,
@@ -133,14 +134,14 @@ class GrpcTokenGenerator:
         request: RequestContext,
         images: Sequence[PlacedImage] = (),
     ) -> Completion:
-        """Samples one completion, on as many replicas as it takes.
+        """Samples one completion, on one or more replicas.
 
         Raises:
-            GenerationError: See `treadle.agent_loop.errors`; the text names the replicas.
+            GenerationError: See `treadle.agent_loop.errors`; the message names the replicas.
         """
         if images:
             check_images_taken(self.servers)
-        work = Work(
+        in_flight = InFlightCompletion(
             prompt=tuple(prompt),
             params=params,
             request=request,
@@ -148,93 +149,97 @@ class GrpcTokenGenerator:
             deadline=min(request.deadline, self._clock.now() + self._deadlines.generate_s),
         )
         while True:
-            replica = await self._choose(work)
-            outcome = await self._ask(replica, work)
+            replica = await self._choose(in_flight)
+            outcome = await self._call(replica, in_flight)
             if isinstance(outcome, RpcFailure):
-                self._note_failure(replica.rest, work, outcome)
-                finish = work.finish_already()
+                self._note_failure(replica.backoff, in_flight, outcome)
+                finish = in_flight.finish_already()
             elif outcome is None:
-                replica.rest.recover()
-                work.num_resumes += 1
-                finish = work.finish_already()
-                if finish is None and work.num_resumes > self._max_resumes:
+                replica.backoff.recover()
+                in_flight.num_resumes += 1
+                finish = in_flight.finish_already()
+                if finish is None and in_flight.num_resumes > self._max_resumes:
                     raise ReplicaUnavailableError(
                         f"{replica.info.address}: the completion was interrupted "
-                        f"{work.num_resumes} times; max_resumes is {self._max_resumes}"
+                        f"{in_flight.num_resumes} times; max_resumes is {self._max_resumes}"
                     )
             else:
-                replica.rest.recover()
+                replica.backoff.recover()
                 finish = outcome
             if finish is not None:
-                return work.completion(finish)
+                return in_flight.completion(finish)
 
-    async def _choose(self, work: Work) -> Replica:
-        """Returns the replica for the next call, waiting until one has rested.
+    async def _choose(self, in_flight: InFlightCompletion) -> ReplicaClient:
+        """Returns the replica for the next call, waiting until one may be used.
 
         Raises:
-            GenerationError: Every replica failed too often, or the deadline is too near.
+            GenerationError: Every replica failed too often, or the deadline comes first.
         """
         while True:
             now = self._clock.now()
-            if now >= work.deadline:
-                work.give_up("the deadline passed")
-            spent = {a for a, n in work.failures.items() if n >= self._retry.max_failures}
-            resting = self._resting(work, spent, now)
+            if now >= in_flight.deadline:
+                in_flight.give_up("the deadline passed")
+            spent = {a for a, n in in_flight.failures.items() if n >= self._retry.max_failures}
+            backing_off = self._backing_off(in_flight, spent, now)
             try:
-                address = await self._places.open(
-                    work.request.session_id,
-                    context_tokens=len(work.prompt) + len(work.token_ids),
-                    avoid=spent | resting.keys(),
-                    wait_s=work.deadline - now,
+                address = await self._placement.open(
+                    in_flight.request.session_id,
+                    context_tokens=len(in_flight.prompt) + len(in_flight.token_ids),
+                    avoid=spent | backing_off.keys(),
+                    wait_s=in_flight.deadline - now,
                 )
             except TimeoutError:
-                work.give_up("no replica had room before the deadline")
+                in_flight.give_up("no replica had room before the deadline")
             if address is not None:
                 try:
                     return await self._replicas.reach(address)
                 except ReplicaUnavailableError as away:
                     failure = RpcFailure(address=address, error=away, action=Action.LEAVE)
-                    self._note_failure(self._replicas.rests[address], work, failure)
+                    self._note_failure(self._replicas.backoffs[address], in_flight, failure)
                 continue
-            if not resting:
-                work.give_up("no replica is left")
-            if (wake := min(resting.values())) >= work.deadline:
-                work.give_up(
-                    f"no replica is free before the deadline, in {work.deadline - now:g} s"
+            if not backing_off:
+                in_flight.give_up("no replica is left")
+            if (wake := min(backing_off.values())) >= in_flight.deadline:
+                in_flight.give_up(
+                    f"no replica is free before the deadline, in {in_flight.deadline - now:g} s"
                 )
             await self._clock.sleep(wake - now)
 
-    def _resting(self, work: Work, spent: set[str], now: float) -> dict[str, float]:
-        """When each address that is left alone now may be used again."""
-        rests = {address: rest.until for address, rest in self._replicas.rests.items()}
-        for address, until in work.waiting_until.items():
-            rests[address] = max(until, rests.get(address, 0.0))
-        return {a: until for a, until in rests.items() if until > now and a not in spent}
+    def _backing_off(
+        self, in_flight: InFlightCompletion, spent: set[str], now: float
+    ) -> dict[str, float]:
+        """Returns the addresses that must not be used now, and when each may be used again."""
+        ends = {address: backoff.until for address, backoff in self._replicas.backoffs.items()}
+        for address, until in in_flight.waiting_until.items():
+            ends[address] = max(until, ends.get(address, 0.0))
+        return {a: until for a, until in ends.items() if until > now and a not in spent}
 
-    async def _ask(self, replica: Replica, work: Work) -> FinishReason | RpcFailure | None:
-        """Makes one call; its tokens are added to the work, however it ends.
+    async def _call(
+        self, replica: ReplicaClient, in_flight: InFlightCompletion
+    ) -> FinishReason | RpcFailure | None:
+        """Makes one call and keeps its tokens, however it ends.
 
         Returns:
             Why the completion ended, None when it was interrupted, or how the call failed.
         """
-        params = work.next_params()
+        params = in_flight.next_params()
         stream = CompletionStream(
             address=replica.info.address,
             params=params,
             vocab_size=replica.info.vocab_size,
-            min_weight_version=work.request.min_weight_version,
+            min_weight_version=in_flight.request.min_weight_version,
         )
         message = encode_request(
-            work.next_prompt(),
+            in_flight.next_prompt(),
             params,
-            work.request,
-            request_id=work.next_request_id(),
-            images=work.images,
+            in_flight.request,
+            request_id=in_flight.next_request_id(),
+            images=in_flight.images,
         )
-        if work.images:
-            check_images_taken((replica.info,))  # It may have come after the work began.
+        if in_flight.images:
+            check_images_taken((replica.info,))  # It may have been added meanwhile.
             check_size(message, replica.info)
-        timeout_s = work.deadline - self._clock.now()
+        timeout_s = in_flight.deadline - self._clock.now()
         try:
             async with self._replicas.calling(replica):
                 await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
@@ -242,22 +247,24 @@ class GrpcTokenGenerator:
         except grpc.aio.AioRpcError as failed:
             return classify(replica.info.address, failed)
         finally:
-            work.add(stream)
+            in_flight.add(stream)
 
-    def _note_failure(self, rest: Rest, work: Work, failure: RpcFailure) -> None:
+    def _note_failure(
+        self, backoff: Backoff, in_flight: InFlightCompletion, failure: RpcFailure
+    ) -> None:
         if failure.action is Action.RAISE:
             if isinstance(failure.error, GenerationTimeoutError):
-                work.give_up("the deadline passed", GenerationTimeoutError)
+                in_flight.give_up("the deadline passed", GenerationTimeoutError)
             raise failure.error
-        work.last_failures[failure.address] = failure
+        in_flight.last_failures[failure.address] = failure
         now = self._clock.now()
         if failure.action is Action.LEAVE:
-            work.failures[failure.address] = work.failures.get(failure.address, 0) + 1
-            rest.fail(now, self._retry, failure.retry_after_s)
+            in_flight.failures[failure.address] = in_flight.failures.get(failure.address, 0) + 1
+            backoff.fail(now, self._retry, failure.retry_after_s)
         else:
-            work.num_waits += 1
-            wait_s = self._retry.wait_s(work.num_waits, retry_after_s=failure.retry_after_s)
-            work.waiting_until[failure.address] = now + wait_s
+            in_flight.num_waits += 1
+            wait_s = self._retry.wait_s(in_flight.num_waits, retry_after_s=failure.retry_after_s)
+            in_flight.waiting_until[failure.address] = now + wait_s
 
 
 @asynccontextmanager
@@ -274,29 +281,30 @@ async def connect(
     client: str = "treadle-agent-loop",
     clock: Clock | None = None,
 ) -> AsyncIterator[GrpcTokenGenerator]:
-    """Opens channels to the replicas of one model and shakes hands with each.
+    """Connects to the replicas of one model.
 
     Args:
         addresses: host:port of every replica; at least one, unless there is a `router`.
-        router: host:port of a routing service, which knows the replicas; None: none.
-        requirements: What they must offer; None: log-probabilities only.
-        security: TLS and token, for the replicas and the router; None: plain.
+        router: host:port of a routing service, which knows the replicas; None means no router.
+        requirements: What the replicas must offer; None means log-probabilities only.
+        security: TLS and token, for the replicas and the router; None means plain.
         deadlines: Upper bounds of calls.
         retry: Waits after failures.
-        policy: How sessions are spread over `addresses`, without replicas of its own; None:
-            `StickySession()`. The routing service has its own.
-        max_resumes: Interruptions of one completion that are resumed before it fails.
+        policy: Spreads sessions over `addresses`, which `connect` adds to it; None means
+            `StickySession()`. A routing service has its own policy.
+        max_resumes: Maximum number of times that one completion is resumed after an
+            interruption.
         client: "name/version", for the servers' logs.
-        clock: Times the waits; None: the event loop's.
+        clock: Times the waits; None means the event loop's clock.
 
     Raises:
-        SetupError: A server cannot be reached or does not fit; the text names it. Of a router's
-            replicas one must answer; those that are away are used when they come back.
+        SetupError: A replica cannot be reached or is incompatible; the message names it. At least
+            one of a router's replicas must answer; the others are used when they come back.
     """
     _check_arguments(addresses, router, policy)
     security, deadlines = security or ChannelSecurity(), deadlines or RpcDeadlines()
     retry, clock = retry or RetryPolicy(), clock or LoopClock()
-    replicas = ReplicaSet(
+    replicas = ReplicaConnections(
         requirements=requirements or Requirements(),
         security=security,
         deadlines=deadlines,
@@ -306,14 +314,14 @@ async def connect(
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(replicas.aclose)
-        places: Places
+        placement: Placement
         if router is None:
             await replicas.add_all(addresses)
-            places = RouterDesk(policy or StickySession(), clock=clock)
+            placement = queue = SessionQueue(policy or StickySession(), clock=clock)
             for address in addresses:
-                places.add(address)
+                queue.add(address)
         else:
-            places = remote = await stack.enter_async_context(
+            placement = remote = await stack.enter_async_context(
                 RemoteRouter.connect(
                     router, security=security, deadlines=deadlines, retry=retry, clock=clock
                 )
@@ -324,7 +332,7 @@ async def connect(
                 raise SetupError(f"the router {router} has no replica that answers:\n  {reasons}")
         yield GrpcTokenGenerator(
             replicas,
-            places=places,
+            placement=placement,
             deadlines=deadlines,
             retry=retry,
             clock=clock,
@@ -337,7 +345,7 @@ def _check_arguments(
 ) -> None:
     if router is not None and (addresses or policy is not None):
         raise SetupError(
-            f"the router {router} knows the replicas and has the policy: pass it alone, or "
+            f"the router {router} has the replicas and the policy: pass the router alone, or "
             "addresses and policy without a router"
         )
     if router is None and not addresses:
@@ -346,5 +354,6 @@ def _check_arguments(
         raise SetupError(f"a rollout server is given twice: {', '.join(addresses)}")
     if policy is not None and policy.addresses:
         raise SetupError(
-            f"the policy has replicas of its own ({', '.join(policy.addresses)}): connect adds them"
+            f"the policy already has replicas ({', '.join(policy.addresses)}): pass them as "
+            "addresses instead"
         )

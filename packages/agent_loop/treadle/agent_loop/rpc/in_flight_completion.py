@@ -1,7 +1,7 @@
-"""The work: one completion under way, over all of the calls that it takes.
+"""One completion in flight, across all the calls that it takes.
 
-Invariant: what has arrived is kept, however a call ended; the next call asks for the rest of it,
-with the prompt plus what arrived. One request owns it.
+Invariant: tokens that have arrived are kept, however their call ended. The next call continues
+after them: its prompt is the original prompt plus these tokens. One request owns the object.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,27 @@ from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, T
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
-    """One completion under way, over all of its calls."""
+class InFlightCompletion:
+    """One completion in flight, across all of its calls.
+
+    Attributes:
+        prompt: [P] ids of the request.
+        params: Sampling parameters of the request.
+        request: The request's context.
+        images: Images of the prompt.
+        deadline: Clock seconds.
+        chunks: Tokens that have arrived.
+        failures: Number of failures per address.
+        last_failures: The latest failure per address.
+        waiting_until: When an address that was overloaded or paused may be asked again; clock
+            seconds.
+        num_waits: Number of calls refused for overload or a pause.
+        num_calls: Number of calls so far.
+        num_resumes: Number of interruptions so far.
+        cached_prompt_tokens: As reported by the first call.
+        queue_s: Seconds in servers' queues, over all calls.
+        engine_s: Seconds in engines, over all calls.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -37,29 +56,29 @@ class Work:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All that has arrived."""
+        """The tokens that have arrived."""
         return tuple(token for chunk in self.chunks for token in chunk.token_ids)
 
     def next_prompt(self) -> tuple[int, ...]:
-        """The prompt plus what has arrived."""
+        """Returns the prompt plus the tokens that have arrived."""
         return (*self.prompt, *self.token_ids)
 
     def next_params(self) -> SamplingParams:
-        """What is left to sample.
+        """Returns the sampling parameters for the tokens that are missing.
 
-        The seed stays: a token's draw depends on it and on the token's place in the sequence, so
-        that a resumed completion is the undisturbed one.
+        The seed stays the same. A token's draw depends on the seed and on the token's position in
+        the sequence, so a resumed completion equals one that was not interrupted.
         """
         return replace(self.params, max_tokens=self.params.max_tokens - len(self.token_ids))
 
     def next_request_id(self) -> str:
-        """Unique per call, as the contract asks."""
+        """Returns an id that is unique per call, as the contract requires."""
         self.num_calls += 1
         name = self.request.request_id.encode()[-120:].decode(errors="ignore")
         return f"{name}.{self.num_calls}"
 
     def add(self, stream: CompletionStream) -> None:
-        """Keeps what a call brought. Runs of one weight version become one chunk."""
+        """Adds the tokens of a call. Adjacent chunks of one weight version are merged."""
         for chunk in stream.chunks:
             if self.chunks and self.chunks[-1].weight_version == chunk.weight_version:
                 last = self.chunks.pop()
@@ -75,14 +94,14 @@ class Work:
         self.engine_s += stream.engine_s
 
     def finish_already(self) -> FinishReason | None:
-        """Whether what arrived before a failure or an interruption is all there could be."""
+        """Returns the finish reason if the tokens that have arrived are already complete."""
         ids = self.token_ids
         if ids and ids[-1] in self.params.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(ids) >= self.params.max_tokens else None
 
     def completion(self, finish: FinishReason) -> Completion:
-        """The whole of it."""
+        """Returns the whole completion."""
         return Completion(
             chunks=tuple(self.chunks),
             finish=finish,
@@ -93,7 +112,7 @@ class Work:
         )
 
     def give_up(self, why: str, kind: type[GenerationTimeoutError] | None = None) -> NoReturn:
-        """Raises the last failure's kind of error, with the last failure of every replica."""
+        """Raises an error of the last failure's type that lists each replica's last failure."""
         failures = list(self.last_failures.values())
         error = kind or (type(failures[-1].error) if failures else GenerationTimeoutError)
         seen = "; ".join(str(failure.error) for failure in failures)

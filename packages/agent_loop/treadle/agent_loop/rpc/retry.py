@@ -1,7 +1,12 @@
-"""Retry: how long to leave a replica alone, and how often to come back.
+"""Retries: how long to wait after a failure, and how many failures are too many.
 
-Invariant: waits grow geometrically to a bound and never fall below what the server asked for;
-randomness and time come in as arguments, so a test decides both.
+Invariants:
+
+1. Waits grow geometrically up to a bound and are never shorter than the server asked for.
+2. `Backoff.until` only moves forward while failures last, and is reset by the first success.
+   A failure during a back-off belongs to the same incident and does not extend it.
+
+Randomness and time are arguments, so tests control both. One event loop owns a `Backoff`.
 """
 
 import random
@@ -11,15 +16,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Bounds of waiting and coming back. Deadlines bound everything besides.
+    """Bounds of retries and of the waits between them. Deadlines apply in addition.
 
     Attributes:
-        max_failures: Failures of one replica, in one request, after which the request leaves it
-            for good. Overload and pauses are no failures: they are waited for until the deadline.
+        max_failures: Number of failures of one replica after which a request no longer uses it.
+            Overload and pauses do not count: the request waits for them until its deadline.
         initial_s: First wait.
-        max_s: Longest wait of our own making; a server may ask for more.
+        max_s: Longest wait that the client chooses; a server may ask for a longer one.
         factor: Growth from one wait to the next.
-        jitter: Share of a wait that is added at random, in [0, 1].
+        jitter: Largest random addition to a wait, as a fraction of it, in [0, 1].
     """
 
     max_failures: int = 3
@@ -43,6 +48,30 @@ class RetryPolicy:
         retry_after_s: float | None,
         uniform: Callable[[], float] = random.random,
     ) -> float:
-        """Seconds to wait after the `attempt`-th failure in a row, counted from 1."""
+        """Returns the seconds to wait after the `attempt`-th consecutive failure, from 1."""
         own = min(self.max_s, self.initial_s * self.factor ** min(attempt - 1, 64))
         return max(own, retry_after_s or 0.0) * (1 + self.jitter * uniform())
+
+
+@dataclass(slots=True, kw_only=True)
+class Backoff:
+    """The wait before an address is used again.
+
+    Attributes:
+        until: No request is sent before this time; clock seconds.
+    """
+
+    until: float = 0.0
+    _failures_in_a_row: int = 0
+
+    def fail(self, now: float, retry: RetryPolicy, retry_after_s: float | None) -> None:
+        """Records a failure and starts the next wait."""
+        if now < self.until:
+            return
+        self._failures_in_a_row += 1
+        self.until = now + retry.wait_s(self._failures_in_a_row, retry_after_s=retry_after_s)
+
+    def recover(self) -> None:
+        """Records a success."""
+        self._failures_in_a_row = 0
+        self.until = 0.0

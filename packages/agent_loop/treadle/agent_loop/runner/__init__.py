@@ -1,5 +1,5 @@
 """The runner: many tasks with bounded concurrency, one trajectory per task.
 
-Here live the runner, its failure policy, its watchdog and the seeds. What a single trajectory
-does belongs to `loops/`.
+This folder holds the runner, its failure policies, its watchdog and the seeds. What a single
+trajectory does belongs in `loops/`.
 """

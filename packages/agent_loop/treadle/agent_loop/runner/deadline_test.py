@@ -8,6 +8,7 @@ import pytest
 from treadle.agent_loop import (
     AgentTask,
     Drop,
+    FailurePolicy,
     LoopLimits,
     Message,
     Retry,
@@ -15,7 +16,6 @@ from treadle.agent_loop import (
     SamplingParams,
     Services,
     StopReason,
-    Strategy,
     Tool,
     ToolAgentLoop,
     ToolResult,
@@ -92,7 +92,7 @@ async def test_cancelling_a_trajectory_ends_its_tool_and_frees_the_place() -> No
 
 
 async def run_group(
-    kit: Services, size: int, stuck: Awaitable[None], *, strategy: Strategy | None = None
+    kit: Services, size: int, stuck: Awaitable[None], *, failure_policy: FailurePolicy | None = None
 ) -> tuple[list[Trajectory], int]:
     """The trajectories in the order in which they ended, and the retries.
 
@@ -107,7 +107,11 @@ async def run_group(
             others_ended.set()
 
     runner = RolloutRunner(
-        default_loops(), kit, max_in_flight=size, deadline_s=60.0, strategy=strategy or Drop()
+        default_loops(),
+        kit,
+        max_in_flight=size,
+        deadline_s=60.0,
+        failure_policy=failure_policy or Drop(),
     )
     running = asyncio.create_task(runner.run([task(i) for i in range(size)], sink))
     await stuck
@@ -135,7 +139,7 @@ async def test_who_passed_the_deadline_is_not_attempted_again() -> None:
     sandbox = Sandbox(num_places=2)
     stuck = sandbox.clock.until_sleeping(1)
     ended, num_retries = await run_group(
-        services([CALL], sandbox), 1, stuck, strategy=Retry(max_attempts=5)
+        services([CALL], sandbox), 1, stuck, failure_policy=Retry(max_attempts=5)
     )
     assert isinstance(ended[0].error, TrajectoryTimeoutError)
     assert (num_retries, sandbox.num_ended) == (0, 1)
@@ -145,7 +149,7 @@ async def test_all_attempts_of_a_task_share_its_deadline() -> None:
     """The first fails for no fault of the model; the second has what is left of the time."""
     tool = ScriptedTool("sandbox", [ConnectionError("it is down"), asyncio.Event()])
     ended, num_retries = await run_group(
-        services([CALL, CALL], tool), 1, tool.until_called(2), strategy=Retry(max_attempts=2)
+        services([CALL, CALL], tool), 1, tool.until_called(2), failure_policy=Retry(max_attempts=2)
     )
     assert isinstance(ended[0].error, TrajectoryTimeoutError)
     assert num_retries == 1

@@ -35,7 +35,7 @@ from treadle.agent_loop.errors import (
 )
 from treadle.agent_loop.loops.loop import Score, Services
 from treadle.agent_loop.loops.registry import LoopRegistry
-from treadle.agent_loop.runner.failure_policy import Strategy, Verdict
+from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
 from treadle.agent_loop.runner.watchdog import Watchdog
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
@@ -75,7 +75,7 @@ class RolloutRunner:
         services: Handed to every loop, with the task's own deadline and pulse.
         max_in_flight: Tasks under way at a time; at least 1.
         deadline_s: Seconds that one task may take, with all its attempts and its reward.
-        strategy: What a failed attempt means.
+        failure_policy: What a failed attempt means.
         watchdog_s: Seconds without a sign of life after which a trajectory is reported. None:
             none ever is.
         clock: Of the watchdog; replaced in tests.
@@ -91,7 +91,7 @@ class RolloutRunner:
         *,
         max_in_flight: int,
         deadline_s: float,
-        strategy: Strategy,
+        failure_policy: FailurePolicy,
         watchdog_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class RolloutRunner:
         self._services = services
         self._max_in_flight = max_in_flight
         self._deadline_s = deadline_s
-        self._strategy = strategy
+        self._failure_policy = failure_policy
         if watchdog_s is not None and not watchdog_s > 0:
             raise ValueError(f"watchdog_s is {watchdog_s}; it must be above 0, or None for none")
         self._watchdog_s = watchdog_s
@@ -121,7 +121,7 @@ class RolloutRunner:
             sink: Awaited; see the invariants.
 
         Raises:
-            RolloutError: An attempt failed and the strategy said RAISE.
+            RolloutError: An attempt failed and the failure_policy said RAISE.
             SetupError: A task names a loop that does not exist.
             Exception: The sink or the source of tasks raised; as it was raised.
         """
@@ -154,7 +154,7 @@ class RolloutRunner:
         return tally.report()
 
     async def _settle(self, task: AgentTask, tally: "_Tally", watchdog: Watchdog) -> Trajectory:
-        """Attempts a task until the strategy is satisfied, with what the watchdog found."""
+        """Attempts a task until the failure_policy is satisfied, with what the watchdog found."""
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         with watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
             services = replace(self._services, deadline=deadline, pulse=pulse)
@@ -171,7 +171,7 @@ class RolloutRunner:
                 return await self._attempt(task, services, attempt)
             except RolloutError as error:
                 tally.fail(error)
-                match self._strategy.judge(error, attempt=attempt):
+                match self._failure_policy.judge(error, attempt=attempt):
                     case Verdict.RAISE:
                         raise
                     case Verdict.RETRY:

@@ -13,6 +13,7 @@ from treadle.agent_loop import (
     Conversation,
     Drop,
     FailFast,
+    FailurePolicy,
     LoopError,
     LoopLimits,
     Message,
@@ -24,7 +25,6 @@ from treadle.agent_loop import (
     SamplingParams,
     Services,
     StopReason,
-    Strategy,
     Trajectory,
     TrajectoryTimeoutError,
     UnknownLoopError,
@@ -89,7 +89,7 @@ def runner(
     *,
     max_in_flight: int = 4,
     deadline_s: float = 60.0,
-    strategy: Strategy | None = None,
+    failure_policy: FailurePolicy | None = None,
     reward: RewardFn | None = None,
     services: Services = SERVICES,
 ) -> RolloutRunner:
@@ -99,7 +99,7 @@ def runner(
         replace(services, reward=reward),
         max_in_flight=max_in_flight,
         deadline_s=deadline_s,
-        strategy=strategy or Drop(),
+        failure_policy=failure_policy or Drop(),
     )
 
 
@@ -197,8 +197,8 @@ async def test_retry_attempts_again_and_gives_up() -> None:
         failures = iter([OverloadedError("full"), OverloadedError("full")])
         loop, sink = GatedLoop(fail_twice), Collected()
         loop.gate.set()
-        strategy = Retry(max_attempts=attempts)
-        report = await runner(loop, strategy=strategy).run([task(0, "gated")], sink)
+        failure_policy = Retry(max_attempts=attempts)
+        report = await runner(loop, failure_policy=failure_policy).run([task(0, "gated")], sink)
         assert [t.stop for t in sink.trajectories] == [stop]
         assert loop.attempts["t0"] == attempts
         assert report.num_retries == attempts - 1
@@ -209,7 +209,7 @@ async def test_retry_does_not_repeat_what_cannot_change() -> None:
         raise PromptTooLongError("too long")
 
     loop, sink = GatedLoop(too_long), Collected()
-    await runner(loop, strategy=Retry(max_attempts=5)).run([task(0, "gated")], sink)
+    await runner(loop, failure_policy=Retry(max_attempts=5)).run([task(0, "gated")], sink)
     assert loop.attempts["t0"] == 1
 
 
@@ -220,7 +220,7 @@ async def test_fail_fast_cancels_the_others_and_raises_the_error_itself() -> Non
 
     loop = GatedLoop(fail_three)
     with pytest.raises(OverloadedError, match="full"):
-        await runner(loop, strategy=FailFast()).run(
+        await runner(loop, failure_policy=FailFast()).run(
             [task(i, "gated") for i in range(4)], Collected()
         )
     assert loop.running.total() == 0
@@ -257,7 +257,7 @@ async def test_a_loop_that_gives_something_else_fails_alone(result: object, said
         replace(SERVICES, reward=lambda trajectory: 1.0),
         max_in_flight=4,
         deadline_s=60.0,
-        strategy=Drop(),
+        failure_policy=Drop(),
     )
     report = await odd.run([task(0, "odd"), task(1)], sink)
     assert (report.num_tasks, report.num_failed) == (2, 1)
@@ -279,7 +279,7 @@ async def test_a_reward_of_a_loop_that_is_no_number_fails_its_attempt() -> None:
         SERVICES,
         max_in_flight=4,
         deadline_s=60.0,
-        strategy=Drop(),
+        failure_policy=Drop(),
     )
     await odd.run([task(0, "odd")], sink)
     assert "the reward is nan; it must be a finite number" in str(sink.trajectories[0].error)
@@ -302,7 +302,7 @@ async def test_fail_fast_keeps_what_caused_the_error() -> None:
         raise KeyError("oops")
 
     with pytest.raises(LoopError) as failed:
-        await runner(GatedLoop(bug), strategy=FailFast()).run([task(0, "gated")], Collected())
+        await runner(GatedLoop(bug), failure_policy=FailFast()).run([task(0, "gated")], Collected())
     assert isinstance(failed.value.__cause__, KeyError)
 
 
@@ -380,7 +380,7 @@ async def test_a_runner_serves_several_runs_on_several_event_loops() -> None:
         SERVICES,
         max_in_flight=2,
         deadline_s=60.0,
-        strategy=Drop(),
+        failure_policy=Drop(),
         watchdog_s=30.0,
     )
 
@@ -399,7 +399,7 @@ async def test_a_watchdog_without_time_is_refused(watchdog_s: float) -> None:
             SERVICES,
             max_in_flight=1,
             deadline_s=1.0,
-            strategy=Drop(),
+            failure_policy=Drop(),
             watchdog_s=watchdog_s,
         )
 

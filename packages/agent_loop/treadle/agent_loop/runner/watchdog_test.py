@@ -116,7 +116,7 @@ class Run:
             services,
             max_in_flight=2,
             deadline_s=60.0,
-            strategy=Drop(),
+            failure_policy=Drop(),
             watchdog_s=30.0,
             clock=self.clock,
         )

@@ -1,6 +1,6 @@
-"""Fakes that are products: strict, deterministic, held to the suite of the real thing.
+"""Fakes for tests: strict, deterministic, and held to the contract suite of the real generators.
 
-Standard library only. `generator_contract` holds the suite for generators.
+This folder needs the standard library only. `generator_contract` is the suite for generators.
 """
 
 from treadle.agent_loop.testing.byte_renderer import ByteRenderer

@@ -64,7 +64,7 @@ class DriftPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class RetokenizationDrift:
     """The drift of a trajectory.
 
     Attributes:
@@ -106,7 +106,7 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedSample:
     """A sample, and what it says.
 
     Attributes:
@@ -120,7 +120,7 @@ class Recorded:
     tools: tuple[ToolSpec, ...]
 
 
-def measure_drift(samples: Iterable[Recorded], renderer: ChatRenderer) -> Drift:
+def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> RetokenizationDrift:
     """Compares each sample with the renderer's own rendering of its messages. Never raises."""
     turns = unknown = unmeasured = seen = 0
     origins: Counter[bool] = Counter()
@@ -152,7 +152,7 @@ def measure_drift(samples: Iterable[Recorded], renderer: ChatRenderer) -> Drift:
                     expected=renderer.decode(_around(expected, theirs)),
                     actual=renderer.decode(_around(actual, ours)),
                 )
-    return Drift(
+    return RetokenizationDrift(
         num_turns=turns,
         num_sampled=origins[True],
         num_observed=origins[False],

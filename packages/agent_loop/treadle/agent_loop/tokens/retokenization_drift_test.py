@@ -1,4 +1,4 @@
-"""Drift: what is counted, and what is shown of it."""
+"""Tests of retokenization drift: what is counted, and what is shown of it."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,11 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 from treadle.agent_loop.tokens import retokenization_drift as drift_module
-from treadle.agent_loop.tokens.retokenization_drift import Drift, Recorded, measure_drift
+from treadle.agent_loop.tokens.retokenization_drift import (
+    RecordedSample,
+    RetokenizationDrift,
+    measure_drift,
+)
 
 RENDERER = ByteRenderer()
 END = RENDERER.stop_token_ids[0]
@@ -43,7 +47,7 @@ def said(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def record(*turns: tuple[str, str], glue: str = "") -> Recorded:
+def record(*turns: tuple[str, str], glue: str = "") -> RecordedSample:
     """A sample whose turns are sampled as the first text and read as the second."""
     transcript = Transcript(RENDERER.render([USER], tools=()).ids)
     messages = [USER]
@@ -54,12 +58,12 @@ def record(*turns: tuple[str, str], glue: str = "") -> Recorded:
             messages.append(USER)
         transcript.sample(sample(*RENDERER.encode(sampled), END))
         messages.append(said(read))
-    return Recorded(tokens=transcript.freeze(), messages=tuple(messages), tools=())
+    return RecordedSample(tokens=transcript.freeze(), messages=tuple(messages), tools=())
 
 
 def test_1_ids_that_the_template_would_write_do_not_drift() -> None:
     drift = measure_drift([record(("one", "one"), ("two", "two"))], RENDERER)
-    assert drift == Drift(num_turns=4)
+    assert drift == RetokenizationDrift(num_turns=4)
 
 
 def test_2_each_turn_that_the_model_wrote_in_its_own_way_counts_once() -> None:
@@ -95,9 +99,9 @@ def test_4_the_sample_that_drifts_is_named() -> None:
 def test_5_a_turn_that_was_cut_is_compared_as_far_as_it_goes() -> None:
     transcript = Transcript(RENDERER.render([USER], tools=()).ids)
     transcript.sample(sample(*RENDERER.encode("on")))
-    cut = Recorded(tokens=transcript.freeze(), messages=(USER, said("on")), tools=())
-    assert measure_drift([cut], RENDERER) == Drift(num_turns=2)
-    wrong = Recorded(tokens=transcript.freeze(), messages=(USER, said("no")), tools=())
+    cut = RecordedSample(tokens=transcript.freeze(), messages=(USER, said("on")), tools=())
+    assert measure_drift([cut], RENDERER) == RetokenizationDrift(num_turns=2)
+    wrong = RecordedSample(tokens=transcript.freeze(), messages=(USER, said("no")), tools=())
     assert measure_drift([wrong], RENDERER).num_sampled == 1
 
 
@@ -106,7 +110,7 @@ def test_6_messages_that_the_template_refuses_are_counted_as_unknown() -> None:
         def render(self, messages, *, tools) -> Rendering:  # type: ignore[no-untyped-def]
             raise RenderError("no")
 
-    assert measure_drift([record(("x", "x"))], Refusing()) == Drift(num_unknown=1)
+    assert measure_drift([record(("x", "x"))], Refusing()) == RetokenizationDrift(num_unknown=1)
 
 
 def test_6b_what_is_measured_is_bounded_and_the_rest_is_counted(
@@ -179,7 +183,7 @@ async def _run(loops: LoopRegistry, services: Services, *, count: int) -> list[T
         AgentTask(task_id=f"t{i}", sample_index=i, rollout_index=0, loop="twice", messages=(USER,))
         for i in range(count)
     ]
-    runner = RolloutRunner(loops, services, max_in_flight=1, deadline_s=60, strategy=Drop())
+    runner = RolloutRunner(loops, services, max_in_flight=1, deadline_s=60, failure_policy=Drop())
     report = await runner.run(tasks, sink)
     count, first = report.findings["drift"]
     assert count == 1

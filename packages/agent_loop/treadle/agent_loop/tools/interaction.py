@@ -1,16 +1,15 @@
-"""Interactions: who answers the model where no tool does, as a user would, and scores its turns.
+"""Interactions: simulated users, which answer turns without a tool call and may score them.
 
-Invariant: an interaction is opened at most once per trajectory (at its first reply), keeps its
-state in that session, and the session is closed exactly once, however the trajectory ends. It is
-asked once for every turn that the model ends without a call; each score that it gives is in
-`Trajectory.turn_scores`, also where no room is left for its text.
+Invariant: an interaction is opened at most once per trajectory, at its first reply. It keeps its
+state in that session, which is closed exactly once, however the trajectory ends. It is asked once
+for every turn that the model ends without a call. Each score that it gives is in
+`Trajectory.turn_scores`, even if no room is left for its text.
 
-A row names its interaction in `extra_info.interaction_kwargs.name`; what else is there belongs to
-the interaction. A row that names none has no one to talk to, and its trajectory ends with the
-first turn without a call.
+A row names its interaction in `extra_info.interaction_kwargs.name`; the other keys there are the
+interaction's own. The trajectory of a row that names none ends with the first turn without a call.
 
-The loop waits in `respond`, at most `LoopLimits.tool_timeout_s`. Whatever it raises, that limit
-included, fails the attempt: the model has done nothing wrong.
+The loop waits in `respond`, at most `LoopLimits.tool_timeout_s`. Any error there, a timeout
+included, fails the attempt, because the model is not at fault.
 """
 
 import asyncio
@@ -32,16 +31,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InteractionReply:
-    """What a turn is answered with.
+    """An interaction's answer to a turn.
 
     Attributes:
         content: The user's next message.
-        score: Of the turn. None: it says nothing about it, which is not a score of 0.
-        stop: The conversation is over, as FINISHED; the content is then not shown to the model.
-        metrics: Carried into `Trajectory.metrics`.
+        score: Score of the turn. None means not scored, which differs from a score of 0.
+        stop: Ends the conversation as FINISHED; the content is then not shown to the model.
+        metrics: Added to `Trajectory.metrics`.
 
     Raises:
-        TypeError: The content is no text.
+        TypeError: The content is not a string.
         ValueError: The score is not finite.
     """
 
@@ -52,13 +51,13 @@ class InteractionReply:
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
-            raise TypeError(f"content must be a text, not {type(self.content).__name__}")
+            raise TypeError(f"content must be a string, got {type(self.content).__name__}")
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"the score is {self.score}; it must be a finite number")
 
 
 class InteractionSession(Protocol):
-    """An interaction's state in one trajectory."""
+    """The state of an interaction in one trajectory."""
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """Answers the last message, which is the assistant's.
@@ -69,7 +68,7 @@ class InteractionSession(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Frees what `open` took. Called once, also after a cancellation."""
+        """Frees the session's resources. Called once, also after a cancellation."""
         ...
 
 
@@ -77,22 +76,22 @@ class Interaction(Protocol):
     """A simulated user; one object serves all trajectories."""
 
     async def open(self, task: AgentTask) -> InteractionSession:
-        """Begins the state of one trajectory."""
+        """Opens a session for one trajectory."""
         ...
 
 
 def selected_interaction(
     task: AgentTask, interactions: Mapping[str, Interaction]
 ) -> Interaction | None:
-    """Returns the interaction that the task's row names; None when it names none.
+    """Returns the interaction that the task's row names, or None if it names none.
 
     Args:
         task: `fields["extra_info"]["interaction_kwargs"]["name"]` is a name, None or absent.
         interactions: By name.
 
     Raises:
-        SetupError: The name is not there; or the row has settings for an interaction and no name,
-            though there are interactions.
+        SetupError: No interaction has this name; or the row has settings for an interaction and
+            no name, although interactions are configured.
     """
     extra = task.fields.get("extra_info")
     kwargs = extra.get("interaction_kwargs") if isinstance(extra, Mapping) else None
@@ -100,15 +99,15 @@ def selected_interaction(
         if kwargs is None:
             return None
         raise SetupError(
-            f"task {task.task_id!r}: interaction_kwargs is {kwargs!r:.80}; it is a mapping"
+            f"task {task.task_id!r}: interaction_kwargs must be a mapping, got {kwargs!r:.80}"
         )
-    # A parquet column of structs holds null for every key that any other row has.
+    # A parquet column of structs holds null for each key that only other rows have.
     given = {key: value for key, value in kwargs.items() if value is not None}
     if not given:
         return None
     configured = f"configured interactions: {sorted(interactions)}"
     if "name" not in given:
-        if not interactions:  # rows of verl's tool examples have settings that nobody reads
+        if not interactions:  # rows of verl's tool examples have settings that are never read
             return None
         raise SetupError(
             f"task {task.task_id!r}: interaction_kwargs has {sorted(given)} and no name; "
@@ -123,17 +122,17 @@ def selected_interaction(
     return interactions[name]
 
 
-class Respondent:
-    """The interaction of one trajectory.
+class UserSimulator:
+    """The simulated user of one trajectory: asks its interaction, and collects the scores.
 
     Args:
-        task: Handed to `Interaction.open`.
-        interaction: Asked. None: nobody is; `present` says so.
-        limits: Bound one reply, and the closing.
+        task: Passed to `Interaction.open`.
+        interaction: The interaction to ask; None if the row has none.
+        limits: Bounds of one reply and of closing.
 
     Attributes:
         present: Whether there is an interaction.
-        scores: Of the turns so far, those that were scored.
+        scores: Scores of the turns so far; turns that were not scored are left out.
     """
 
     def __init__(
@@ -162,12 +161,12 @@ class Respondent:
                 {"an interaction": self._session},
                 error=InteractionError,
                 timeout_s=self._limits.close_timeout_s,
-                leaks=self._leaks,
+                report_leak=self._report_leak,
             )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What the interaction reported, and how often it was asked."""
+        """The interaction's own metrics, then the number of its replies."""
         if not self.present:
             return ()
         return (*self._metrics, Metric("interaction/replies", self._num_replies, Reduce.SUM))
@@ -176,9 +175,10 @@ class Respondent:
         """Asks for a reply to the last message, and keeps its score.
 
         Raises:
-            InteractionError: It failed, or took longer than `LoopLimits.tool_timeout_s`.
+            InteractionError: The interaction failed, or took longer than
+                `LoopLimits.tool_timeout_s`.
         """
-        assert self._interaction is not None, "nobody is there to respond"
+        assert self._interaction is not None, "check `present` before asking"
         async with span("interaction"):
             with boundary(InteractionError, f"the interaction of task {self._task.task_id!r}"):
                 async with asyncio.timeout(self._limits.tool_timeout_s):
@@ -186,13 +186,13 @@ class Respondent:
                         self._session = await self._interaction.open(self._task)
                     reply = await self._session.respond(messages)
                 if not isinstance(reply, InteractionReply):
-                    raise TypeError(f"respond() gave {reply!r:.80}, which is no InteractionReply")
+                    raise TypeError(f"respond() must return an InteractionReply, got {reply!r:.80}")
         self._num_replies += 1
         self._metrics.extend(reply.metrics)
         if reply.score is not None:
             self.scores.append(reply.score)
         return reply
 
-    def _leaks(self, what: str) -> None:
-        """Names what could not be closed."""
+    def _report_leak(self, what: str) -> None:
+        """Logs a session that could not be closed."""
         _logger.warning("task %s: %s", self._task.task_id, what)

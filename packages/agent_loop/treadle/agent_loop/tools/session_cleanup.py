@@ -1,8 +1,8 @@
-"""Closing: how the sessions of a trajectory's tools and of its interaction end with it.
+"""Closes the tool sessions and the interaction session of a trajectory when it ends.
 
-Invariant: each session is closed once, all of them at the same time, shielded from a cancellation
-of the trajectory, and each within the limit. One that fails to close, or swallows its own
-cancellation, is named to `leaks` and spoils nothing: the trajectory is complete and good.
+Invariant: each session is closed once, concurrently with the others, shielded from a cancellation
+of the trajectory, and within the time limit. A session that fails to close, or that swallows its
+cancellation, is passed to `report_leak`. It does not affect the trajectory, which is complete.
 
 The caller waits for all of them, at most twice the limit.
 """
@@ -17,10 +17,10 @@ from treadle.agent_loop.errors import RolloutError, boundary
 
 
 class Closable(Protocol):
-    """What is closed."""
+    """A session that can be closed."""
 
     async def aclose(self) -> None:
-        """Frees what was opened."""
+        """Frees the session's resources."""
         ...
 
 
@@ -29,15 +29,15 @@ async def close_all(
     *,
     error: type[RolloutError],
     timeout_s: float,
-    leaks: Callable[[str], None],
+    report_leak: Callable[[str], None],
 ) -> None:
     """Closes sessions.
 
     Args:
-        sessions: By what each is called in the text for `leaks`.
-        error: The branch of the tree that their failures belong to.
-        timeout_s: For each to close.
-        leaks: Told what could not be closed, and why.
+        sessions: By the name that `report_leak` is to show.
+        error: The type of error that a failure to close becomes.
+        timeout_s: Time limit per session.
+        report_leak: Called with a message for each session that could not be closed.
     """
 
     async def close(what: str, session: Closable) -> None:
@@ -46,11 +46,11 @@ async def close_all(
                 async with asyncio.timeout(timeout_s):
                     await session.aclose()
         except error as failure:
-            leaks(str(failure))
-        except asyncio.CancelledError:  # by the shield's limit; its own was swallowed
-            leaks(f"{what} could not be closed: it did not end when it was cancelled")
+            report_leak(str(failure))
+        except asyncio.CancelledError:  # by the shield's limit; the session swallowed its own
+            report_leak(f"{what} could not be closed: it did not end when it was cancelled")
             raise
 
     work = concurrently([close(what, session) for what, session in sessions.items()])
-    with suppress(TimeoutError):  # `close` has said which
+    with suppress(TimeoutError):  # `close` has reported which
         await run_shielded(work, timeout_s=2 * timeout_s)

@@ -18,9 +18,10 @@ from typing import Self
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.errors import SetupError, ToolError, boundary
-from treadle.agent_loop.loops.limits import LoopLimits, TextCodec
+from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.tools.session_cleanup import close_all
+from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
 from treadle.tracing import Metric, Reduce, span
@@ -111,7 +112,7 @@ class Toolbox:
                 {f"tool {name!r}": session for name, session in self._sessions.items()},
                 error=ToolError,
                 timeout_s=self._limits.close_timeout_s,
-                leaks=self._leaks,
+                report_leak=self._report_leak,
             )
 
     @property
@@ -200,8 +201,8 @@ class Toolbox:
                 trace.set(failure="timeout")
                 return _failed(call, f"it did not end within {limit_s:g} s")
 
-    def _leaks(self, what: str) -> None:
-        """Names and counts what could not be closed."""
+    def _report_leak(self, what: str) -> None:
+        """Logs and counts a session that could not be closed."""
         self._counts["close_errors"] += 1
         _logger.warning("task %s: %s", self._task.task_id, what)
 

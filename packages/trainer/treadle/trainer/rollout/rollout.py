@@ -198,7 +198,7 @@ class Rollout:
             ),
             max_in_flight=self.config.rollout.max_in_flight * len(self.replicas.live),
             deadline_s=self.config.agent.deadline_s,
-            strategy=Retry(max_attempts=self.config.agent.max_attempts),
+            failure_policy=Retry(max_attempts=self.config.agent.max_attempts),
             watchdog_s=self.config.agent.watchdog_s,
         )
 

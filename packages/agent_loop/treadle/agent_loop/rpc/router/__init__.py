@@ -1,5 +1,5 @@
 """The routing service: one view of the replicas, shared by agent loops in several processes.
 
-Here live the service (`python -m treadle.agent_loop.rpc.router`) and its client. The placement
-rules are in `treadle.agent_loop.routing.placement`, without gRPC.
+This folder holds the service (`python -m treadle.agent_loop.rpc.router`), its client and the
+session queue. The placement policies are in `routing/`, without gRPC.
 """

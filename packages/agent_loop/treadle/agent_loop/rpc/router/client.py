@@ -31,8 +31,8 @@ from treadle.agent_loop.errors import (
     SetupError,
 )
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
-from treadle.agent_loop.rpc.replica import Metadata, Rest, RpcDeadlines
-from treadle.agent_loop.rpc.retry import RetryPolicy
+from treadle.agent_loop.rpc.replica_client import Metadata, RpcDeadlines
+from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
@@ -83,7 +83,7 @@ class RemoteRouter:
         self._deadlines = deadlines
         self._retry = retry
         self._clock = clock
-        self._rest = Rest()
+        self._backoff = Backoff()
         self._answers: dict[str, _Answer | None] = {}
         self._unsent: dict[str, None] = {}
         self._any_unsent = asyncio.Event()
@@ -158,7 +158,7 @@ class RemoteRouter:
         avoid: Collection[str],
         wait_s: float,
     ) -> str | None:
-        """See `Places.open`.
+        """See `Placement.open`.
 
         Raises:
             TimeoutError: No replica had room in time.
@@ -178,9 +178,9 @@ class RemoteRouter:
         deadline = self._clock.now() + wait_s
         failure: RpcFailure | None = None
         while True:
-            if last is not None and usable and self._rest.until > self._clock.now():
+            if last is not None and usable and self._backoff.until > self._clock.now():
                 return last.address
-            await self._wait_until(self._rest.until, deadline, failure)
+            await self._wait_until(self._backoff.until, deadline, failure)
             answer = await self._ask(request, deadline - self._clock.now())
             if isinstance(answer, str):
                 return answer
@@ -198,14 +198,14 @@ class RemoteRouter:
             elif failure.action is Action.LEAVE or isinstance(
                 failure.error, GenerationTimeoutError
             ):
-                self._rest.fail(self._clock.now(), self._retry, failure.retry_after_s)
+                self._backoff.fail(self._clock.now(), self._retry, failure.retry_after_s)
                 if earlier is not None and isinstance(failure.error, GenerationTimeoutError):
                     failure = earlier  # what was wrong, rather than that too little time was left
             else:
                 raise failure.error
 
     def finish(self, session_id: str) -> None:
-        """See `Places.finish`."""
+        """See `Placement.finish`."""
         if session_id not in self._answers:
             return
         del self._answers[session_id]
@@ -222,7 +222,7 @@ class RemoteRouter:
             )
         except grpc.aio.AioRpcError as failed:
             return classify(self._address, failed)
-        self._rest.recover()
+        self._backoff.recover()
         self._answers[request.session_id] = _Answer(
             address=response.address,
             valid_until=self._clock.now() + response.valid_for.ToNanoseconds() / 1e9,

@@ -11,7 +11,7 @@ Invariants:
     async with serve_router(config) as address:
         ...
 
-Who waits: OpenSession calls, at the desk. Leaving the block answers no new call, lets those under
+Who waits: OpenSession calls, at the queue. Leaving the block answers no new call, lets those under
 way end for `shutdown_grace_s`, and cancels the rest: workers go on with their last answers.
 """
 
@@ -30,7 +30,7 @@ from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.routing.placement import HashedSession, StickySession
 from treadle.agent_loop.rpc.router.guard import Context, RouterFault, RouterGuard, duration
-from treadle.agent_loop.rpc.router.session_queue import RouterDesk
+from treadle.agent_loop.rpc.router.session_queue import SessionQueue
 from treadle.agent_loop.rpc.router.state import check_address, is_address, read_state, write_state
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import routing_service_pb2 as pb
@@ -73,15 +73,15 @@ class RouterConfig:
 
 
 class RoutingServicer(pb_grpc.RoutingServiceServicer):
-    """Decodes, asks the desk, encodes.
+    """Decodes, asks the queue, encodes.
 
     Args:
-        desk: Where sessions get their replicas.
+        queue: Where sessions get their replicas.
         config: See `RouterConfig`.
     """
 
-    def __init__(self, desk: RouterDesk, config: RouterConfig) -> None:
-        self._desk = desk
+    def __init__(self, queue: SessionQueue, config: RouterConfig) -> None:
+        self._queue = queue
         self._config = config
 
     async def OpenSession(
@@ -89,10 +89,10 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     ) -> pb.OpenSessionResponse:
         """Names the session's replica, waiting for room."""
         session_id = _required("session_id", request.session_id, "the trajectory's id")
-        before = self._desk.router.pinned(session_id) or request.current_address
+        before = self._queue.router.pinned(session_id) or request.current_address
         left_s = _SHARE_OF_DEADLINE * (context.time_remaining() or 0.0)
         try:
-            address = await self._desk.open(
+            address = await self._queue.open(
                 session_id,
                 context_tokens=request.context_tokens,
                 at=request.current_address or None,
@@ -107,7 +107,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
                 retry_after_s=0.0,
             ) from None
         if address is None:
-            router = self._desk.router
+            router = self._queue.router
             raise RouterFault(
                 grpc.StatusCode.UNAVAILABLE,
                 errors_pb2.ERROR_REASON_NO_REPLICA,
@@ -126,7 +126,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     ) -> pb.FinishSessionResponse:
         """Frees the session's place."""
         session_id = _required("session_id", request.session_id, "the trajectory's id")
-        if not self._desk.close(session_id):
+        if not self._queue.close(session_id):
             raise RouterFault(
                 grpc.StatusCode.NOT_FOUND,
                 errors_pb2.ERROR_REASON_SESSION_UNKNOWN,
@@ -139,7 +139,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
         self, request: pb.RegisterReplicaRequest, context: Context
     ) -> pb.RegisterReplicaResponse:
         """Adds a replica, or brings a draining one back."""
-        self._desk.add(_address(request.address))
+        self._queue.add(_address(request.address))
         self._save()
         return pb.RegisterReplicaResponse()
 
@@ -148,10 +148,10 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     ) -> pb.DrainReplicaResponse:
         """Takes no new session there."""
         address = _address(request.address)
-        known = self._desk.router.addresses
+        known = self._queue.router.addresses
         if address not in known:
             raise _invalid("address", address, f"one of {', '.join(known) or 'no replicas'}")
-        open_sessions = self._desk.drain(address)
+        open_sessions = self._queue.drain(address)
         self._save()
         return pb.DrainReplicaResponse(open_sessions=open_sessions)
 
@@ -159,7 +159,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
         self, request: pb.RemoveReplicaRequest, context: Context
     ) -> pb.RemoveReplicaResponse:
         """Forgets a replica at once."""
-        self._desk.remove(_address(request.address))
+        self._queue.remove(_address(request.address))
         self._save()
         return pb.RemoveReplicaResponse()
 
@@ -167,7 +167,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
         self, request: pb.ListReplicasRequest, context: Context
     ) -> pb.ListReplicasResponse:
         """The replicas, as the router sees them."""
-        router = self._desk.router
+        router = self._queue.router
         return pb.ListReplicasResponse(
             replicas=[
                 pb.Replica(
@@ -181,7 +181,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
 
     def _save(self) -> None:
         if self._config.state_file is not None:
-            write_state(self._config.state_file, self._desk)
+            write_state(self._config.state_file, self._queue)
 
 
 @asynccontextmanager
@@ -196,12 +196,12 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
         SetupError: The address cannot be listened on, a replica is given wrongly, or the state
             file cannot be read.
     """
-    desk = RouterDesk(config.policy, clock=clock or LoopClock(), lease_s=config.lease_s)
+    queue = SessionQueue(config.policy, clock=clock or LoopClock(), lease_s=config.lease_s)
     for replica in config.replicas:
         check_address(replica)
-        desk.add(replica)
+        queue.add(replica)
     if config.state_file is not None:
-        read_state(config.state_file, desk)
+        read_state(config.state_file, queue)
     server = grpc.aio.server(
         interceptors=(RouterGuard(config.token),),
         options=(
@@ -211,7 +211,7 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
         ),
     )
     pb_grpc.add_RoutingServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        RoutingServicer(desk, config), server
+        RoutingServicer(queue, config), server
     )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -221,7 +221,7 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
     await server.start()
     for service in ("", _SERVICE):
         await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    _log.info("the router serves %d replicas at %s", len(desk.router.addresses), address)
+    _log.info("the router serves %d replicas at %s", len(queue.router.addresses), address)
     try:
         yield address
     finally:

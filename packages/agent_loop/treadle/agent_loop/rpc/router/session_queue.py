@@ -1,16 +1,16 @@
-"""The router's desk: where sessions ask for their replica and queue when there is no room.
+"""The session queue: asks the policy for a session's replica, and waits when there is no room.
 
 Invariants:
 
-1. Whoever is told FULL by the policy waits here, and is asked for again, oldest session first,
-   when a session has finished or a replica was added, came back or went away.
-2. A waiter that gives up (deadline, cancellation) holds nobody up behind it.
-3. When nobody was given a place for `stall_s` and somebody waits, the first of them goes on, room
-   or not: sessions that hold places may wait for it, as a conversation for its sub-agent's.
-4. With a lease, a session that was neither asked for nor finished for `lease_s` is finished.
+1. A session for which the policy has no room waits here. The policy is asked again, oldest
+   session first, when a session has finished or a replica was added, came back or was removed.
+2. A waiter that gives up (deadline, cancellation) does not delay those behind it.
+3. If no session got a slot for `stall_s` and some wait, the first of them proceeds without room:
+   sessions that hold slots may wait for it, as a conversation waits for its sub-agent's.
+4. Sessions that are idle for longer than the lease, `lease_s`, are dropped.
 
 The caller waits in `open`, woken by `finish`, `add` and `remove`, bounded by `wait_s`. One event
-loop owns it. It is before the policy in a worker's own process and in the routing service alike.
+loop owns the queue. It is used in a worker's own process and in the routing service alike.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from typing import Protocol
 
 from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.routing.placement import Router
-from treadle.agent_loop.routing.session_table import Nowhere
+from treadle.agent_loop.routing.session_table import NoReplica
 
 _log = logging.getLogger(__name__)
 
 
-class Places(Protocol):
-    """Where a client asks for its sessions' replicas: the desk, or the routing service."""
+class Placement(Protocol):
+    """Assigns sessions to replicas: `SessionQueue` in this process, or the routing service."""
 
     async def open(
         self,
@@ -39,13 +39,13 @@ class Places(Protocol):
         avoid: Collection[str],
         wait_s: float,
     ) -> str | None:
-        """Returns the address for a session's next request; None when no replica takes it.
+        """Returns the address for a session's next request, or None if no replica accepts it.
 
         Args:
-            session_id: Opened if it is new.
+            session_id: The session; opened if it is new.
             context_tokens: Length of the request's prompt.
-            avoid: Replicas that must not be named.
-            wait_s: How long to wait for room.
+            avoid: Replicas that must not be chosen.
+            wait_s: Maximum time to wait for room.
 
         Raises:
             TimeoutError: No replica had room in time.
@@ -54,7 +54,7 @@ class Places(Protocol):
         ...
 
     def finish(self, session_id: str) -> None:
-        """Frees the session's place. Idempotent, never raises, never waits."""
+        """Frees the session's slot. Idempotent, never raises, never waits."""
         ...
 
 
@@ -67,13 +67,13 @@ class _Waiter:
     )
 
 
-class RouterDesk:
-    """A routing policy that can be waited for.
+class SessionQueue:
+    """A routing policy with a queue for sessions that find no room.
 
     Args:
-        router: The policy; from now on the desk is its owner.
+        router: The policy; the queue becomes its owner.
         clock: Times the leases.
-        lease_s: See the invariants; None: sessions are open until they are finished.
+        lease_s: See the invariants; None means that sessions stay open until they are finished.
         stall_s: See the invariants.
     """
 
@@ -102,34 +102,34 @@ class RouterDesk:
         wait_s: float,
         at: str | None = None,
     ) -> str | None:
-        """See `Places.open`.
+        """See `Placement.open`.
 
         Args:
             session_id: As there.
             context_tokens: As there.
             avoid: As there.
             wait_s: As there.
-            at: Where a session that is new here has been until now, if anywhere.
+            at: The replica that a session new to this queue used until now; None if none.
         """
         self._expire()
         place = self.router.pick(
             session_id, context_tokens=context_tokens, at=at, avoid=frozenset(avoid)
         )
-        if place is Nowhere.NO_REPLICA:
+        if place is NoReplica.UNAVAILABLE:
             return None
         self._renew(session_id)
         if isinstance(place, str):
             self._last_place_at = self._clock.now()
-            self._serve_waiters()  # a move, or a session that lost its place, made room
+            self._serve_waiters()  # a move, or a session that lost its slot, made room
             return place
         return await self._wait(session_id, _Waiter(context_tokens, frozenset(avoid)), wait_s)
 
     def finish(self, session_id: str) -> None:
-        """See `Places.finish`."""
+        """See `Placement.finish`."""
         self.close(session_id)
 
     def close(self, session_id: str) -> bool:
-        """Finishes a session; False when it is not open."""
+        """Finishes a session; returns False if it was not open."""
         self._renewed.pop(session_id, None)
         known = self.router.finish(session_id)
         self._serve_waiters()
@@ -164,25 +164,25 @@ class RouterDesk:
             others.remove(waiter)
             if not others:
                 del self._waiters[session_id]
-                self.router.leave(session_id)
+                self.router.stop_waiting(session_id)
                 self._serve_waiters()
 
     def _serve_waiters(self) -> None:
-        """Gives places to those who wait, oldest first, until there is none for the next."""
+        """Gives slots to waiting sessions, oldest first, until the next one finds no room."""
         for session_id in self.router.waiting:
             if not self._serve(session_id):
                 return
 
-    def _serve(self, session_id: str, *, room_or_not: bool = False) -> bool:
-        """Answers those who wait with one session; False when there is no room."""
+    def _serve(self, session_id: str, *, ignore_capacity: bool = False) -> bool:
+        """Answers the waiters of one session; returns False if there is no room for it."""
         for waiter in self._waiters[session_id]:
             place = self.router.pick(
                 session_id,
                 context_tokens=waiter.context_tokens,
                 avoid=waiter.avoid,
-                room_or_not=room_or_not,
+                ignore_capacity=ignore_capacity,
             )
-            if place is Nowhere.FULL:
+            if place is NoReplica.FULL:
                 return False
             if isinstance(place, str):
                 self._last_place_at = self._clock.now()
@@ -195,12 +195,12 @@ class RouterDesk:
             return
         if waiting := self.router.waiting:
             _log.warning(
-                "no session was given a place for %g s, and %d wait: %s goes on without room",
+                "no session got a slot for %g s and %d are waiting: %s proceeds without room",
                 self._stall_s,
                 len(waiting),
                 waiting[0],
             )
-            self._serve(waiting[0], room_or_not=True)
+            self._serve(waiting[0], ignore_capacity=True)
 
     def _renew(self, session_id: str) -> None:
         if self._lease_s is not None:
@@ -208,15 +208,15 @@ class RouterDesk:
             self._renewed.move_to_end(session_id)
 
     def _expire(self) -> None:
-        """Finishes the sessions whose lease ran out; they are in the order of their renewal."""
+        """Finishes the sessions whose lease has expired."""
         if self._lease_s is None:
             return
-        while self._renewed:
+        while self._renewed:  # in the order of renewal
             session_id, renewed = next(iter(self._renewed.items()))
             if renewed + self._lease_s > self._clock.now():
                 return
             _log.warning(
-                "session %s at %s was not heard of for %g s: its place is free",
+                "session %s at %s was idle for %g s: it is dropped and its slot is free",
                 session_id,
                 self.router.pinned(session_id),
                 self._lease_s,

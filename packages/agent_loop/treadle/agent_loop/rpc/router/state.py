@@ -8,19 +8,19 @@ import json
 from pathlib import Path
 
 from treadle.agent_loop.errors import SetupError
-from treadle.agent_loop.rpc.router.session_queue import RouterDesk
+from treadle.agent_loop.rpc.router.session_queue import SessionQueue
 
 
-def write_state(path: Path, desk: RouterDesk) -> None:
+def write_state(path: Path, queue: SessionQueue) -> None:
     """Writes the replicas; the file is whole at any time."""
-    router = desk.router
+    router = queue.router
     state = {"replicas": list(router.addresses), "draining": sorted(router.draining)}
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(state))
     partial.replace(path)
 
 
-def read_state(path: Path, desk: RouterDesk) -> None:
+def read_state(path: Path, queue: SessionQueue) -> None:
     """Adds the replicas of a state file, if there is one.
 
     Raises:
@@ -30,9 +30,9 @@ def read_state(path: Path, desk: RouterDesk) -> None:
         state = json.loads(path.read_text())
         replicas, draining = state["replicas"], state["draining"]
         for address in replicas:
-            desk.add(check_address(address))
+            queue.add(check_address(address))
         for address in draining:
-            desk.drain(address)
+            queue.drain(address)
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,9 +1,4 @@
-"""The replica: one server as the client knows it: its channel, its handshake, its health.
-
-Invariant: `Rest.until` only moves forward while failures last, and is forgotten at the first
-success. Failures that come in while a replica rests are of the same trouble and do not make its
-rest longer. One event loop owns it.
-"""
+"""The client of one replica: its handshake, its back-off and its Generate calls."""
 
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -17,7 +12,7 @@ from treadle.agent_loop.rpc.codec import decode_server_info
 from treadle.agent_loop.rpc.completion_stream import GenerateCall
 from treadle.agent_loop.rpc.errors import Action, classify
 from treadle.agent_loop.rpc.handshake import ServerInfo
-from treadle.agent_loop.rpc.retry import RetryPolicy
+from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import generation_service_pb2_grpc as generation_grpc
 from treadle.rollout.v1 import server_service_pb2 as server_pb2
@@ -28,7 +23,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class _GenerationStub(Protocol):
-    """The generated stub, which has no types."""
+    """The types of the generated stub, which has none."""
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, *, timeout: float, metadata: Metadata
@@ -46,10 +41,10 @@ class RpcDeadlines:
     """Upper bounds of calls, in seconds.
 
     Attributes:
-        connect_s: From the first handshake call to the last, for a server that is starting.
-        server_info_s: One GetServerInfo, or one short call to a router.
-        open_session_s: One question to a router, which may hold it until there is room.
-        generate_s: One completion, when the request's own deadline is not sooner.
+        connect_s: All attempts of a handshake together; a server may still be starting.
+        server_info_s: One GetServerInfo call, or one short call to a router.
+        open_session_s: One OpenSession call to a router, which may hold it until there is room.
+        generate_s: One completion, unless the request's own deadline is earlier.
     """
 
     connect_s: float = 30.0
@@ -59,40 +54,16 @@ class RpcDeadlines:
 
 
 @dataclass(slots=True, kw_only=True)
-class Rest:
-    """How long an address is left alone.
+class ReplicaClient:
+    """A replica after its handshake.
 
     Attributes:
-        until: No request is sent before; clock seconds.
-    """
-
-    until: float = 0.0
-    _failures_in_a_row: int = 0
-
-    def fail(self, now: float, retry: RetryPolicy, retry_after_s: float | None) -> None:
-        """Notes a failure: no request is sent for a while."""
-        if now < self.until:
-            return
-        self._failures_in_a_row += 1
-        self.until = now + retry.wait_s(self._failures_in_a_row, retry_after_s=retry_after_s)
-
-    def recover(self) -> None:
-        """Notes a success."""
-        self._failures_in_a_row = 0
-        self.until = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Replica:
-    """One server.
-
-    Attributes:
-        info: What it said at the handshake.
-        rest: How long it is left alone.
+        info: The replica's answer at the handshake.
+        backoff: When the replica may be used again after a failure.
     """
 
     info: ServerInfo
-    rest: Rest
+    backoff: Backoff
     _stub: _GenerationStub
     _metadata: Metadata = ()
 
@@ -102,17 +73,17 @@ class Replica:
         address: str,
         channel: grpc.aio.Channel,
         *,
-        rest: Rest,
+        backoff: Backoff,
         metadata: Metadata,
         deadlines: RpcDeadlines,
         retry: RetryPolicy,
         clock: Clock,
         client: str,
-    ) -> "Replica":
-        """Asks a server what it is, waiting for one that is still starting.
+    ) -> "ReplicaClient":
+        """Performs the handshake, waiting for a server that is still starting.
 
         Raises:
-            SetupError: It did not answer within `connect_s`, or refused.
+            SetupError: The server did not answer within `connect_s`, or refused.
         """
         stub: _ServerStub = cast(Any, server_grpc).ServerServiceStub(channel)
         give_up_at = clock.now() + deadlines.connect_s
@@ -140,7 +111,7 @@ class Replica:
             else:
                 return cls(
                     info=decode_server_info(address, answer),
-                    rest=rest,
+                    backoff=backoff,
                     _stub=cast(Any, generation_grpc).GenerationServiceStub(channel),
                     _metadata=metadata,
                 )
@@ -148,7 +119,7 @@ class Replica:
     def generate(
         self, message: generation_pb2.GenerateRequest, *, timeout_s: float
     ) -> GenerateCall:
-        """Starts a call; whoever reads it ends it (`completion_stream.read`)."""
+        """Starts a call; its reader must end it (`completion_stream.read`)."""
         return self._stub.Generate(
             message, timeout=timeout_s, metadata=(*self._metadata, *inject())
         )
