@@ -1,10 +1,10 @@
 from pathlib import Path
 
+from math_expression.dataset import AGENT_NAME
+from math_expression.recipe import CATALOGUE
 from treadle.agent_loop import default_loops
 from treadle.agent_loop.langgraph import ReactAgentLoop
 from treadle.trainer.config.load import load_config
-from treadle.trainer.demo.math_expression.dataset import AGENT_NAME
-from treadle.trainer.demo.math_expression.recipe import CATALOGUE
 
 HERE = Path(__file__).parent
 

@@ -1,8 +1,8 @@
 from collections.abc import Sequence
 
 import pytest
-from math_expression.graph import Encouraged
 
+from math_expression.graph import Encouraged
 from treadle.agent_loop import (
     AgentTask,
     LoopLimits,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+
 from multi_trajectory.compaction import ASK, CompactingAgent
 from multi_trajectory.delegation import DelegatingAgent
-
 from treadle.agent_loop import (
     AgentLoop,
     AgentTask,

@@ -3,7 +3,6 @@
 import asyncio
 
 from own_agent_loop.ask_twice import AskTwice
-
 from treadle.agent_loop import AgentTask, LoopLimits, Message, SamplingParams, Services
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 

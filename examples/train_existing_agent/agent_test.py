@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_existing_agent.loop import ExpressionAgent
 
+from train_existing_agent.loop import ExpressionAgent
 from treadle.agent_loop import (
     AgentTask,
     LoopLimits,

@@ -1,8 +1,8 @@
 """What it takes to train `expression_agent`: a function that points it at its session."""
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from train_existing_agent.expression_agent import solve
 
+from train_existing_agent.expression_agent import solve
 from treadle.agent_loop.proxy import AgentSession, ProxyAgentLoop
 
 

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from treadle.agent_loop import Message, Origin, Rendering, ToolSpec
+from treadle.agent_loop import Message, Origin, Rendering, ToolCall, ToolSpec
 from treadle.agent_loop.hf import HfRenderer
 from treadle.tools import load_catalogue
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.demo.demonstrations import drill, habit, tool_use
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
 
@@ -48,10 +47,40 @@ def test_the_loss_is_on_assistant_turns_with_their_end_and_on_nothing_else() -> 
     assert _RENDERER.decode(tokens.prompt_ids).endswith("one<|im_end|>\n<|im_start|>assistant\n")
 
 
-@given(st.integers(), st.sampled_from([drill, tool_use, habit]))
-def test_the_ledger_is_a_prefix_of_the_rendered_conversation(seed: int, make: object) -> None:
-    assert callable(make)
-    demonstration: Demonstration = make(random.Random(seed), _TOOL)
+def _calculation(
+    a: int, b: int, *, system: bool = True, tools: bool = True, calls: bool = True
+) -> Demonstration:
+    """A sum, with or without the prompt of the rollout and a call of the calculator."""
+    call = ToolCall(id="call-0", name=_TOOL.name, arguments={"expression": f"{a}+{b}"})
+    said = (
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content=str(a + b), tool_call_id=call.id, name=_TOOL.name),
+    )
+    return Demonstration(
+        messages=(
+            *((Message(role="system", content="Solve the problem."),) if system else ()),
+            Message(role="user", content=f"What is {a} + {b}?"),
+            *(said if calls else ()),
+            Message(role="assistant", content=f"#### {a + b}"),
+        ),
+        tools=(_TOOL,) if tools else (),
+    )
+
+
+_numbers = st.integers(0, 10**6)
+
+
+@given(
+    st.builds(
+        _calculation,
+        _numbers,
+        _numbers,
+        system=st.booleans(),
+        tools=st.booleans(),
+        calls=st.booleans(),
+    )
+)
+def test_the_ledger_is_a_prefix_of_the_rendered_conversation(demonstration: Demonstration) -> None:
     tokens = transcribe(_RENDERER, demonstration)
     whole = _RENDERER.render(demonstration.messages, tools=demonstration.tools).ids
     assert whole[: len(tokens.ids)] == tokens.ids
@@ -127,7 +156,8 @@ def policy(tmp_path: Path) -> Iterator[MegatronPolicy]:
 
 def test_fine_tuning_lowers_the_loss_from_that_of_a_uniform_guess(policy: MegatronPolicy) -> None:
     rng = random.Random(0)
-    batch = [train_sequence(transcribe(_RENDERER, tool_use(rng, _TOOL))) for _ in range(4)]
+    sums = [_calculation(rng.randrange(100), rng.randrange(100)) for _ in range(4)]
+    batch = [train_sequence(transcribe(_RENDERER, demonstration)) for demonstration in sums]
     losses = [stats.loss for stats in fine_tune(policy, [batch] * 12)]
     assert losses[0] == pytest.approx(6.93, abs=0.3)  # log 1024
     assert losses[-1] < losses[0] - 2

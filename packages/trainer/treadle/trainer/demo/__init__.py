@@ -1,1 +1,1 @@
-"""The calculator demo: its model, its data, and the scripts that made them."""
+"""Models and rows of the demos, made by `examples/warm_start`. A default run reads `calculator`."""

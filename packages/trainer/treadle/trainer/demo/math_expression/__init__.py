@@ -1,1 +1,1 @@
-"""The math expression demo: expressions with an operator of their own, computed call by call."""
+"""The math expression demo: its tool, model and rows. Expressions are computed call by call."""

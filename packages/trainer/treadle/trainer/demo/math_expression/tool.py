@@ -6,13 +6,24 @@ model's fault and is told to the model (`ToolFailure`). Pure; nobody waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
-from treadle.trainer.demo.math_expression.expression import OPERATORS
 
-__all__ = ["SPEC", "CalculateTool"]
+__all__ = ["OPERATORS", "SPEC", "CalculateTool"]
+
+
+def _at(a: int, b: int) -> int:
+    return 3 * a - 2 * b
+
+
+OPERATORS: Final[Mapping[str, Callable[[int, int], int]]] = MappingProxyType(
+    {"+": operator.add, "-": operator.sub, "*": operator.mul, "@": _at}
+)
+"""The function of each operator."""
 
 SPEC: Final = ToolSpec(
     name="calculate",

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from treadle.agent_loop import ToolSpec
-from treadle.tools import load_catalogue
-from treadle.trainer.demo.math_expression.dataset import dataset_rows
-from treadle.trainer.demo.math_expression.demonstrations import (
+from math_expression.dataset import dataset_rows
+from math_expression.demonstrations import (
     SYSTEM_PROMPT,
     computed,
     drill,
@@ -19,12 +17,15 @@ from treadle.trainer.demo.math_expression.demonstrations import (
     sample_split,
     tool_use,
 )
-from treadle.trainer.demo.recipe import Recipe, Stage
+from treadle.agent_loop import ToolSpec
+from treadle.tools import load_catalogue
+from treadle.trainer import demo
 from treadle.trainer.sft import Demonstration
+from warm_start.recipe import Recipe, Stage
 
 __all__ = ["CATALOGUE", "MATH_EXPRESSION", "NUM_TRAIN_ROWS", "NUM_VAL_ROWS"]
 
-CATALOGUE: Final = Path(__file__).parent / "tools.yaml"
+CATALOGUE: Final = Path(demo.__file__).parent / "math_expression" / "tools.yaml"
 
 NUM_TRAIN_ROWS: Final = 1200
 NUM_VAL_ROWS: Final = 96

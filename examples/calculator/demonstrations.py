@@ -9,8 +9,7 @@ Pure functions of their random generator; nobody waits.
 
 import random
 
-from treadle.agent_loop import Message, ToolCall, ToolSpec
-from treadle.trainer.demo.questions import (
+from calculator.questions import (
     TEMPLATES,
     Question,
     Split,
@@ -18,6 +17,7 @@ from treadle.trainer.demo.questions import (
     guess_answer,
     sample_question,
 )
+from treadle.agent_loop import Message, ToolCall, ToolSpec
 from treadle.trainer.sft import Demonstration
 
 

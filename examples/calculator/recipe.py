@@ -8,22 +8,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from treadle.agent_loop import ToolSpec
-from treadle.tools import load_catalogue
-from treadle.trainer.demo.demonstrations import answered_with_tool, drill, habit, tool_use
-from treadle.trainer.demo.questions import (
+from calculator.demonstrations import answered_with_tool, drill, habit, tool_use
+from calculator.questions import (
     SYSTEM_PROMPT,
     TEMPLATES,
     Split,
     dataset_rows,
     sample_question,
 )
-from treadle.trainer.demo.recipe import Recipe, Stage
+from treadle.agent_loop import ToolSpec
+from treadle.tools import load_catalogue
+from treadle.trainer import demo
 from treadle.trainer.sft import Demonstration
+from warm_start.recipe import Recipe, Stage
 
 __all__ = ["CALCULATOR", "CATALOGUE", "NUM_TRAIN_ROWS", "NUM_VAL_ROWS"]
 
-CATALOGUE: Final = Path(__file__).parent / "calculator" / "tools.yaml"
+CATALOGUE: Final = Path(demo.__file__).parent / "calculator" / "tools.yaml"
 
 NUM_TRAIN_ROWS: Final = 1200
 NUM_VAL_ROWS: Final = 96

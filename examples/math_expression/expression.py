@@ -15,16 +15,16 @@ Example:
 from __future__ import annotations
 
 import hashlib
-import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from treadle.trainer.demo.math_expression.tool import OPERATORS
+
 __all__ = [
-    "OPERATORS",
     "Binary",
     "Expression",
     "Step",
@@ -36,15 +36,6 @@ __all__ = [
     "steps",
 ]
 
-
-def _at(a: int, b: int) -> int:
-    return 3 * a - 2 * b
-
-
-OPERATORS: Final[Mapping[str, Callable[[int, int], int]]] = MappingProxyType(
-    {"+": operator.add, "-": operator.sub, "*": operator.mul, "@": _at}
-)
-"""What each operator does."""
 
 _RANK: Final[Mapping[str, int]] = MappingProxyType({"+": 1, "-": 1, "*": 2, "@": 2})
 _COMMUTES: Final = frozenset("+*")

@@ -9,22 +9,24 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from calculator.demonstrations import answered_with_tool
+from calculator.questions import TEMPLATES, Split, sample_question
+from calculator.recipe import CALCULATOR
+from math_expression.recipe import MATH_EXPRESSION
 from treadle.agent_loop.hf import HfRenderer
+from treadle.trainer import demo
 from treadle.trainer.config.policy import PolicyConfig
-from treadle.trainer.demo.calculator_recipe import CALCULATOR
-from treadle.trainer.demo.demonstrations import answered_with_tool
-from treadle.trainer.demo.math_expression.recipe import MATH_EXPRESSION
-from treadle.trainer.demo.questions import TEMPLATES, Split, sample_question
-from treadle.trainer.demo.warm_start import RECIPES, measure
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from warm_start.train import RECIPES, measure
 
-_CALCULATOR = Path(__file__).parent / "calculator" / "model"
-_MATH_EXPRESSION = Path(__file__).parent / "math_expression" / "model"
+_DEMOS = Path(demo.__file__).parent
+_CALCULATOR = _DEMOS / "calculator" / "model"
+_MATH_EXPRESSION = _DEMOS / "math_expression" / "model"
 
 
 @pytest.fixture(params=RECIPES)
 def model(request: pytest.FixtureRequest) -> Path:
-    return Path(__file__).parent / str(request.param) / "model"
+    return _DEMOS / str(request.param) / "model"
 
 
 def test_it_is_small_and_bfloat16(model: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from treadle.trainer.demo.math_expression.dataset import dataset_rows, main
-from treadle.trainer.demo.math_expression.expression import evaluate, identity, parse, steps
+from math_expression.dataset import dataset_rows, main
+from math_expression.expression import evaluate, identity, parse, steps
 
 
 def _identity(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.trainer.demo.questions import (
+from calculator.questions import (
     OPERAND_MAX,
     OPERAND_MIN,
     PAIRS,

@@ -32,7 +32,7 @@ from tokenizers import (
     trainers,
 )
 
-from treadle.trainer.demo.recipe import Recipe
+from warm_start.recipe import Recipe
 
 VOCAB_SIZE: Final = 1024
 """Entries including the added tokens; a multiple of 128, so embeddings shard without padding."""

@@ -1,9 +1,7 @@
 import random
 from collections import Counter
 
-from treadle.agent_loop import Message
-from treadle.tools.rewards.gsm8k import score
-from treadle.trainer.demo.math_expression.demonstrations import (
+from math_expression.demonstrations import (
     PATIENCE,
     SYSTEM_PROMPT,
     computed,
@@ -12,12 +10,14 @@ from treadle.trainer.demo.math_expression.demonstrations import (
     sample_split,
     tool_use,
 )
-from treadle.trainer.demo.math_expression.expression import (
+from math_expression.expression import (
     evaluate,
     is_held_out,
     parse,
     steps,
 )
+from treadle.agent_loop import Message
+from treadle.tools.rewards.gsm8k import score
 from treadle.trainer.demo.math_expression.tool import SPEC
 from treadle.trainer.sft import Demonstration
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.trainer.demo.math_expression.expression import (
-    OPERATORS,
+from math_expression.expression import (
     Binary,
     Expression,
     evaluate,
@@ -15,6 +14,7 @@ from treadle.trainer.demo.math_expression.expression import (
     sample,
     steps,
 )
+from treadle.trainer.demo.math_expression.tool import OPERATORS
 
 _expressions = st.recursive(
     st.integers(0, 99),

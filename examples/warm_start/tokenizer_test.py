@@ -6,21 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from calculator.questions import SYSTEM_PROMPT, TEMPLATES
+from calculator.recipe import CALCULATOR
 from treadle.agent_loop import Message, ToolCall
 from treadle.agent_loop.hf import HfRenderer
-from treadle.trainer.demo import tokenizer as tokenizer_module
-from treadle.trainer.demo.calculator_recipe import CALCULATOR
-from treadle.trainer.demo.questions import SYSTEM_PROMPT, TEMPLATES
-from treadle.trainer.demo.tokenizer import (
+from treadle.trainer import demo
+from warm_start import tokenizer as tokenizer_module
+from warm_start.tokenizer import (
     SPECIAL_TOKENS,
     TOOL_TOKENS,
     VOCAB_SIZE,
     build_tokenizer,
     write_tokenizer,
 )
-from treadle.trainer.demo.warm_start import RECIPES
+from warm_start.train import RECIPES
 
-_DEMO = Path(__file__).parent / "calculator"
+_DEMO = Path(demo.__file__).parent / "calculator"
 _SHIPPED = Tokenizer.from_file(str(_DEMO / "model" / "tokenizer.json"))
 _TOOL = CALCULATOR.tool
 
@@ -43,14 +44,14 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-@pytest.mark.parametrize("demo", RECIPES)
-def test_a_rebuild_gives_the_shipped_files_byte_for_byte(tmp_path: Path, demo: str) -> None:
-    write_tokenizer(tmp_path, RECIPES[demo])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_rebuild_gives_the_shipped_files_byte_for_byte(tmp_path: Path, name: str) -> None:
+    write_tokenizer(tmp_path, RECIPES[name])
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
-    for name in written:
-        shipped = _DEMO.parent / demo / "model" / name
-        assert (tmp_path / name).read_bytes() == shipped.read_bytes(), name
+    for file in written:
+        shipped = _DEMO.parent / name / "model" / file
+        assert (tmp_path / file).read_bytes() == shipped.read_bytes(), file
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"])))

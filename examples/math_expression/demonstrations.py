@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from treadle.agent_loop import Message, ToolCall, ToolSpec
-from treadle.trainer.demo.math_expression.expression import (
+from math_expression.expression import (
     Expression,
     evaluate,
     is_held_out,
     sample,
     steps,
 )
+from treadle.agent_loop import Message, ToolCall, ToolSpec
 from treadle.trainer.sft import Demonstration
 
 __all__ = [

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from treadle.trainer.demo.recipe import Recipe
-from treadle.trainer.demo.warm_start import RECIPES, main, warm_start
+from treadle.trainer import demo
+from warm_start.recipe import Recipe
+from warm_start.train import RECIPES, main, warm_start
 
 
 def _short(recipe: Recipe) -> Recipe:
@@ -16,12 +17,12 @@ def _short(recipe: Recipe) -> Recipe:
     return replace(recipe, stages=stages)
 
 
-@pytest.mark.parametrize("demo", RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_short_warm_start_writes_a_model_that_loads_twice_the_same(
-    tmp_path: Path, demo: str
+    tmp_path: Path, name: str
 ) -> None:
-    recipe = _short(RECIPES[demo])
-    skills = [warm_start(recipe, tmp_path / name, seed=3, num_measured=4) for name in ("a", "b")]
+    recipe = _short(RECIPES[name])
+    skills = [warm_start(recipe, tmp_path / out, seed=3, num_measured=4) for out in ("a", "b")]
     assert skills[0] == skills[1]
     assert 0 <= skills[0].call_rate < 0.1
     assert skills[0].greedy_accuracy == 0.0
@@ -54,8 +55,8 @@ def test_a_folder_that_exists_is_refused_before_any_work(
     assert "name a folder that does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("demo", RECIPES)
-def test_the_shipped_rows_are_the_recipes(demo: str) -> None:
-    for name, rows in RECIPES[demo].rows().items():
-        shipped = (Path(__file__).parent / demo / name).read_text().splitlines()
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_shipped_rows_are_the_recipes(name: str) -> None:
+    for file, rows in RECIPES[name].rows().items():
+        shipped = (Path(demo.__file__).parent / name / file).read_text().splitlines()
         assert [json.loads(line) for line in shipped] == list(rows)

@@ -8,7 +8,7 @@ digits.
 What is written is rounded to bfloat16, and measured as written. Invariant: with one seed and one
 number of threads, one machine writes the same bytes again.
 
-    python -m treadle.trainer.demo.warm_start calculator --out DIR
+    python -m warm_start.train calculator --out DIR
 
 One process, nobody waits.
 """
@@ -32,13 +32,17 @@ from typing import Final
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from calculator.recipe import CALCULATOR
+from math_expression.recipe import MATH_EXPRESSION
 from treadle.agent_loop import ChatRenderer, Origin
 from treadle.agent_loop.hf import HfRenderer
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.demo.calculator_recipe import CALCULATOR
-from treadle.trainer.demo.math_expression.recipe import MATH_EXPRESSION
-from treadle.trainer.demo.recipe import Recipe
-from treadle.trainer.demo.tokenizer import (
+from treadle.trainer.policy.hf_weights import write_folder
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.types import NamedTensor, PolicyBackend, TrainSequence
+from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
+from warm_start.recipe import Recipe
+from warm_start.tokenizer import (
     END_OF_TEXT,
     IM_END,
     MAX_POSITIONS,
@@ -46,10 +50,6 @@ from treadle.trainer.demo.tokenizer import (
     build_tokenizer,
     write_tokenizer,
 )
-from treadle.trainer.policy.hf_weights import write_folder
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.types import NamedTensor, PolicyBackend, TrainSequence
-from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
 
 __all__ = ["RECIPES", "Skill", "main", "measure", "warm_start"]
 
@@ -61,7 +61,7 @@ RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
 NUM_MEASURED: Final = 480
 _MEASURE_SEED: Final = 4
 
-_log = logging.getLogger("treadle.trainer.demo.warm_start")
+_log = logging.getLogger("warm_start.train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

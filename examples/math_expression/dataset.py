@@ -3,7 +3,7 @@
 Invariant: no expression is drawn twice, and the two splits share none, swapped sides included; a
 row is a pure function of the seed and the ranges.
 
-    python -m treadle.trainer.demo.math_expression.dataset --out DIR --operators 1 4 --operands 1 9
+    python -m math_expression.dataset --out DIR --operators 1 4 --operands 1 9
 
 One process, nobody waits.
 """
@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from treadle.trainer.demo.math_expression.demonstrations import (
+from math_expression.demonstrations import (
     NUM_OPERATORS,
     OPERANDS,
     prompt,
     sample_split,
 )
-from treadle.trainer.demo.math_expression.expression import Expression, evaluate, identity
+from math_expression.expression import Expression, evaluate, identity
 
 __all__ = ["AGENT_NAME", "DATA_SOURCE", "dataset_rows", "main", "write_rows"]
 

@@ -1,12 +1,11 @@
 import random
-from pathlib import Path
 
+from calculator.demonstrations import answered_with_tool, drill, habit, tool_use
+from calculator.questions import TEMPLATES, Split, make_question, sample_question
+from calculator.recipe import CALCULATOR
 from treadle.agent_loop import Message
-from treadle.tools import load_catalogue
-from treadle.trainer.demo.demonstrations import answered_with_tool, drill, habit, tool_use
-from treadle.trainer.demo.questions import TEMPLATES, Split, make_question, sample_question
 
-_TOOL = load_catalogue(Path(__file__).parent / "calculator" / "tools.yaml")["calculator"].spec
+_TOOL = CALCULATOR.tool
 
 
 def _roles(messages: tuple[Message, ...]) -> list[str]:
