@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from treadle.tools import load_catalogue
-from treadle.tools.code_interpreter import SPEC
-from treadle.tools.code_interpreter_retool import RetoolCodeInterpreterTool
+from treadle.tools.code_interpreter import SPEC, RetoolCodeInterpreterTool
 
 HERE = Path(__file__).parent
 

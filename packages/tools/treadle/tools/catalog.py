@@ -30,14 +30,14 @@ from typing import Final, cast
 
 from treadle.agent_loop import FunctionTool, SetupError, Tool, ToolSpec, function_tool
 from treadle.tools.arguments import require_extra
-from treadle.tools.documents import load_class, mapping, read_yaml, section, text
-from treadle.tools.references import load_reference
+from treadle.tools.import_path import load_import_path
+from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, text
 
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "recipe.retool.retool.CustomSandboxFusionTool": (
-            "treadle.tools.code_interpreter_retool.RetoolCodeInterpreterTool"
+            "treadle.tools.code_interpreter.RetoolCodeInterpreterTool"
         ),
         "verl.tools.geo3k_tool.Geo3kTool": "treadle.tools.geometry3k.Geometry3kTool",
         "verl.tools.gsm8k_tool.Gsm8kTool": "treadle.tools.gsm8k.Gsm8kTool",
@@ -121,7 +121,7 @@ def _function(fields: Mapping[str, object], where: str) -> Tool:
     section(fields, where, required=("function",))
     reference = text(fields["function"], f"{where}.function")
     try:
-        function = load_reference(reference, "tool")
+        function = load_import_path(reference, "tool")
         if isinstance(function, FunctionTool):
             return function
         if not callable(function):

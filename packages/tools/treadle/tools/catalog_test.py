@@ -6,8 +6,8 @@ import pytest
 from treadle.agent_loop import SetupError
 from treadle.tools import CalculatorTool, Gsm8kTool, load_catalogue
 from treadle.tools.catalog import VERL_CLASSES
-from treadle.tools.documents import load_class
-from treadle.tools.references import load_reference
+from treadle.tools.import_path import load_import_path
+from treadle.tools.yaml_config import load_class
 
 SCHEMA = """
     tool_schema:
@@ -170,9 +170,9 @@ def test_a_file_is_run_once_and_files_of_one_name_are_two(tmp_path: Path) -> Non
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(f"here = ['{folder}']\nalso = here\n")
-    mine = load_reference(f"{tmp_path}/a/mine.py:here", "tool")
-    assert load_reference(f"{tmp_path}/a/mine.py:also", "reward") is mine
-    assert load_reference(f"{tmp_path}/a/../b/mine.py:here", "tool") == ["b"]
+    mine = load_import_path(f"{tmp_path}/a/mine.py:here", "tool")
+    assert load_import_path(f"{tmp_path}/a/mine.py:also", "reward") is mine
+    assert load_import_path(f"{tmp_path}/a/../b/mine.py:here", "tool") == ["b"]
     assert mine == ["a"]
 
 

@@ -19,18 +19,27 @@ Settings, verl's with verl's defaults, and `backend`:
     default_timeout: 30            # seconds
     default_language: python
     memory_limit_mb: 1024
+
+`RetoolCodeInterpreterTool` is ReTool's variant: the code may come in a fence, and the value of its
+last expression is printed.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import enum
+import re
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from typing import Self
 
 from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
-from treadle.tools.code_interpreter_settings import Backend, CodeInterpreterSettings
-from treadle.tools.host_limit import HostLimit
+from treadle.tools.arguments import did_you_mean
+from treadle.tools.host_semaphore import HostSemaphore
 from treadle.tools.sandbox.execution import (
     Execution,
     Program,
@@ -50,6 +59,77 @@ SPEC = ToolSpec(
     },
 )
 _ARGUMENTS = ("code", "timeout", "language")
+_FENCE = re.compile(r"```python(.*?)```", re.DOTALL)
+_BEFORE = b"_ = "
+_AFTER = b"\nif _ is not None:\n    print(_)\n"
+
+
+class Backend(enum.StrEnum):
+    """Where programs run."""
+
+    SANDBOX_FUSION = "sandbox_fusion"
+    """On a server with SandboxFusion's API: that, or `python -m treadle.tools.sandbox`."""
+    LOCAL = "local"
+    """Isolated with bubblewrap, started by this process."""
+    RESTRICTED = "restricted"
+    """In Monty, a restricted interpreter: small arithmetic, no libraries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeInterpreterSettings:
+    """The settings in a catalogue's `config`; see the module. The defaults are verl's."""
+
+    backend: Backend = Backend.SANDBOX_FUSION
+    sandbox_fusion_url: str = ""
+    num_workers: int = 10
+    rate_limit: int = 10
+    enable_global_rate_limit: bool = True
+    default_timeout: float = 30.0
+    default_language: str = "python"
+    memory_limit_mb: int = 1024
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Check a catalogue's `config`.
+
+        Raises:
+            SetupError: A key is unknown, or a value has the wrong type or range.
+        """
+        kinds = {field.name: type(getattr(cls(), field.name)) for field in fields(cls)}
+        for key in config:
+            if key not in kinds:
+                raise SetupError(
+                    f"unknown setting {key!r} of code_interpreter{did_you_mean(key, kinds)}; "
+                    f"known are: {', '.join(kinds)}"
+                )
+        values = {key: _checked(key, value, kinds[key]) for key, value in config.items()}
+        settings = cls(**values)  # type: ignore[arg-type]  # checked just now
+        if settings.backend is Backend.SANDBOX_FUSION and not settings.sandbox_fusion_url:
+            raise SetupError(
+                "sandbox_fusion_url is not set: start a sandbox (python -m "
+                "treadle.tools.sandbox) and give its address, such as "
+                "http://127.0.0.1:8080/run_code; or set backend to local or restricted"
+            )
+        if settings.backend is not Backend.SANDBOX_FUSION and settings.sandbox_fusion_url:
+            raise SetupError(
+                f"sandbox_fusion_url has no meaning with the backend {settings.backend}; "
+                "remove one of the two"
+            )
+        return settings
+
+
+def _checked(key: str, value: object, kind: type) -> object:
+    if kind is Backend:
+        if value not in list(Backend):
+            raise SetupError(f"backend is {value!r}; it must be one of {', '.join(Backend)}")
+        return Backend(str(value))
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise SetupError(f"{key} must be of type {kind.__name__}, not {value!r}")
+    if isinstance(value, int | float) and kind is not bool and not 0 < value < float("inf"):
+        raise SetupError(f"{key} is {value!r}; it must be above 0")
+    return value
 
 
 class CodeInterpreterTool:
@@ -173,15 +253,25 @@ class CodeInterpreterTool:
         )
 
 
-def _text(arguments: Mapping[str, object], name: str) -> str:
-    value = arguments[name]
-    if not isinstance(value, str):
-        raise ToolFailure(f"The argument {name!r} must be a string, not {value!r:.80}.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ToolFailure(f"The argument {name!r} is no valid Unicode: {error}.") from None
-    return value
+class RetoolCodeInterpreterTool(CodeInterpreterTool):
+    """`CustomSandboxFusionTool` of verl's ReTool recipe.
+
+    The program is changed in one case only: its last statement is an expression other than a call
+    of `print`. Its value is then kept as `_` and printed unless it is None, as an interactive
+    interpreter does; every line stays where it is, so that a traceback fits. verl's tool wraps the
+    last *line* instead, which breaks on assignments, comments, indented lines and calls over
+    several lines. Code that does not parse goes to the sandbox unchanged, and its interpreter
+    reports the error. Nothing is evaluated here.
+
+        x = 2          ->    x = 2
+        x + 1                _ = x + 1
+                             if _ is not None:
+                                 print(_)
+    """
+
+    def source(self, code: str) -> str:
+        """The first ```` ```python ```` block, or all of it, with its last expression printed."""
+        return print_last_expression(first_python_block(code))
 
 
 class CodeInterpreterSession:
@@ -211,11 +301,11 @@ class _Shared:
     def __init__(self, tool: str, settings: CodeInterpreterSettings) -> None:
         self.users = self.waiting = 0
         self.places = asyncio.Semaphore(settings.num_workers)
-        self.limit: HostLimit | None = None
+        self.limit: HostSemaphore | None = None
         if settings.enable_global_rate_limit:
             # By name and address: two tools with limits of their own do not share one.
             name = f"{tool}\n{settings.backend}\n{settings.sandbox_fusion_url}"
-            self.limit = HostLimit(name, settings.rate_limit)
+            self.limit = HostSemaphore(name, settings.rate_limit)
         self.sandbox = make_sandbox(settings)
         self._entering = asyncio.Lock()
         self._stack: AsyncExitStack | None = None
@@ -250,7 +340,7 @@ def make_sandbox(settings: CodeInterpreterSettings) -> Sandbox:
                 raise SetupError(f"the backend sandbox_fusion needs httpx: {error}") from error
             return FusionSandbox(settings.sandbox_fusion_url)
         case Backend.LOCAL:
-            from treadle.tools.sandbox.bubblewrap import find_bubblewraps
+            from treadle.tools.sandbox.isolation.bubblewrap import find_bubblewraps
             from treadle.tools.sandbox.limits import SandboxLimits
             from treadle.tools.sandbox.local import LocalSandbox
 
@@ -263,3 +353,47 @@ def make_sandbox(settings: CodeInterpreterSettings) -> Sandbox:
             from treadle.tools.sandbox.restricted import RestrictedSandbox
 
             return RestrictedSandbox(processes=settings.num_workers)
+
+
+def _text(arguments: Mapping[str, object], name: str) -> str:
+    value = arguments[name]
+    if not isinstance(value, str):
+        raise ToolFailure(f"The argument {name!r} must be a string, not {value!r:.80}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ToolFailure(f"The argument {name!r} is no valid Unicode: {error}.") from None
+    return value
+
+
+def first_python_block(text: str) -> str:
+    """The inside of the first ```` ```python ```` block, stripped; the text if it has none."""
+    found = _FENCE.search(text)
+    return found.group(1).strip() if found else text
+
+
+def print_last_expression(code: str) -> str:
+    """The code, with its last statement's value printed if it is an expression.
+
+    Code that cannot be parsed is returned as it is; nothing is raised.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the sandbox's interpreter says them to the model
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code
+    if not tree.body or not isinstance(last := tree.body[-1], ast.Expr) or _prints(last.value):
+        return code
+    lines = code.encode().splitlines(keepends=True)  # columns count bytes
+    line = lines[last.lineno - 1]
+    lines[last.lineno - 1] = line[: last.col_offset] + _BEFORE + line[last.col_offset :]
+    return (b"".join(lines) + _AFTER).decode()
+
+
+def _prints(value: ast.expr) -> bool:
+    return (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id == "print"
+    )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from treadle.tools.code_interpreter_retool import (
+from treadle.tools.code_interpreter import (
     RetoolCodeInterpreterTool,
     first_python_block,
     print_last_expression,

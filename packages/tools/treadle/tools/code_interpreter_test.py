@@ -23,8 +23,7 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 from treadle.tools import code_interpreter, load_catalogue
-from treadle.tools.code_interpreter import CodeInterpreterTool
-from treadle.tools.code_interpreter_retool import RetoolCodeInterpreterTool
+from treadle.tools.code_interpreter import CodeInterpreterTool, RetoolCodeInterpreterTool
 from treadle.tools.sandbox import (
     Execution,
     Program,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from treadle.agent_loop import ToolFailure, ToolSpec
 from treadle.tools.answer_check import AnswerCheck, answer_spec
 from treadle.tools.arguments import no_settings, require_extra
-from treadle.tools.bounded import Bounded
+from treadle.tools.time_limited import TimeLimited
 
 SPEC = answer_spec(
     "calc_geo3k_reward",
@@ -41,7 +41,7 @@ class Geometry3kTool(AnswerCheck):
         no_settings(type(self).__name__, config)
         require_extra(type(self).__name__, "math_verify", "math")
         super().__init__(spec=spec, check=self._compare)
-        self._same: Bounded[tuple[str, str], bool] = Bounded(
+        self._same: TimeLimited[tuple[str, str], bool] = TimeLimited(
             _comparison, name=spec.name, timeout_s=_TIMEOUT_S, processes=1
         )
 

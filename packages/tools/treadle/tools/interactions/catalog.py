@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Final, cast
 
 from treadle.agent_loop import Interaction, SetupError
-from treadle.tools.documents import load_class, mapping, read_yaml, section, text
+from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, text
 
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {

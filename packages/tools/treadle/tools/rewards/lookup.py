@@ -3,7 +3,7 @@
 Invariant: whatever the way, the result is a `RewardFn`, called with a finished trajectory and
 giving a `Score`; what else a function returns is an error that names the function. What can be
 wrong with a name is found when it is looked up, not at the end of the first trajectory.
-Nobody waits here; what is scored in a process of its own is awaited by the runner (`bounded`).
+Nobody waits here; what is scored in a process of its own is awaited by the runner (`time_limited`).
 
     resolve("gsm8k", mode="fixed")                 # by name
     resolve(None)                                  # each row by its own `data_source`
@@ -18,8 +18,8 @@ from functools import partial
 
 from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
 from treadle.tools.arguments import did_you_mean, require_extra
-from treadle.tools.rewards.bounded import BoundedReward
 from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
+from treadle.tools.rewards.time_limited import TimeLimitedReward
 from treadle.tools.rewards.user import installed, load, load_installed
 
 
@@ -57,7 +57,7 @@ def resolve(
         return reward
     if name in NAMED:
         make = partial(_prepared, name, mode)
-    return BoundedReward(make, name=name, timeout_s=limit, timeout_score=timeout_score)
+    return TimeLimitedReward(make, name=name, timeout_s=limit, timeout_score=timeout_score)
 
 
 def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> None:

@@ -28,7 +28,7 @@ from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 
 from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
-from treadle.tools.references import cannot_load, load_reference
+from treadle.tools.import_path import cannot_load, load_import_path
 from treadle.tracing import Metric
 
 ENTRY_POINTS = "treadle.rewards"
@@ -45,7 +45,7 @@ def load(reference: str) -> RewardFn:
         SetupError: The reference is malformed, the file or module cannot be loaded, it has no
             such function, or the function takes other parameters than the two known signatures.
     """
-    function = load_reference(reference, "reward")
+    function = load_import_path(reference, "reward")
     if not callable(function):
         raise SetupError(f"the reward {reference!r} is {function!r}, which is no function")
     return _adapt(reference, function)

@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Final, Self
 
 from treadle.agent_loop import SetupError
-from treadle.tools.sandbox.bubblewrap import Launcher, explain, find_bubblewraps
 from treadle.tools.sandbox.execution import (
     Execution,
     Program,
@@ -33,10 +32,11 @@ from treadle.tools.sandbox.execution import (
     SandboxError,
     UnsupportedProgramError,
 )
-from treadle.tools.sandbox.host_files import HostFiles, find_host_files
+from treadle.tools.sandbox.isolation.bubblewrap import Launcher, explain, find_bubblewraps
+from treadle.tools.sandbox.isolation.host_files import HostFiles, find_host_files
+from treadle.tools.sandbox.isolation.seccomp import UnsupportedMachineError, compile_filter
+from treadle.tools.sandbox.isolation.worker import SCRIPTS, Worker
 from treadle.tools.sandbox.limits import SandboxLimits
-from treadle.tools.sandbox.seccomp import UnsupportedMachineError, compile_filter
-from treadle.tools.sandbox.worker import SCRIPTS, Worker
 
 _logger = logging.getLogger(__name__)
 _RECENT: Final = 64

@@ -1,4 +1,4 @@
-"""What programs see and what comes of them; that they cannot do harm is in escapes_test.py."""
+"""What programs see and what comes of them; that they cannot do harm is in isolation_test.py."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ from treadle.tools.sandbox import (
     SandboxLimits,
     UnsupportedProgramError,
     local,
-    worker,
 )
+from treadle.tools.sandbox.isolation import worker
 from treadle.tools.sandbox.testing import why_no_user_namespaces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -210,7 +210,7 @@ async def test_leaving_leaves_nobody_also_when_it_is_cancelled(user_namespaces: 
 KILLED_WHILE_ONE_STARTS = """
 import asyncio, os
 from treadle.tools.sandbox import LocalSandbox, Program
-from treadle.tools.sandbox.bubblewrap import Launcher
+from treadle.tools.sandbox.isolation.bubblewrap import Launcher
 
 async def main():
     async with LocalSandbox(places=1, warm=0, packages=(), preload=()) as sandbox:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from treadle.tools.host_limit import HostLimit
+from treadle.tools.host_semaphore import HostSemaphore
 from treadle.tools.search.passage import Passage
 
 _TRY_AGAIN = frozenset({500, 502, 503, 504})
@@ -75,7 +75,7 @@ class RetrievalService:
         if self._open is None:
             limit = None
             if self._rate_limit is not None:
-                limit = HostLimit(f"search {self._url}", self._rate_limit)
+                limit = HostSemaphore(f"search {self._url}", self._rate_limit)
                 await limit.__aenter__()  # does not suspend: nobody else comes in between
             http = httpx.AsyncClient(
                 timeout=self._timeout_s,
@@ -167,7 +167,7 @@ class _Open:
 
     http: httpx.AsyncClient
     places: asyncio.Semaphore
-    limit: HostLimit | None
+    limit: HostSemaphore | None
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
 from treadle.tools.arguments import require_extra
-from treadle.tools.documents import section
 from treadle.tools.search.passage import Retriever, as_text
+from treadle.tools.yaml_config import section
 from treadle.tracing import Metric, Reduce
 
 SPEC = ToolSpec(

@@ -3,7 +3,7 @@ import struct
 
 import pytest
 
-from treadle.tools.sandbox.seccomp import (
+from treadle.tools.sandbox.isolation.seccomp import (
     UnsupportedMachineError,
     calls_on_oneself,
     compile_filter,

@@ -33,11 +33,11 @@ _START_S = 120.0
 """For a process to start and to import what the function needs; not part of the limit."""
 
 
-class BoundedError(Exception):
+class TimeLimitedError(Exception):
     """The function raised or could not be made, or its process died; the text says which."""
 
 
-class Bounded(Generic[A, R]):
+class TimeLimited(Generic[A, R]):
     """A function of one argument, with a time limit.
 
     Args:
@@ -71,7 +71,7 @@ class Bounded(Generic[A, R]):
 
         Raises:
             TimeoutError: It took too long.
-            BoundedError: It could not be made, it raised, its process died, or the argument or
+            TimeLimitedError: It could not be made, it raised, its process died, or the argument or
                 the result cannot be pickled.
         """
         caller = _Caller()
@@ -96,9 +96,9 @@ class Bounded(Generic[A, R]):
             raise
         except (EOFError, OSError) as error:
             self._own.process = None
-            raise BoundedError(f"its process died with exit code {process.kill()}") from error
+            raise TimeLimitedError(f"its process died with exit code {process.kill()}") from error
         if not done:
-            raise BoundedError(answer)
+            raise TimeLimitedError(answer)
         return answer  # type: ignore[return-value]  # what the function of type A -> R returned
 
 
@@ -122,11 +122,11 @@ class _Caller:
         """In the thread, around the call.
 
         Raises:
-            BoundedError: The caller left before.
+            TimeLimitedError: The caller left before.
         """
         with self._lock:
             if self._left:
-                raise BoundedError("its caller was cancelled")
+                raise TimeLimitedError("its caller was cancelled")
             self._process = process
         try:
             yield
@@ -139,7 +139,7 @@ class _Process:
     """One process, which answers one call at a time.
 
     Raises:
-        BoundedError: The function could not be made in it.
+        TimeLimitedError: The function could not be made in it.
     """
 
     def __init__(self, make: Callable[[], Callable[[A], object]]) -> None:
@@ -152,19 +152,19 @@ class _Process:
             made, reason = self._receive(_START_S)
         except TimeoutError:
             self.kill()
-            raise BoundedError(f"its process did not start within {_START_S:g} s") from None
+            raise TimeLimitedError(f"its process did not start within {_START_S:g} s") from None
         except (EOFError, OSError) as error:
-            raise BoundedError(f"its process died with exit code {self.kill()}") from error
+            raise TimeLimitedError(f"its process died with exit code {self.kill()}") from error
         if not made:
             self.kill()
-            raise BoundedError(f"it cannot be made: {reason}")
+            raise TimeLimitedError(f"it cannot be made: {reason}")
 
     def ask(self, argument: object, timeout_s: float) -> tuple[bool, object]:
         """Returns whether the function returned, and what; or the text of its error."""
         try:
             packed = pickle.dumps(argument)
         except Exception as error:  # a border: pickle raises whatever the argument's classes do
-            raise BoundedError(f"its argument cannot be pickled: {_text(error)}") from error
+            raise TimeLimitedError(f"its argument cannot be pickled: {_text(error)}") from error
         self._connection.send_bytes(packed)
         return self._receive(timeout_s)
 
@@ -188,7 +188,7 @@ class _Process:
         try:
             done, answer = pickle.loads(packed)
         except Exception as error:  # a border, as in `ask`
-            raise BoundedError(f"its result cannot be unpickled: {_text(error)}") from error
+            raise TimeLimitedError(f"its result cannot be unpickled: {_text(error)}") from error
         return done, answer
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from treadle.agent_loop import SetupError
 
 
-def load_reference(reference: str, what: str) -> object:
+def load_import_path(reference: str, what: str) -> object:
     """What `reference` names.
 
     Args:

@@ -26,7 +26,6 @@ from functools import cache
 from pathlib import Path
 from typing import Final, Self
 
-from treadle.tools.sandbox.bubblewrap import Launcher
 from treadle.tools.sandbox.execution import (
     Execution,
     Program,
@@ -34,7 +33,8 @@ from treadle.tools.sandbox.execution import (
     SandboxError,
     UnsupportedProgramError,
 )
-from treadle.tools.sandbox.host_files import PACKAGES
+from treadle.tools.sandbox.isolation.bubblewrap import Launcher
+from treadle.tools.sandbox.isolation.host_files import PACKAGES
 from treadle.tools.sandbox.limits import SandboxLimits
 
 SCRIPTS: Final[Mapping[str, str]] = {"python": "main.py", "bash": "main.sh"}

@@ -1,7 +1,7 @@
 """A reward with a time limit: what a model wrote may keep a reward busy for ever.
 
 Invariant: a trajectory gets the reward's own answer, its error, or the `timeout_score` with a
-warning; the metric `reward/timeouts` counts the last. See `treadle.tools.bounded` for the how.
+warning; the metric `reward/timeouts` counts the last. See `treadle.tools.time_limited` for the how.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from treadle.agent_loop import RewardError, RewardFn, Score, Trajectory
-from treadle.tools.bounded import Bounded, BoundedError
+from treadle.tools.time_limited import TimeLimited, TimeLimitedError
 from treadle.tracing import Metric, Reduce
 
 _PROCESSES = 2
@@ -18,7 +18,7 @@ _PROCESSES = 2
 _logger = logging.getLogger(__name__)
 
 
-class BoundedReward:
+class TimeLimitedReward:
     """A `RewardFn` around another one.
 
     Args:
@@ -42,7 +42,7 @@ class BoundedReward:
         self._name = name
         self._timeout_s = timeout_s
         self._timeout_score = timeout_score
-        self._reward: Bounded[Trajectory, float | Score] = Bounded(
+        self._reward: TimeLimited[Trajectory, float | Score] = TimeLimited(
             make, name=f"reward {name}", timeout_s=timeout_s, processes=_PROCESSES
         )
 
@@ -55,7 +55,7 @@ class BoundedReward:
         timeouts = 0
         try:
             score = Score.of(await self._reward(trajectory))
-        except BoundedError as error:
+        except TimeLimitedError as error:
             raise RewardError(f"the reward {self._name}: {error}") from error
         except TimeoutError:
             _logger.warning(

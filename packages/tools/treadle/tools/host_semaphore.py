@@ -33,7 +33,7 @@ _IN_CLOSE_WRITE: Final = 0x8
 _LOOK_AGAIN_S: Final = 1.0
 
 
-class HostLimit:
+class HostSemaphore:
     """Use it as an async context, and `slot` inside.
 
     Args:

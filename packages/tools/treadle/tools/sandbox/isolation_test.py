@@ -13,7 +13,7 @@ import pytest
 
 import treadle.tools.sandbox
 from treadle.tools.sandbox import Execution, LocalSandbox, Program
-from treadle.tools.sandbox.seccomp import compile_filter
+from treadle.tools.sandbox.isolation.seccomp import compile_filter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from treadle.tools import bounded
-from treadle.tools.bounded import Bounded, BoundedError
-from treadle.tools.references import load_reference
+from treadle.tools import time_limited
+from treadle.tools.import_path import load_import_path
+from treadle.tools.time_limited import TimeLimited, TimeLimitedError
 
 FUNCTIONS = """
 import os, threading
@@ -49,13 +49,15 @@ def functions(tmp_path: Path) -> Path:
 
 def named(path: Path, name: str) -> Callable[[object], object]:
     """What makes a function of the file, in the process."""
-    make = load_reference(f"{path}:{name}", "function")
+    make = load_import_path(f"{path}:{name}", "function")
     assert callable(make)
     return make()  # type: ignore[no-any-return]
 
 
-def bounded_by(path: Path, name: str = "make", *, timeout_s: float = 60) -> Bounded[object, object]:
-    return Bounded(partial(named, path, name), name="test", timeout_s=timeout_s, processes=1)
+def limited(
+    path: Path, name: str = "make", *, timeout_s: float = 60
+) -> TimeLimited[object, object]:
+    return TimeLimited(partial(named, path, name), name="test", timeout_s=timeout_s, processes=1)
 
 
 def is_alive(pid: int) -> bool:
@@ -67,7 +69,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def busy_in(
-    pipe: Path, function: Bounded[object, object]
+    pipe: Path, function: TimeLimited[object, object]
 ) -> tuple[asyncio.Task[object], int]:
     """A call that has begun and never ends, and the process that it is in."""
     os.mkfifo(pipe)
@@ -77,7 +79,7 @@ async def busy_in(
 
 @pytest.mark.asyncio
 async def test_a_caller_that_is_cancelled_frees_its_process(functions: Path) -> None:
-    function = bounded_by(functions, timeout_s=600)
+    function = limited(functions, timeout_s=600)
     call, pid = await busy_in(functions.parent / "pipe", function)
     waiting = asyncio.create_task(function("pid"))
     call.cancel()
@@ -90,11 +92,11 @@ async def test_a_caller_that_is_cancelled_frees_its_process(functions: Path) -> 
 
 @pytest.mark.asyncio
 async def test_what_cannot_be_sent_is_an_error_and_costs_no_process(functions: Path) -> None:
-    function = bounded_by(functions)
+    function = limited(functions)
     pid = await function("pid")
-    with pytest.raises(BoundedError, match="its argument cannot be pickled: TypeError"):
+    with pytest.raises(TimeLimitedError, match="its argument cannot be pickled: TypeError"):
         await function(threading.Lock())
-    with pytest.raises(BoundedError, match="TypeError: cannot pickle"):
+    with pytest.raises(TimeLimitedError, match="TypeError: cannot pickle"):
         await function("lock")
     assert await function("huge") == 10**5000
     assert await function("pid") == pid
@@ -102,9 +104,9 @@ async def test_what_cannot_be_sent_is_an_error_and_costs_no_process(functions: P
 
 @pytest.mark.asyncio
 async def test_why_a_function_cannot_be_made_is_told(functions: Path) -> None:
-    function = bounded_by(functions, "broken")
+    function = limited(functions, "broken")
     for _ in range(2):
-        with pytest.raises(BoundedError, match="it cannot be made: ImportError: math-verify is"):
+        with pytest.raises(TimeLimitedError, match="cannot be made: ImportError: math-verify is"):
             await function("pid")
 
 
@@ -113,26 +115,26 @@ async def test_a_process_that_starts_slowly_is_no_slow_call(
     functions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing_comes(connection: Connection, timeout_s: float) -> bool:
-        assert timeout_s == bounded._START_S
+        assert timeout_s == time_limited._START_S
         return False
 
     monkeypatch.setattr(Connection, "poll", nothing_comes)
-    with pytest.raises(BoundedError, match="its process did not start within 120 s"):
-        await bounded_by(functions, timeout_s=1)("pid")
+    with pytest.raises(TimeLimitedError, match="its process did not start within 120 s"):
+        await limited(functions, timeout_s=1)("pid")
 
 
 ORPHANS = """
 import asyncio, sys
 from functools import partial
 from pathlib import Path
-from treadle.tools.bounded import Bounded
-from treadle.tools.references import load_reference
+from treadle.tools.time_limited import TimeLimited
+from treadle.tools.import_path import load_import_path
 
 def make():
-    return load_reference({reference!r}, "function")
+    return load_import_path({reference!r}, "function")
 
 if __name__ == "__main__":
-    function = Bounded(make, name="test", timeout_s=600, processes=1)
+    function = TimeLimited(make, name="test", timeout_s=600, processes=1)
     asyncio.run(function({pipe!r}))
 """
 

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from treadle.agent_loop import SetupError
-from treadle.tools.sandbox.host_files import HostFiles
+from treadle.tools.sandbox.isolation.host_files import HostFiles
 from treadle.tools.sandbox.limits import SandboxLimits
 
 NOBODY: Final = 65534

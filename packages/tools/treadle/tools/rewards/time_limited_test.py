@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import AgentTask, Message, RewardError, Score, StopReason, Trajectory
-from treadle.tools.rewards import bounded
-from treadle.tools.rewards.bounded import BoundedReward
+from treadle.tools.rewards import time_limited
+from treadle.tools.rewards.time_limited import TimeLimitedReward
 from treadle.tools.rewards.user import load
 from treadle.tracing import Metric, Reduce
 
@@ -22,7 +22,7 @@ def timeout_s() -> float:
 
 
 @pytest.fixture
-def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> BoundedReward:
+def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> TimeLimitedReward:
     path = tmp_path / "mine.py"
     path.write_text(
         "import os\n"
@@ -33,8 +33,8 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) ->
         "    return {'score': 1.0 / len(text), 'pid': os.getpid()}\n"
     )
     make = partial(load, f"{path}:mine")
-    monkeypatch.setattr(bounded, "_PROCESSES", 1)
-    return BoundedReward(make, name="mine", timeout_s=timeout_s, timeout_score=-1.0)
+    monkeypatch.setattr(time_limited, "_PROCESSES", 1)
+    return TimeLimitedReward(make, name="mine", timeout_s=timeout_s, timeout_score=-1.0)
 
 
 def saying(text: str) -> Trajectory:
@@ -55,7 +55,7 @@ def pid(score: Score) -> float:
 
 
 @pytest.mark.asyncio
-async def test_a_reward_is_scored_in_another_process_which_lasts(reward: BoundedReward) -> None:
+async def test_a_reward_is_scored_in_another_process_which_lasts(reward: TimeLimitedReward) -> None:
     first, second = await reward(saying("ab")), await reward(saying("abcd"))
     assert (first.value, second.value) == (0.5, 0.25)
     assert pid(first) == pid(second) != os.getpid()
@@ -65,7 +65,7 @@ async def test_a_reward_is_scored_in_another_process_which_lasts(reward: Bounded
 @pytest.mark.parametrize("timeout_s", [5.0])
 @pytest.mark.asyncio
 async def test_one_that_takes_too_long_is_killed_and_counted(
-    reward: BoundedReward, caplog: pytest.LogCaptureFixture
+    reward: TimeLimitedReward, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await reward(saying("for ever")) == Score(value=-1.0, metrics=(timeouts(1),))
     assert "task row-1: the reward mine did not end within 5 s; the trajectory gets -1" in (
@@ -76,7 +76,7 @@ async def test_one_that_takes_too_long_is_killed_and_counted(
 
 @pytest.mark.asyncio
 async def test_what_the_reward_raises_and_how_its_process_dies_are_told(
-    reward: BoundedReward,
+    reward: TimeLimitedReward,
 ) -> None:
     with pytest.raises(RewardError, match="the reward mine: ZeroDivisionError: float division"):
         await reward(saying(""))
@@ -87,4 +87,4 @@ async def test_what_the_reward_raises_and_how_its_process_dies_are_told(
 
 def test_a_limit_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="timeout_s is 0; it must be above 0"):
-        BoundedReward(partial(load, "json:loads"), name="x", timeout_s=0)
+        TimeLimitedReward(partial(load, "json:loads"), name="x", timeout_s=0)
