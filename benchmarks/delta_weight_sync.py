@@ -27,7 +27,7 @@ from null_engine import COMMAND
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.config.schema import DeltaConfig, WeightSyncConfig
-from treadle.trainer.policy.commands import Command, Compare, Push, Specs, WriteFiles
+from treadle.trainer.policy.commands import Command, ComputeDelta, Push, Specs, WriteFiles
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import ElementType, NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
@@ -80,9 +80,9 @@ class Rank:
         match command:
             case Specs():
                 return self.weight_specs()
-            case Compare():
-                return self._delta.compare(self, command, rank=0)
-            case Push(changes=True):
+            case ComputeDelta():
+                return self._delta.compute(self, command, rank=0)
+            case Push(delta=True):
                 return self._delta.push(self, command, rank=0)
             case Push():
                 return push(self, command, rank=0)
@@ -159,7 +159,7 @@ class Ways:
             "bytes, delta / whole": changes.sent_bytes / whole.sent_bytes,
             "seconds, whole": whole.time_s,
             "seconds, delta": changes.time_s,
-            "  compare and encode": parts["compare"],
+            "  compare and encode": parts["computedelta"],
         }
         if self._transport == "file":
             found |= {"  write": parts["writefiles"], "  begin: read": kept.begin_s}

@@ -41,7 +41,7 @@ from treadle.trainer.policy.commands import (
     Command,
     OpenGroup,
     Push,
-    Share,
+    PushSharedMemory,
     Specs,
     WriteFiles,
 )
@@ -96,7 +96,7 @@ class Rank:
                 return [await asyncio.to_thread(push, self, command, rank=0)]
             case WriteFiles():
                 return [await asyncio.to_thread(write_files, self, command, rank=0)]
-            case Share():
+            case PushSharedMemory():
                 return [await asyncio.to_thread(self._sender.push, self, command, rank=0)]
             case OpenGroup():
                 return [self._collective.open_group(command)]

@@ -32,7 +32,7 @@ from treadle.trainer.config.schema import (
     InlineTransportConfig,
     WeightSyncConfig,
 )
-from treadle.trainer.policy.commands import Command, Compare, Push, Specs, WriteFiles
+from treadle.trainer.policy.commands import Command, ComputeDelta, Push, Specs, WriteFiles
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
@@ -81,9 +81,9 @@ class Policy:
         match command:
             case Specs():
                 return self.weight_specs()
-            case Compare():
-                return sender.compare(self, command, rank=rank)
-            case Push(changes=True):
+            case ComputeDelta():
+                return sender.compute(self, command, rank=rank)
+            case Push(delta=True):
                 return sender.push(self, command, rank=rank)
             case Push():
                 return push(self, command, rank=rank)

@@ -16,7 +16,7 @@ import torch
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.testing import running_server
-from treadle.trainer.policy.commands import SendReport, Share, ShareTarget
+from treadle.trainer.policy.commands import PushSharedMemory, SendReport, SharedMemoryTarget
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
@@ -53,10 +53,10 @@ def share(
     update_id: str, targets: dict[str, str], halfway: Callable[[], object] = lambda: None
 ) -> SendReport:
     """What a rank does; `targets` are addresses by name."""
-    command = Share(
+    command = PushSharedMemory(
         update_id=update_id,
         element_type="float32",
-        targets=tuple(ShareTarget(name=name, address=at) for name, at in targets.items()),
+        targets=tuple(SharedMemoryTarget(name=name, address=at) for name, at in targets.items()),
         bucket_bytes=1,
         deadline_s=60,
     )

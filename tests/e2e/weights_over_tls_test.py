@@ -13,7 +13,7 @@ import torch
 
 from treadle.rollout_server.testing import ServerProcess, running_server
 from treadle.trainer.config.schema import WeightSyncConfig
-from treadle.trainer.policy.commands import Command, Push, Share, Specs
+from treadle.trainer.policy.commands import Command, Push, PushSharedMemory, Specs
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -43,7 +43,7 @@ class Rank:
                 return [self.weight_specs()]
             case Push():
                 return [await asyncio.to_thread(push, self, command, rank=0)]
-            case Share():
+            case PushSharedMemory():
                 return [await asyncio.to_thread(SharedMemorySender().push, self, command, rank=0)]
         raise NotImplementedError(command)
 

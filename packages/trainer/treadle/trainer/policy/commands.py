@@ -19,21 +19,21 @@ __all__ = [
     "AUTHKEY_VARIABLE",
     "Broadcast",
     "BroadcastReport",
-    "Build",
     "Command",
-    "Compare",
+    "ComputeDelta",
     "DeltaReport",
     "Done",
     "Failed",
+    "InitModel",
     "Load",
-    "Meet",
     "OpenGroup",
+    "OpenRendezvous",
     "Push",
+    "PushSharedMemory",
     "PushTarget",
     "Save",
     "SendReport",
-    "Share",
-    "ShareTarget",
+    "SharedMemoryTarget",
     "Specs",
     "Stop",
     "Update",
@@ -46,12 +46,12 @@ AUTHKEY_VARIABLE = "TREADLE_AUTHKEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meet:
+class OpenRendezvous:
     """Lets a rank listen for the others, before it is built. Answer: its `host:port`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
+class InitModel:
     """Join the other ranks and load the model. Answer: the optimizer steps taken, 0."""
 
     config: PolicyConfig
@@ -112,13 +112,13 @@ class Push:
     targets: tuple[PushTarget, ...]
     chunk_bytes: int
     deadline_s: float
-    changes: bool = False
-    """Send what the last `Compare` found to have changed, instead of the weights."""
+    delta: bool = False
+    """Send what the last `ComputeDelta` found to have changed, instead of the weights."""
     security: ServerSecurity = field(default_factory=ServerSecurity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compare:
+class ComputeDelta:
     """Keep a copy of the weights, and find what changed. Answer: `DeltaReport`, of this rank's."""
 
     version: int
@@ -148,11 +148,11 @@ class WriteFiles:
     version: int
     """Name of the weights."""
     base_version: int | None = None
-    """Write what the last `Compare`, with this one, found to have changed, instead."""
+    """Write what the last `ComputeDelta`, with this one, found to have changed, instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareTarget:
+class SharedMemoryTarget:
     """One server of this host."""
 
     name: str
@@ -160,12 +160,12 @@ class ShareTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class PushSharedMemory:
     """Hand the weights to the targets in shared memory. Answer: `SendReport`, of this rank's."""
 
     update_id: str
     element_type: ElementType
-    targets: tuple[ShareTarget, ...]
+    targets: tuple[SharedMemoryTarget, ...]
     bucket_bytes: int
     """Without `split_tensors`, a bucket may be larger, for one weight."""
     deadline_s: float
@@ -184,7 +184,7 @@ class SendReport:
     """Tensor name -> CRC-32 of its bytes; of files only."""
     errors: Mapping[str, str]
     """Target name -> why its push broke."""
-    misfits: tuple[str, ...] = ()
+    incompatible: tuple[str, ...] = ()
     """Names of `errors` that no attempt can help: trainer and servers do not fit."""
 
 
@@ -243,14 +243,14 @@ class Stop:
 
 
 Command = (
-    Meet
-    | Build
+    OpenRendezvous
+    | InitModel
     | Update
     | Specs
-    | Compare
+    | ComputeDelta
     | Push
     | WriteFiles
-    | Share
+    | PushSharedMemory
     | OpenGroup
     | Broadcast
     | Save

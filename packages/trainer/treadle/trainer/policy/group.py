@@ -24,11 +24,11 @@ from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessSpec, poll_until_ended
 from treadle.trainer.policy.commands import (
     AUTHKEY_VARIABLE,
-    Build,
     Command,
     Done,
     Failed,
-    Meet,
+    InitModel,
+    OpenRendezvous,
     Stop,
 )
 
@@ -111,12 +111,12 @@ class PolicyGroup:
         self._ranks = await concurrently(self._start_rank(number) for number in range(size))
         address, port = "127.0.0.1", 0
         if size > 1:
-            meeting = (await self._exchange([Meet()] + [None] * (size - 1)))[0]
+            meeting = (await self._exchange([OpenRendezvous()] + [None] * (size - 1)))[0]
             host, _, digits = str(meeting).rpartition(":")
             address, port = host, int(digits)
         await self._exchange(
             [
-                Build(
+                InitModel(
                     config=self._config,
                     model_path=self._model_path,
                     with_reference=self._with_reference,

@@ -21,17 +21,17 @@ from treadle.trainer.launch.environment import read_authkey
 from treadle.trainer.launch.process import watch_parent, write_ready
 from treadle.trainer.policy.commands import (
     Broadcast,
-    Build,
     Command,
-    Compare,
+    ComputeDelta,
     Done,
     Failed,
+    InitModel,
     Load,
-    Meet,
     OpenGroup,
+    OpenRendezvous,
     Push,
+    PushSharedMemory,
     Save,
-    Share,
     Specs,
     Stop,
     Update,
@@ -63,10 +63,10 @@ class PolicyRank:
     def execute(self, command: Command) -> object:
         """The command's answer."""
         match command:
-            case Meet():
+            case OpenRendezvous():
                 self._listener = socket.create_server((self._host, 0))
                 return f"{self._host}:{self._listener.getsockname()[1]}"
-            case Build():
+            case InitModel():
                 return self._build(command)
             case Stop():
                 if self._collective is not None:
@@ -75,7 +75,7 @@ class PolicyRank:
                     self._policy.close()
                 return None
         policy = self._policy
-        assert policy is not None, "Build comes first"
+        assert policy is not None, "InitModel comes first"
         match command:
             case Update():
                 from treadle.trainer.training_loop.train_batch import run_update
@@ -89,9 +89,9 @@ class PolicyRank:
                 )
             case Specs():
                 return policy.weight_specs()
-            case Compare():
-                return self._delta_sender().compare(policy, command, rank=self._rank)
-            case Push(changes=True):
+            case ComputeDelta():
+                return self._delta_sender().compute(policy, command, rank=self._rank)
+            case Push(delta=True):
                 return self._delta_sender().push(policy, command, rank=self._rank)
             case Push():
                 from treadle.trainer.weight_sync.transports.inline import push
@@ -103,7 +103,7 @@ class PolicyRank:
                 from treadle.trainer.weight_sync.transports.file import write_files
 
                 return write_files(policy, command, rank=self._rank)
-            case Share():
+            case PushSharedMemory():
                 from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
 
                 self._sender = self._sender or SharedMemorySender()
@@ -133,7 +133,7 @@ class PolicyRank:
             self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device())
         return self._collective
 
-    def _build(self, command: Build) -> int:
+    def _build(self, command: InitModel) -> int:
         from treadle.trainer.policy.megatron.backend import MegatronPolicy
         from treadle.trainer.policy.megatron.parallel import Rendezvous
 
@@ -186,7 +186,7 @@ def _commands(connection: "Connection[Any, Any]") -> Iterator[Command]:
 def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", "peer", "bug"]:
     if isinstance(error, CheckpointError):
         return "checkpoint"
-    if isinstance(command, Build) and isinstance(error, ValueError | FileNotFoundError):
+    if isinstance(command, InitModel) and isinstance(error, ValueError | FileNotFoundError):
         return "input"
     lowered = str(error).lower()
     lost = (

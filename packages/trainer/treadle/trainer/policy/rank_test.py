@@ -2,13 +2,13 @@ import socket
 
 import pytest
 
-from treadle.trainer.policy.commands import Meet, Specs
+from treadle.trainer.policy.commands import OpenRendezvous, Specs
 from treadle.trainer.policy.rank import PolicyRank, _kind
 
 
 def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
     rank = PolicyRank("127.0.0.1")
-    host, _, port = str(rank.execute(Meet())).rpartition(":")
+    host, _, port = str(rank.execute(OpenRendezvous())).rpartition(":")
     with pytest.raises(OSError, match="in use"):
         socket.create_server((host, int(port)))
 

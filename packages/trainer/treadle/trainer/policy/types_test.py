@@ -34,8 +34,11 @@ def test_a_demonstration_has_an_advantage_and_no_rollout() -> None:
     assert demonstration.rollout_logprobs is None
 
 
-def test_plans_and_settings_need_no_torch() -> None:
-    modules = ("policy", "batch", "config.policy", "config.algorithm", "algorithms.advantage")
+def test_the_driver_needs_no_torch() -> None:
+    modules = (
+        *("policy.types", "policy.batch", "policy.group", "weight_sync.publisher"),
+        *("config.policy", "config.algorithm", "algorithms.advantages"),
+    )
     imports = ";".join(f"import treadle.trainer.{m}" for m in modules)
     code = f"import sys; sys.path[:] = {sys.path!r}; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

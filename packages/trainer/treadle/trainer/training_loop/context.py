@@ -159,7 +159,7 @@ class Run:
                     report = await self.publisher.publish(version, self.replicas.clients)
                 except WeightSyncError as error:
                     await self.replicas.look(after_failure=True)
-                    if error.outcome is Outcome.STOP or self.replicas.live:
+                    if error.outcome is Outcome.FATAL or self.replicas.live:
                         raise
             if report.failed:
                 await self.replicas.look(after_failure=True)
@@ -188,7 +188,7 @@ class Run:
         try:
             failed = (await self.publisher.publish(self.version, clients)).failed
         except WeightSyncError as error:
-            if error.outcome is Outcome.STOP or len(clients) == len(self.replicas.live):
+            if error.outcome is Outcome.FATAL or len(clients) == len(self.replicas.live):
                 raise
             failed = {client.name: str(error) for client in clients}
         for name, cause in failed.items():

@@ -110,7 +110,7 @@ async def test_a_revived_server_that_takes_no_weights_ends_the_run_only_if_it_is
     with pytest.raises(WeightSyncError):
         await _run(_Replicas(["b-"]), _Publisher()).republish(["b-"])
     with pytest.raises(WeightSyncError):  # trainer and servers do not fit: nothing helps
-        await _run(_Replicas(["a", "b-"]), _Publisher(outcome=Outcome.STOP)).republish(["b-"])
+        await _run(_Replicas(["a", "b-"]), _Publisher(outcome=Outcome.FATAL)).republish(["b-"])
 
 
 def test_the_first_finding_of_each_kind_is_shown_once_in_a_run() -> None:

@@ -115,7 +115,7 @@ class HandOver:
             *(self._insist(server, move) for server in servers), return_exceptions=True
         )
         for server, result in zip(servers, results, strict=True):
-            if isinstance(result, WeightSyncError) and result.outcome is not Outcome.STOP:
+            if isinstance(result, WeightSyncError) and result.outcome is not Outcome.FATAL:
                 await self._rotation.drop(server.name, str(result))
             elif result is not None:
                 raise result

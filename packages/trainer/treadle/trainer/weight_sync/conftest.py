@@ -20,7 +20,14 @@ from safetensors.torch import load_file
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from treadle.trainer.policy.commands import Command, Compare, Push, Share, Specs, WriteFiles
+from treadle.trainer.policy.commands import (
+    Command,
+    ComputeDelta,
+    Push,
+    PushSharedMemory,
+    Specs,
+    WriteFiles,
+)
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.delta import DeltaSender
@@ -58,9 +65,9 @@ class Weights:
         match command:
             case Specs():
                 return [self.weight_specs()]
-            case Compare():
-                return [await asyncio.to_thread(self.delta.compare, self, command, rank=0)]
-            case Push(changes=True):
+            case ComputeDelta():
+                return [await asyncio.to_thread(self.delta.compute, self, command, rank=0)]
+            case Push(delta=True):
                 return [await asyncio.to_thread(self.delta.push, self, command, rank=0)]
             case Push():
                 return [await asyncio.to_thread(push, self, command, rank=0)]
@@ -68,7 +75,7 @@ class Weights:
                 return [await asyncio.to_thread(self.delta.write, self, command, rank=0)]
             case WriteFiles():
                 return [await asyncio.to_thread(write_files, self, command, rank=0)]
-            case Share():
+            case PushSharedMemory():
                 return [await asyncio.to_thread(self.sender.push, self, command, rank=0)]
         raise NotImplementedError(command)
 

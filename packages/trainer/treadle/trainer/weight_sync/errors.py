@@ -30,35 +30,35 @@ class Outcome(enum.Enum):
     """Begin the update again without delta, under a new id."""
     REPLACE = "replace"
     """This server cannot go on; the others can. It leaves the rotation."""
-    STOP = "stop"
+    FATAL = "fatal"
     """Trainer and server do not fit; no server would take it. The run ends."""
 
 
 OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
     {
-        "DEADLINE_REQUIRED": Outcome.STOP,
-        "PROMPT_TOO_LONG": Outcome.STOP,
+        "DEADLINE_REQUIRED": Outcome.FATAL,
+        "PROMPT_TOO_LONG": Outcome.FATAL,
         "OVERLOADED": Outcome.RESUME,
         "PAUSED": Outcome.RESUME,
-        "WEIGHT_VERSION_BEHIND": Outcome.STOP,
+        "WEIGHT_VERSION_BEHIND": Outcome.FATAL,
         "UPDATE_IN_PROGRESS": Outcome.REPLACE,
         "UPDATE_UNKNOWN": Outcome.RESTART,
-        "TENSOR_MISMATCH": Outcome.STOP,
+        "TENSOR_MISMATCH": Outcome.FATAL,
         "CHUNK_OUT_OF_ORDER": Outcome.RESUME,
         "CHUNK_CORRUPT": Outcome.RESUME,
         "UPDATE_INCOMPLETE": Outcome.RESUME,
         "ENGINE_FAILED": Outcome.REPLACE,
-        "INVALID_FIELD": Outcome.STOP,
-        "CAPABILITY_MISSING": Outcome.STOP,
-        "FILE_OUTSIDE_ROOT": Outcome.STOP,
+        "INVALID_FIELD": Outcome.FATAL,
+        "CAPABILITY_MISSING": Outcome.FATAL,
+        "FILE_OUTSIDE_ROOT": Outcome.FATAL,
         "FILE_UNREADABLE": Outcome.RESTART,
         "SHUTTING_DOWN": Outcome.REPLACE,
-        "UNAUTHENTICATED": Outcome.STOP,
+        "UNAUTHENTICATED": Outcome.FATAL,
         "NO_REPLICA": Outcome.REPLACE,
-        "SESSION_UNKNOWN": Outcome.STOP,
-        "STATE_CONFLICT": Outcome.STOP,
-        "IMAGE_UNREADABLE": Outcome.STOP,
-        "IMAGE_PLACEHOLDERS": Outcome.STOP,
+        "SESSION_UNKNOWN": Outcome.FATAL,
+        "STATE_CONFLICT": Outcome.FATAL,
+        "IMAGE_UNREADABLE": Outcome.FATAL,
+        "IMAGE_PLACEHOLDERS": Outcome.FATAL,
         "DELTA_BASE_MISMATCH": Outcome.FULL,
     }
 )
@@ -77,7 +77,7 @@ def explain(error: grpc.RpcError, *, server: str, call: str) -> WeightSyncError:
     """The error of a failed call, in words, with what to do about it."""
     code, details, reason = error.code(), error.details(), _reason(error)
     if reason is not None:
-        outcome = OUTCOMES.get(reason, Outcome.STOP)
+        outcome = OUTCOMES.get(reason, Outcome.FATAL)
         return WeightSyncError(f"{server}: {call} was refused ({reason}): {details}", outcome)
     broken = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     late = code is grpc.StatusCode.DEADLINE_EXCEEDED

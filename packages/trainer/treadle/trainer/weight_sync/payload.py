@@ -1,8 +1,10 @@
-"""The bytes of a weight: little-endian, row-major, in the element type that the servers hold."""
+"""What a rank sends: its share of the exported weights, and the bytes of each.
+
+Bytes are little-endian and row-major, in the element type that the servers hold.
+"""
 
 import math
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
@@ -13,25 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WeightSource",
-    "chunk_message",
-    "copy_into",
-    "element_type_to_proto",
     "num_bytes",
-    "slices",
+    "own_weights",
     "tensor_bytes",
     "tensor_spec_to_proto",
 ]
 
 
 class WeightSource(Protocol):
-    """The part of `PolicyBackend` that weights come from; both methods are collective."""
+    """The part of `PolicyBackend` that weights come from. Both methods are collective."""
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """All weights, of all senders."""
+        """Returns the specs of all weights, of all senders."""
         ...
 
     def export_weights(self) -> Iterator[NamedTensor]:
-        """The weights of this pipeline stage, in the order of the specs."""
+        """Yields the weights of this pipeline stage, in the order of the specs."""
         ...
 
 
@@ -41,77 +40,38 @@ _PROTO: dict[ElementType, pb.ElementType] = {
     "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
 }
 
-_LENGTH_DELIMITED = 2
-_CHUNK_TAG = bytes([pb.PushWeightsRequest.CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
-_DATA_TAG = bytes([pb.WeightChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 
+def own_weights(
+    policy: WeightSource, specs: Sequence[TensorSpec], rank: int
+) -> Iterator[tuple[int, NamedTensor]]:
+    """Exports the weights and yields those that `rank` sends, with their index in `specs`.
 
-def element_type_to_proto(element_type: ElementType) -> pb.ElementType:
-    """The contract's name of the type."""
-    return _PROTO[element_type]
+    The export is collective: every rank must run the iterator to its end, including a rank that
+    sends nothing and one whose servers are all gone.
+    """
+    own = {spec.name: index for index, spec in enumerate(specs) if spec.sender == rank}
+    for named in policy.export_weights():
+        if (index := own.get(named.name)) is not None:
+            yield index, named
 
 
 def tensor_spec_to_proto(spec: TensorSpec, element_type: ElementType) -> pb.TensorSpec:
-    """The announcement of a weight that will be sent as `element_type`."""
+    """Returns the begin_request of a weight that is sent as `element_type`."""
     return pb.TensorSpec(name=spec.name, element_type=_PROTO[element_type], shape=spec.shape)
 
 
 def num_bytes(spec: TensorSpec, element_type: ElementType) -> int:
-    """Bytes of the weight as `element_type`."""
+    """Returns the size of the weight as `element_type`, in bytes."""
     return math.prod(spec.shape) * _SIZES[element_type]
 
 
 def tensor_bytes(tensor: "Tensor", element_type: ElementType) -> memoryview:
-    """[number of bytes]; shares the tensor's memory where no conversion is needed."""
+    """Returns the tensor's bytes, [number of bytes].
+
+    They share the tensor's memory where it needs neither conversion nor a copy to the host.
+    """
     import torch
 
     wanted = getattr(torch, element_type)
     flat = tensor.detach().to(dtype=wanted, device="cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def copy_into(target: memoryview, tensor: "Tensor", element_type: ElementType) -> None:
-    """Writes the bytes of a weight, converting on the way: one pass over memory.
-
-    Args:
-        target: [number of bytes], writable, at least one.
-        tensor: On any device.
-        element_type: That the bytes become.
-    """
-    import torch
-
-    held = torch.frombuffer(target, dtype=getattr(torch, element_type))
-    held.view(tensor.shape).copy_(tensor.detach())
-
-
-def slices(data: memoryview, size: int) -> Iterator[tuple[int, memoryview]]:
-    """(offset, part of at most `size` bytes), in order."""
-    for offset in range(0, len(data), size):
-        yield offset, data[offset : offset + size]
-
-
-def chunk_message(index: int, offset: int, part: memoryview) -> bytes:
-    """A serialized `PushWeightsRequest` with one chunk, its data copied once.
-
-    protobuf would copy them into the chunk, into the request and into the result, which takes
-    longer than to send them. Its fields are written in the order of their numbers, so that the
-    scalars, the tag and the length of `data` and the data make up a `WeightChunk`.
-
-    Args:
-        index: Of the tensor in the announcement.
-        offset: Of the first byte in the tensor.
-        part: At least one byte.
-    """
-    scalars = pb.WeightChunk(tensor_index=index, offset=offset, crc32=zlib.crc32(part))
-    head = scalars.SerializeToString() + _DATA_TAG + _varint(len(part))
-    return b"".join((_CHUNK_TAG, _varint(len(head) + len(part)), head, part))
-
-
-def _varint(value: int) -> bytes:
-    """https://protobuf.dev/programming-guides/encoding."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

@@ -1,11 +1,11 @@
-"""The publisher: one weight version to n servers.
+"""The publisher: sends one weight version to all servers.
 
-Invariant: no server is told to commit before every server that is still in the rotation holds
-every byte, so that the servers never disagree for longer than the commits take. A server that
-fails on the way, or fails its commit, is aborted and named in the report; the others go on.
+Invariant: no server is told to commit before every server in the rotation holds every byte, so that
+the servers disagree only for as long as the commits take. A server that fails on the way, or at its
+commit, is aborted and named in the report; the others continue.
 
-How the bytes travel is the transport's: `publish_inline`, `publish_delta`, `publish_file`,
-`publish_shared_memory`. What they have in common, Begin, Commit and who is left, is the `Round`.
+Each transport sends the bytes its own way (`transports/`, `delta.py`). What they share (Begin,
+Commit and which servers are left) is the `UpdateRound`.
 """
 
 import time
@@ -26,30 +26,35 @@ from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import ElementType, TensorSpec
 from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.delta import DeltaPublisher
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.publish_delta import DeltaPublisher
-from treadle.trainer.weight_sync.transports.publish_collective import CollectivePublisher
-from treadle.trainer.weight_sync.transports.publish_file import publish_files, send_files
-from treadle.trainer.weight_sync.transports.publish_inline import publish_inline, push_all
-from treadle.trainer.weight_sync.transports.publish_shared_memory import publish_shared_memory
-from treadle.trainer.weight_sync.update_round import Round
+from treadle.trainer.weight_sync.transports.collective import CollectivePublisher
+from treadle.trainer.weight_sync.transports.file import publish_files, send_files
+from treadle.trainer.weight_sync.transports.inline import publish_inline, push_all
+from treadle.trainer.weight_sync.transports.shared_memory import publish_shared_memory
+from treadle.trainer.weight_sync.update_round import UpdateRound
 
 __all__ = ["PublishReport", "WeightPublisher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """What became of one version."""
+    """The result of publishing one version.
+
+    Attributes:
+        version: The weight version.
+        num_bytes: Size of one copy of the weights.
+        sent_bytes: Average bytes sent per server; fewer than `num_bytes` with deltas.
+        served: Names of the servers that now sample from this version.
+        failed: Server name -> cause, of the servers that do not.
+        time_s: Duration.
+    """
 
     version: int
     num_bytes: int
-    """Of one copy of the weights."""
     sent_bytes: int
-    """That brought a server the version, on average: fewer than `num_bytes` where by changes."""
     served: tuple[str, ...]
-    """Names of the servers that sample from this version now."""
     failed: Mapping[str, str]
-    """Name -> cause, of those that do not."""
     time_s: float
 
 
@@ -68,11 +73,11 @@ class WeightPublisher:
         """Makes no call yet.
 
         Args:
-            policy: has the weights.
-            config: how they travel.
-            element_type: that the servers are sent.
-            directory: where the files of the file transport go.
-            security: how the ranks speak to the servers; plain where there is none.
+            policy: The ranks that hold the weights.
+            config: How the weights are sent.
+            element_type: What the servers are sent.
+            directory: Where the file transport writes.
+            security: How the ranks speak to the servers; None means plain text.
         """
         self._policy = policy
         self._config = config
@@ -84,16 +89,16 @@ class WeightPublisher:
         self._delta = DeltaPublisher()
 
     async def publish(self, version: int, servers: Sequence[WeightSyncClient]) -> PublishReport:
-        """Makes the servers sample from the policy's present weights, called `version`.
+        """Makes the servers sample from the policy's present weights, as `version`.
 
         Raises:
-            WeightSyncError: no server took the version, or trainer and servers do not fit.
-            PolicyError: a policy rank failed.
+            WeightSyncError: No server took the version, or trainer and servers are incompatible.
+            PolicyError: A policy rank failed.
         """
         started = time.perf_counter()
         if not self._specs:
             self._specs = (await self._policy.call(Specs()))[0]
-        round_ = Round(
+        update_round = UpdateRound(
             version=version,
             policy=self._policy,
             config=self._config,
@@ -102,37 +107,39 @@ class WeightPublisher:
             specs=self._specs,
             live={server.name: server for server in servers},
         )
-        await self._send(round_)
-        if not round_.live:
-            causes = "\n".join(round_.failed.values())
+        await self._send(update_round)
+        if not update_round.live:
+            causes = "\n".join(update_round.failed.values())
             raise WeightSyncError(
                 f"no rollout server took weight version {version}:\n{causes}", Outcome.REPLACE
             )
         return PublishReport(
             version=version,
-            num_bytes=round_.num_bytes,
-            sent_bytes=round_.num_bytes if round_.sent_bytes is None else round(round_.sent_bytes),
-            served=tuple(round_.live),
-            failed=round_.failed,
+            num_bytes=update_round.num_bytes,
+            sent_bytes=update_round.num_bytes
+            if update_round.sent_bytes is None
+            else round(update_round.sent_bytes),
+            served=tuple(update_round.live),
+            failed=update_round.failed,
             time_s=time.perf_counter() - started,
         )
 
-    async def _send(self, round_: Round) -> None:
+    async def _send(self, update_round: UpdateRound) -> None:
         delta, directory = self._config.delta.enabled, self._directory
         match self._config.transport:
             case InlineTransportConfig() as transport if delta:
                 push = partial(push_all, transport=transport)
                 publish = partial(publish_inline, transport=transport)
-                await self._delta.publish(round_, push, publish)
+                await self._delta.publish(update_round, push, publish)
             case FileTransportConfig() if delta:
                 write = partial(send_files, directory=directory)
                 rewrite = partial(publish_files, directory=directory)
-                await self._delta.publish(round_, write, rewrite)
+                await self._delta.publish(update_round, write, rewrite)
             case InlineTransportConfig() as transport:
-                await publish_inline(round_, transport)
+                await publish_inline(update_round, transport)
             case FileTransportConfig():
-                await publish_files(round_, directory)
+                await publish_files(update_round, directory)
             case SharedMemoryTransportConfig() as transport:
-                await publish_shared_memory(round_, transport)
+                await publish_shared_memory(update_round, transport)
             case CollectiveTransportConfig() as transport:
-                await self._collective.publish(round_, transport)
+                await self._collective.publish(update_round, transport)

@@ -197,7 +197,7 @@ async def test_a_server_on_another_host_ends_the_run_and_says_what_to_do(
     one.refuse["PushBuckets"] = "CAPABILITY_MISSING"
     with pytest.raises(WeightSyncError, match="PushBuckets was refused") as caught:
         await _publisher(weights, _SHARED, tmp_path).publish(1, [first])
-    assert caught.value.outcome is Outcome.STOP
+    assert caught.value.outcome is Outcome.FATAL
 
 
 @pytest.mark.asyncio

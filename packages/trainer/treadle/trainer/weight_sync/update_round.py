@@ -1,9 +1,9 @@
-"""The round: one weight version on its way to the servers that are still in the rotation.
+"""An update round: one weight version on its way to the servers in the rotation.
 
-Invariant: `live` are the servers that have failed at nothing in this round; a server that fails is
-aborted, leaves, and its cause is in `failed`. A misfit (`Outcome.STOP`) ends the whole round, since
-no server would take the version. A transport calls all live servers at once in `on_all`, and each
-lease is renewed by a task of its own, so that a server that hangs costs its own deadlines only.
+Invariant: `live` holds the servers that have not failed in this round. A server that fails is
+aborted and removed, and its cause goes to `failed`. An incompatible server (`Outcome.FATAL`) ends
+the whole round, since no server would take the version. `call_all` calls all live servers at once,
+and each lease is renewed by its own task, so that a server that hangs costs only its own deadlines.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import num_bytes, tensor_spec_to_proto
 
-__all__ = ["Changes", "Round"]
+__all__ = ["Delta", "UpdateRound"]
 
 _SENT_BYTES_PER_S = 50e6
 _IN_FLIGHT: Mapping[InFlight, pb.InFlightPolicy] = MappingProxyType(
@@ -39,59 +39,73 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """How a version differs from another one; in the order of the specs."""
+class Delta:
+    """How a version differs from an earlier one, per weight in the order of the specs.
+
+    Attributes:
+        base_version: The earlier version.
+        encoded_bytes: Size of the encoded changes of each weight.
+        crc32: CRC-32 of each whole weight.
+    """
 
     base_version: int
     encoded_bytes: tuple[int, ...]
     crc32: tuple[int, ...]
-    """Of each whole weight."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Round:
-    """One version under way."""
+class UpdateRound:
+    """One weight version in transit.
+
+    Attributes:
+        version: The weight version.
+        policy: The ranks that send it.
+        config: How it is sent.
+        element_type: What the servers are sent.
+        security: How the ranks speak to the servers.
+        specs: All weights.
+        live: Server name -> server, of those that have not failed.
+        update_id: Id of the update that the live servers have begun or will begin.
+        failed: Server name -> cause, of those that have failed.
+        delta: What is sent instead of the weights, if anything.
+        keep_base: Whether the servers keep the weights as the base of a later delta.
+        to_retry: Servers that need another update, with the whole weights.
+        sent_bytes: Average bytes per server that took the version; None means all of the weights.
+    """
 
     version: int
     policy: PolicyGroup
     config: WeightSyncConfig
     element_type: ElementType
-    """That the servers are sent."""
     security: ServerSecurity
     specs: tuple[TensorSpec, ...]
     live: dict[str, WeightSyncClient]
-    """By name."""
     update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     failed: dict[str, str] = field(default_factory=dict)
-    """Name -> cause."""
-    changes: Changes | None = None
-    """That are sent instead of the weights."""
+    delta: Delta | None = None
     keep_base: bool = False
-    """Whether the servers keep the weights, to be sent changes of them."""
-    refused: dict[str, WeightSyncClient] = field(default_factory=dict)
-    """Servers that are to be sent the whole weights, under another update."""
+    to_retry: dict[str, WeightSyncClient] = field(default_factory=dict)
     sent_bytes: float | None = None
-    """To a server that took the version, on average; None: all of the weights."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that travel of each weight."""
-        if self.changes is not None:
-            return self.changes.encoded_bytes
+        """Number of bytes to send per weight."""
+        if self.delta is not None:
+            return self.delta.encoded_bytes
         return tuple(num_bytes(spec, self.element_type) for spec in self.specs)
 
     @property
     def num_bytes(self) -> int:
-        """Of one copy of the weights."""
+        """Size of one copy of the weights."""
         return sum(num_bytes(spec, self.element_type) for spec in self.specs)
 
     @property
     def send_deadline_s(self) -> float:
-        """Of one attempt to send everything."""
+        """Deadline of one attempt to send everything."""
         return self.config.push_deadline_s + self.num_bytes / _SENT_BYTES_PER_S
 
-    def announcement(self) -> pb.BeginUpdateRequest:
-        """Begin, without its transport."""
+    def begin_request(self) -> pb.BeginUpdateRequest:
+        """Returns the Begin request, without its transport."""
         request = pb.BeginUpdateRequest(
             update_id=self.update_id,
             weight_version=self.version,
@@ -101,30 +115,33 @@ class Round:
         if self.config.updates_in_place:
             request.in_place.in_flight = _IN_FLIGHT[self.config.in_flight]
         request.keep_base = self.keep_base
-        if self.changes is not None:
-            request.delta.base_weight_version = self.changes.base_version
-            request.delta.encoded_bytes.extend(self.changes.encoded_bytes)
-            request.delta.crc32.extend(self.changes.crc32)
+        if self.delta is not None:
+            request.delta.base_weight_version = self.delta.base_version
+            request.delta.encoded_bytes.extend(self.delta.encoded_bytes)
+            request.delta.crc32.extend(self.delta.crc32)
         return request
 
     async def begin(
         self, request: pb.BeginUpdateRequest, *, again: Outcome | None = None
     ) -> dict[str, pb.BeginUpdateResponse]:
-        """Opens the update on the live servers; `again` as in `on_all`."""
-        # One may read files, or wait for its completions to end, and the others wait for it.
-        async with self.renewing():
-            return await self.on_all(
-                lambda server: self.answer(lambda: server.begin(request)), again=again
+        """Begins the update on the live servers; `again` is as in `call_all`."""
+        # A server may read files or wait for its completions before it answers. The servers that
+        # have answered wait for it and would lose their leases.
+        async with self.renewing_leases():
+            return await self.call_all(
+                lambda server: self.with_retries(lambda: server.begin(request)), again=again
             )
 
     async def commit(self) -> None:
-        """Makes the live servers, which hold everything, sample from the version."""
+        """Makes the live servers sample from the version. They must hold all of it."""
         policy = _IN_FLIGHT[self.config.in_flight]
 
-        await self.on_all(lambda server: self.answer(lambda: server.commit(self.update_id, policy)))
+        await self.call_all(
+            lambda server: self.with_retries(lambda: server.commit(self.update_id, policy))
+        )
 
-    async def answer(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What Begin or Commit answers; asks again for an answer that got lost, and only then."""
+    async def with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Calls Begin or Commit, and again only if the answer got lost."""
         for _ in range(self.config.max_push_attempts - 1):
             try:
                 return await call()
@@ -133,12 +150,16 @@ class Round:
                     raise
         return await call()
 
-    async def on_all(
+    async def call_all(
         self, call: Callable[[WeightSyncClient], Awaitable[T]], *, again: Outcome | None = None
     ) -> dict[str, T]:
-        """Calls every live server at once; one that fails leaves the round.
+        """Calls all live servers at once and returns the answers by server name.
 
-        It is `refused` if what its error asks for is to begin `again`, or without changes.
+        A server that fails leaves the round. It goes to `to_retry` if the outcome of its error is
+        `again`, or is `FULL` in answer to a delta; otherwise it goes to `failed`.
+
+        Raises:
+            WeightSyncError: Trainer and servers are incompatible.
         """
         servers = list(self.live.values())
         results = await asyncio.gather(*(call(s) for s in servers), return_exceptions=True)
@@ -151,49 +172,49 @@ class Round:
                 raise result
             else:
                 answers[server.name] = result
-        asked = {again} if self.changes is None else {again, Outcome.FULL}
-        refused = {name: e for name, e in errors.items() if e.outcome in asked}
-        self.refused |= await self.set_aside(refused)
-        for error in refused.values():
+        retry_on = {again} if self.delta is None else {again, Outcome.FULL}
+        retried = {name: e for name, e in errors.items() if e.outcome in retry_on}
+        self.to_retry |= await self.take_out(retried)
+        for error in retried.values():
             level = logging.INFO if error.outcome is Outcome.FULL else logging.WARNING
             _log.log(level, "version %d: %s", self.version, error)
-        await self.drop({name: e for name, e in errors.items() if name not in refused})
+        await self.remove_failed({name: e for name, e in errors.items() if name not in retried})
         return answers
 
-    async def set_aside(self, names: Iterable[str]) -> dict[str, WeightSyncClient]:
-        """Takes servers out, for another attempt; frees them now, not when their lease ends."""
+    async def take_out(self, names: Iterable[str]) -> dict[str, WeightSyncClient]:
+        """Removes servers for another attempt; frees them now rather than when their lease ends."""
         servers = {name: self.live.pop(name) for name in names}
 
         async def abort(server: WeightSyncClient) -> None:
-            with contextlib.suppress(WeightSyncError):  # it may not answer any more
+            with contextlib.suppress(WeightSyncError):  # the server may be gone
                 await server.abort(self.update_id)
 
         await asyncio.gather(*map(abort, servers.values()))
         return servers
 
-    async def drop(self, errors: Mapping[str, WeightSyncError]) -> None:
-        """Lets servers leave, each for its error.
+    async def remove_failed(self, errors: Mapping[str, WeightSyncError]) -> None:
+        """Removes servers, each with its error.
 
         Raises:
-            WeightSyncError: trainer and servers do not fit.
+            WeightSyncError: Trainer and servers are incompatible.
         """
-        await self.set_aside(errors)
+        await self.take_out(errors)
         for name, error in errors.items():
-            if error.outcome is Outcome.STOP:
+            if error.outcome is Outcome.FATAL:
                 raise error
             self.failed[name] = str(error)
             _log.warning("version %d: %s", self.version, error)
 
     @contextlib.asynccontextmanager
-    async def renewing(self) -> AsyncIterator[None]:
-        """Keeps the leases while bytes are on the way, or another server makes these wait."""
+    async def renewing_leases(self) -> AsyncIterator[None]:
+        """Renews the leases of the live servers, while they receive bytes or wait for others."""
 
         async def renew(server: WeightSyncClient) -> None:
             while True:
                 await asyncio.sleep(self.config.lease_s / 3)
                 try:
                     await server.received(self.update_id)
-                except WeightSyncError as error:  # the push, or Begin after it, will say more
+                except WeightSyncError as error:  # the push, or the next Begin, reports more
                     _log.warning("lease not renewed: %s", error)
 
         tasks = [asyncio.create_task(renew(server)) for server in self.live.values()]

@@ -8,12 +8,12 @@ import threading
 from collections import deque
 from typing import Generic, Self, TypeVar
 
-__all__ = ["Feed"]
+__all__ = ["ChunkQueue"]
 
 T = TypeVar("T")
 
 
-class Feed(Generic[T]):
+class ChunkQueue(Generic[T]):
     """Iterated by the stream, fed by the thread that makes the messages."""
 
     def __init__(self, capacity: int) -> None:

@@ -1,10 +1,10 @@
 import threading
 
-from treadle.trainer.weight_sync.transports.chunk_queue import Feed
+from treadle.trainer.weight_sync.transports.chunk_queue import ChunkQueue
 
 
 def test_messages_come_out_in_order_until_finished() -> None:
-    feed: Feed[int] = Feed(2)
+    feed: ChunkQueue[int] = ChunkQueue(2)
 
     def fill() -> None:
         for number in range(100):
@@ -18,7 +18,7 @@ def test_messages_come_out_in_order_until_finished() -> None:
 
 
 def test_a_reader_that_leaves_frees_the_writer() -> None:
-    feed: Feed[int] = Feed(1)
+    feed: ChunkQueue[int] = ChunkQueue(1)
     full = threading.Event()
     results: list[bool] = []
 

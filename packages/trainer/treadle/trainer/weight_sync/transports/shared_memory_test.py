@@ -1,5 +1,7 @@
 import asyncio
+import fcntl
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 
@@ -7,16 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.trainer.policy.commands import SendReport, Share, ShareTarget
+from treadle.trainer.policy.commands import PushSharedMemory, SendReport, SharedMemoryTarget
 from treadle.trainer.policy.types import ElementType, NamedTensor
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
 from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
-from treadle.trainer.weight_sync.transports.segment import Segment
-from treadle.trainer.weight_sync.transports.shared_memory import _Filler
-from treadle.trainer.weight_sync.transports.slots import Slots
+from treadle.trainer.weight_sync.transports.shared_memory import Segment, Slots, _Filler
 
 _SLOT = 2 * mmap.PAGESIZE
 
@@ -43,10 +44,10 @@ async def _share(
         request = pb.BeginUpdateRequest(update_id=update_id, weight_version=1, tensors=specs)
         request.shared_memory.SetInParent()
         await client.begin(request)
-    command = Share(
+    command = PushSharedMemory(
         update_id=update_id,
         element_type=element_type,
-        targets=tuple(ShareTarget(name=c.name, address=c.address) for c in clients),
+        targets=tuple(SharedMemoryTarget(name=c.name, address=c.address) for c in clients),
         bucket_bytes=bucket_bytes,
         split_tensors=split_tensors,
         deadline_s=30,
@@ -71,7 +72,7 @@ async def test_every_server_reads_every_byte_from_the_same_slots(
 ) -> None:
     (one, first), (two, second) = await serve("one"), await serve("two")
     report = await _share(weights, first, second, element_type=element_type)
-    assert (report.errors, report.misfits) == ({}, ())
+    assert (report.errors, report.incompatible) == ({}, ())
     assert report.num_bytes == sum(map(len, one._staged.values()))
     assert one.slots == two.slots
     assert one.slots[:4] == [0, 1, 0, 1][: len(one.slots)]
@@ -138,7 +139,7 @@ def test_every_byte_is_packed_once_in_order_and_within_its_slot(
     segment = Segment(num_slots=2, slot_bytes=largest)
     slots = Slots(2, ["r"])
     reader = _Reader(segment, slots)
-    command = Share(
+    command = PushSharedMemory(
         update_id="u",
         element_type="float32",
         targets=(),
@@ -198,7 +199,7 @@ async def test_a_stream_that_breaks_leaves_the_others_alone_and_this_segment_to_
     one.break_after = 1
     report = await _share(weights, first, second, update_id="u")
     assert "one: PushBuckets failed (UNAVAILABLE): the connection broke" in report.errors["one"]
-    assert (list(report.errors), report.misfits) == (["one"], ())
+    assert (list(report.errors), report.incompatible) == (["one"], ())
     assert await _holds(two, second, weights)
     assert weights.sender._segment is None
 
@@ -208,13 +209,121 @@ async def test_a_server_on_another_host_is_a_misfit(serve: Serve, weights: Weigh
     taker, client = await serve("one")
     taker.refuse["PushBuckets"] = "CAPABILITY_MISSING"
     report = await _share(weights, client)
-    assert report.misfits == ("one",)
+    assert report.incompatible == ("one",)
     assert "PushBuckets was refused (CAPABILITY_MISSING)" in report.errors["one"]
 
 
 @pytest.mark.asyncio
 async def test_a_rank_that_sends_nothing_takes_part_and_no_memory(weights: Weights) -> None:
-    command = Share(update_id="u", element_type="float32", targets=(), bucket_bytes=1, deadline_s=1)
+    command = PushSharedMemory(
+        update_id="u", element_type="float32", targets=(), bucket_bytes=1, deadline_s=1
+    )
     report = weights.sender.push(weights, command, rank=1)
     assert (report.num_bytes, weights.exports) == (0, 1)
     assert weights.sender._segment is None
+
+
+# --- slots ---
+
+_READERS = ["a", "b", "c"]
+_SLOT_NUMBERS = st.integers(0, 1)
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """Against a model kept in the open: (slot, reader) pairs that are under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots(2, _READERS)
+        self.here = set(_READERS)
+        self.reading: set[tuple[int, str]] = set()
+
+    @rule(slot=_SLOT_NUMBERS)
+    def fill(self, slot: int) -> None:
+        if not any(number == slot for number, _ in self.reading):
+            self.slots.wait_until_free(slot)
+            self.slots.hand_out(slot)
+            self.reading |= {(slot, reader) for reader in self.here}
+
+    @rule(slot=_SLOT_NUMBERS, reader=st.sampled_from(_READERS))
+    def give_back(self, slot: int, reader: str) -> None:
+        if (slot, reader) in self.reading:
+            self.slots.give_back(reader, slot)
+            self.reading.remove((slot, reader))
+        else:
+            with pytest.raises(ValueError, match=f"{reader} gave back slot {slot}"):
+                self.slots.give_back(reader, slot)
+
+    @rule(reader=st.sampled_from(_READERS))
+    def leave(self, reader: str) -> None:
+        self.slots.remove_reader(reader)
+        self.here.discard(reader)
+        self.reading = {(slot, other) for slot, other in self.reading if other != reader}
+
+    @invariant()
+    def those_who_are_here_are_known(self) -> None:
+        assert self.slots.readers == self.here
+
+
+TestSlotsMachine = SlotsMachine.TestCase
+
+
+def test_a_slot_is_waited_for_until_the_last_reader_is_done_or_gone() -> None:
+    slots = Slots(1, ["done", "gone"])
+    slots.wait_until_free(0)
+    slots.hand_out(0)
+    taken = threading.Event()
+
+    def take() -> None:
+        slots.wait_until_free(0)
+        taken.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    slots.give_back("done", 0)
+    assert not taken.is_set()
+    slots.remove_reader("gone")
+    taken.wait()
+    thread.join()
+
+
+def test_a_slot_that_does_not_exist_is_refused() -> None:
+    slots = Slots(1, ["a"])
+    with pytest.raises(ValueError, match="slot 7"):
+        slots.give_back("a", 7)
+
+
+# --- the segment ---
+
+
+@pytest.fixture
+def segment() -> Segment:
+    """Two slots."""
+    return Segment(num_slots=2, slot_bytes=5000)
+
+
+def test_slots_lie_behind_the_page_that_names_the_update(segment: Segment) -> None:
+    assert (segment.slot_bytes, segment.num_bytes) == (8192, 4096 + 2 * 8192)
+    assert [segment.start(0), segment.start(1)] == [4096, 4096 + 8192]
+    segment.name_update("a-longer-name")
+    segment.name_update("u")
+    segment.view(segment.start(1), 3)[:] = b"abc"
+    assert os.pread(segment.fd, 4096, 0) == b"u".ljust(4096, b"\0")
+    assert os.pread(segment.fd, 3, segment.start(1)) == b"abc"
+
+
+def test_it_cannot_shrink_under_a_reader(segment: Segment) -> None:
+    assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 4096)
+    assert os.readlink(f"/proc/self/fd/{segment.fd}").startswith("/memfd:treadle-")
+
+
+def test_it_goes_with_its_views_and_its_descriptor_at_once() -> None:
+    segment = Segment(num_slots=1, slot_bytes=1)
+    fd, view = segment.fd, segment.view(segment.start(0), 4)
+    del segment
+    view[:] = b"good"
+    assert bytes(view) == b"good"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

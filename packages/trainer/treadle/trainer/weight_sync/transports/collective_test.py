@@ -15,8 +15,8 @@ from treadle.trainer.policy.types import TensorSpec
 from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.transports.publish_collective import CollectivePublisher
-from treadle.trainer.weight_sync.update_round import Round
+from treadle.trainer.weight_sync.transports.collective import CollectivePublisher
+from treadle.trainer.weight_sync.update_round import UpdateRound
 
 TRANSPORT = CollectiveTransportConfig(bucket_bytes=1 << 20)
 SENT = BroadcastReport(num_bytes=4, error=None, lost=())
@@ -85,10 +85,10 @@ class Bench:
         self.servers = [Server("one", 1), Server("two", 2), Server("three", 1)]
         self._publisher = CollectivePublisher()
 
-    async def publish(self, *names: str) -> Round:
+    async def publish(self, *names: str) -> UpdateRound:
         """One version to the servers of these names; to all by default."""
         live = {s.name: s for s in self.servers if s.name in names or not names}
-        round_ = Round(
+        update_round = UpdateRound(
             version=1,
             policy=cast(PolicyGroup, self.ranks),
             config=WeightSyncConfig(transport=TRANSPORT, max_push_attempts=3),
@@ -97,8 +97,8 @@ class Bench:
             specs=SPECS,
             live=cast("dict[str, WeightSyncClient]", live),
         )
-        await self._publisher.publish(round_, TRANSPORT)
-        return round_
+        await self._publisher.publish(update_round, TRANSPORT)
+        return update_round
 
     @property
     def groups(self) -> list[tuple[str, int]]:
@@ -124,8 +124,8 @@ async def test_a_broadcast_that_failed_is_begun_again_in_a_new_group() -> None:
     bench = Bench()
     bench.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
     bench.servers[1].refuse["abort"] = Outcome.RESTART  # It has noticed, and ended the update.
-    round_ = await bench.publish()
-    assert list(round_.live) == ["one", "two", "three"]
+    update_round = await bench.publish()
+    assert list(update_round.live) == ["one", "two", "three"]
     assert bench.groups == [("1", 6), ("2", 6)]
     for server in bench.servers:
         assert server.calls == ["info", "begin", "abort", "info", "begin", "commit"]
@@ -136,9 +136,9 @@ async def test_who_cannot_be_reached_any_more_is_left_out() -> None:
     bench = Bench()
     bench.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
     bench.servers[2].refuse["abort"] = Outcome.RESUME
-    round_ = await bench.publish()
-    assert (list(round_.live), bench.groups) == (["one", "two"], [("1", 6), ("2", 5)])
-    assert round_.failed == {"three": "three refused abort"}
+    update_round = await bench.publish()
+    assert (list(update_round.live), bench.groups) == (["one", "two"], [("1", 6), ("2", 5)])
+    assert update_round.failed == {"three": "three refused abort"}
 
 
 @pytest.mark.asyncio
@@ -146,9 +146,9 @@ async def test_who_cannot_be_reached_any_more_is_left_out() -> None:
 async def test_the_server_of_a_lost_rank_is_left_out(rank: int) -> None:
     bench = Bench()
     bench.ranks.reports = [BroadcastReport(num_bytes=0, error="no room", lost=(rank,))]
-    round_ = await bench.publish()
-    assert (list(round_.live), bench.groups) == (["one", "three"], [("1", 6), ("2", 4)])
-    assert "no room" in round_.failed["two"]
+    update_round = await bench.publish()
+    assert (list(update_round.live), bench.groups) == (["one", "three"], [("1", 6), ("2", 4)])
+    assert "no room" in update_round.failed["two"]
 
 
 @pytest.mark.asyncio
@@ -158,8 +158,8 @@ async def test_a_server_that_does_not_begin_costs_the_others_a_new_group_and_no_
     for server in bench.servers[:2]:
         server.calls.clear()
     bench.servers[2].refuse["begin"] = Outcome.REPLACE
-    round_ = await bench.publish()
-    assert (list(round_.live), bench.groups[-1]) == (["one", "two"], ("2", 5))
+    update_round = await bench.publish()
+    assert (list(update_round.live), bench.groups[-1]) == (["one", "two"], ("2", 5))
     for server in bench.servers[:2]:
         assert server.calls == ["begin", "abort", "info", "begin", "commit"]
 
@@ -168,8 +168,8 @@ async def test_a_server_that_does_not_begin_costs_the_others_a_new_group_and_no_
 async def test_an_answer_that_got_lost_costs_no_group() -> None:
     bench = Bench()
     bench.servers[2].refuse["begin"] = Outcome.RESUME
-    round_ = await bench.publish()
-    assert (list(round_.live), bench.groups) == (["one", "two", "three"], [("1", 6)])
+    update_round = await bench.publish()
+    assert (list(update_round.live), bench.groups) == (["one", "two", "three"], [("1", 6)])
     assert bench.servers[2].calls == ["info", "begin", "begin", "commit"]
 
 
@@ -177,16 +177,16 @@ async def test_an_answer_that_got_lost_costs_no_group() -> None:
 async def test_the_last_attempt_drops_all() -> None:
     bench = Bench()
     bench.ranks.reports = [BroadcastReport(num_bytes=0, error="no route", lost=())] * 3
-    round_ = await bench.publish()
-    assert not round_.live
-    assert set(round_.failed) == {"one", "two", "three"}
-    assert all("no route" in cause for cause in round_.failed.values())
+    update_round = await bench.publish()
+    assert not update_round.live
+    assert set(update_round.failed) == {"one", "two", "three"}
+    assert all("no route" in cause for cause in update_round.failed.values())
     assert all("commit" not in server.calls for server in bench.servers)
 
 
 @pytest.mark.asyncio
 async def test_a_misfit_ends_the_publication() -> None:
     bench = Bench()
-    bench.servers[0].refuse["begin"] = Outcome.STOP
+    bench.servers[0].refuse["begin"] = Outcome.FATAL
     with pytest.raises(WeightSyncError, match="one refused begin"):
         await bench.publish()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.trainer.weight_sync.payload import chunk_message
+from treadle.trainer.weight_sync.transports.inline import chunk_message
 
 
 @given(
