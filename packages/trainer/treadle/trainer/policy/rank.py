@@ -47,6 +47,15 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_COMMUNICATING = (
+    "torch.distributed.",
+    # They wait for operations that they left running.
+    "megatron.core.distributed.",
+    "megatron.core.pipeline_parallel.",
+    "megatron.core.tensor_parallel.",
+)
+"""Modules that call operations with other ranks."""
+
 
 class PolicyRank:
     """Executes commands; holds the policy once it is built."""
@@ -188,12 +197,22 @@ def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", 
         return "checkpoint"
     if isinstance(command, InitModel) and isinstance(error, ValueError | FileNotFoundError):
         return "input"
-    lowered = str(error).lower()
-    lost = (
-        *("connection closed by peer", "connection reset", "connection was likely closed"),
-        *("timed out", "gloo", "nccl"),
-    )
-    return "peer" if isinstance(error, RuntimeError) and any(w in lowered for w in lost) else "bug"
+    return "peer" if _raised_by_communication(error) else "bug"
+
+
+def _raised_by_communication(error: Exception) -> bool:
+    """Whether an operation with the other ranks raised the error, so that one of them is gone.
+
+    NCCL and the stores raise a `DistError`. Gloo raises a plain `RuntimeError`, as any operation
+    of torch does, so the module that called the operation decides.
+    """
+    from torch.distributed import DistError
+
+    if isinstance(error, DistError):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    return type(error) is RuntimeError and module.startswith(_COMMUNICATING)
 
 
 def main(argv: Sequence[str]) -> int:
