@@ -1,9 +1,9 @@
-"""Saboteurs: servers with one fault each, by which the conformance kit is tested.
+"""Servers with one fault each, which the conformance kit must find.
 
-Invariant: each is the fake engine, or the server around it, but for the one thing that its name
-says. Their model is a matrix and a vector. A server is started with one as ``--engine
-engines.faulty_servers:<name>``, in a process of its own, since some of them
-replace what the whole process uses.
+Each is the fake engine, or the server around it, with the single fault that its name states. Their
+model has two tensors, a matrix and a vector. Start one with ``--engine
+engines.faulty_servers:<name>``, each in a separate process because some of them patch modules of
+the server.
 """
 
 import asyncio
@@ -57,13 +57,13 @@ PARAMETERS = tuple(
     TensorSpec(name=name, element_type=ElementType.FLOAT32, shape=shape)
     for name, shape in (("matrix", (64, 8)), ("vector", (8,)))
 )
-PLACES = 8
+MAX_RUNNING = 8
 _READING: set[asyncio.Task[None]] = set()
 Factory = Callable[[ServerConfig], Awaitable[FakeEngine]]
 
 
 class _WrongFinishReason(FakeEngine):
-    """Says LENGTH where a stop id ended the completion."""
+    """Reports LENGTH when a stop id ended the completion."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         async with aclosing(super().generate(request)) as events:
@@ -73,7 +73,7 @@ class _WrongFinishReason(FakeEngine):
 
 
 class _StaleLabels(FakeEngine):
-    """Labels every token of a sequence with the version that it began with."""
+    """Labels every token of a sequence with the version of its first token."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         first: int | None = None
@@ -86,7 +86,7 @@ class _StaleLabels(FakeEngine):
 
 
 class _SwallowedCancellation(FakeEngine):
-    """Runs a sequence that nobody reads to its end."""
+    """Runs a cancelled sequence to its end."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         arrived: asyncio.Queue[EngineEvent] = asyncio.Queue()
@@ -106,7 +106,7 @@ class _SwallowedCancellation(FakeEngine):
 
 
 class _UnseededDraws(FakeEngine):
-    """Draws as if there were no seed."""
+    """Ignores the seed."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         request = replace(request, sampling=replace(request.sampling, seed=None))
@@ -116,7 +116,7 @@ class _UnseededDraws(FakeEngine):
 
 
 class _OldWeights(FakeEngine):
-    """Says that it took new weights, and samples from the old ones."""
+    """Accepts new weights but samples from the old ones."""
 
     async def load_weights(
         self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
@@ -127,7 +127,7 @@ class _OldWeights(FakeEngine):
 
 
 class _LostAborts(FakeEngine):
-    """Counts what was given up as started, and no more."""
+    """Does not count aborted sequences."""
 
     @property
     def counters(self) -> EngineCounters:
@@ -135,7 +135,7 @@ class _LostAborts(FakeEngine):
 
 
 class _BreaksAtPauses(FakeEngine):
-    """Ends for good when it is told to pause."""
+    """Fails when it is told to pause."""
 
     async def pause(self, policy: InFlightPolicy) -> None:
         raise RuntimeError(f"cannot {policy.value}")
@@ -153,7 +153,7 @@ class _Grouped(FakeEngine):
     async def receive_weights(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
     ) -> None:
-        import torch  # Late: the other saboteurs need none.
+        import torch  # Late: the other servers start without torch.
 
         from treadle.rollout_server.engines.common.collective import CollectiveMember
 
@@ -171,17 +171,17 @@ class _Grouped(FakeEngine):
         try:
             found = await asyncio.to_thread(receive)
         except asyncio.CancelledError:
-            self._member.abort("the update was given up")
+            self._member.abort("the update was cancelled")
             raise
         await self.load_weights(stream(found), version=version, in_place=True)
 
 
 class _OldWeightsOfGroups(_Grouped, _OldWeights):
-    """Takes part in a group's updates, and samples from the old weights."""
+    """Takes part in a group's updates but samples from the old weights."""
 
 
 class _GroupsThatNeverBreak(_Grouped):
-    """Says that it took what a broken group sent."""
+    """Accepts an update from a broken group."""
 
     async def receive_weights(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
@@ -200,7 +200,7 @@ def _named(spec: TensorSpec, tensor: Any) -> NamedTensor:
 def _sample_untempered(
     candidates: dict[int, float], sampling: Sampling, *, seen: set[int], seed: int, position: int
 ) -> tuple[int, float]:
-    """Draws as told, and reports the log-prob that temperature 1 would have given."""
+    """Draws correctly but reports the log-prob at temperature 1."""
     token_id, logprob = fake_model.sample(
         candidates, sampling, seen=seen, seed=seed, position=position
     )
@@ -213,7 +213,7 @@ def _sample_untempered(
 def _accept_unchecked(
     self: Assembler, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview
 ) -> bool:
-    """Takes a chunk whatever its checksum."""
+    """Accepts a chunk with any checksum."""
     return _ACCEPT(self, tensor_index, offset, zlib.crc32(data), data)
 
 
@@ -221,37 +221,37 @@ _ACCEPT = Assembler.accept
 
 
 def _never_different(self: DeltaBase, index: int, crc32: int) -> str | None:
-    """Takes what a delta led to whatever its checksum."""
+    """Accepts the result of a delta with any checksum."""
     return None
 
 
 def _as_any_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: Delta) -> DeltaBase:
-    """Takes the base that is held for the one that is asked for."""
+    """Uses the base that is held, whichever was requested."""
     wanted = delta.base_version if base is None else base.version
     return _AS_BASE(kept, base, replace(delta, base_version=wanted))
 
 
 def _decode_known(request: gen.GenerateRequest, info: EngineInfo) -> EngineRequest:
-    """Refuses what a later release of the contract may add."""
+    """Rejects fields that a later release of the contract may add."""
     if len(UnknownFieldSet(request)):
         raise InvalidField("request", "unknown fields", "none")
     return _DECODE(request, info)
 
 
 async def _leave_whole(self: EngineController, *, mixed: bool) -> None:
-    """Goes on after every update in place, whatever the weights are."""
+    """Resumes after every update in place, even with mixed weights."""
     await _LEAVE(self, mixed=False)
 
 
 class _AnyChecksum(int):
-    """Is what it is compared with."""
+    """A checksum that equals every other."""
 
     def __ne__(self, other: object) -> bool:
         return False
 
 
 async def _copy_late(update: WeightUpdate, segment: Segment, parts: list[BucketPart]) -> None:
-    """Gives slots back at once, and reads them when the stream ends."""
+    """Gives slots back at once and reads them only when the stream ends."""
     late = _LATE.setdefault(update.update_id, [])
     late.extend(parts)
     if not parts:
@@ -259,13 +259,13 @@ async def _copy_late(update: WeightUpdate, segment: Segment, parts: list[BucketP
 
 
 def _begun_live(self: CurrentUpdate, update_id: str, weight_version: int) -> WeightUpdate | None:
-    """Knows the live update only."""
+    """Returns the live update and forgets earlier ones."""
     live = self.live
     return live if live is not None and live.update_id == update_id else None
 
 
 async def _abort_anything(self: WeightUpdater, update_id: str) -> None:
-    """Answers that it did where it cannot."""
+    """Reports success even where the update cannot be aborted."""
     with suppress(StateConflict):
         await _ABORT(self, update_id)
 
@@ -285,80 +285,80 @@ def _factory(kind: type[FakeEngine]) -> Factory:
             parameters=PARAMETERS,
             clock=asyncio.get_running_loop(),
             latency=FakeLatency(decode_s_per_token=0.001),
-            max_running=PLACES,
+            max_running=MAX_RUNNING,
         )
 
     return create
 
 
 async def wrong_logprobs(config: ServerConfig) -> FakeEngine:
-    """Log-probs of another distribution than the one drawn from."""
+    """Reports log-probs of a distribution other than the one it draws from."""
     fake.sample = _sample_untempered  # type: ignore[attr-defined]
     return await honest(config)
 
 
 async def unchecked_chunks(config: ServerConfig) -> FakeEngine:
-    """Chunks that do not match their checksum are taken."""
+    """Accepts chunks that do not match their checksum."""
     Assembler.accept = _accept_unchecked  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def unchecked_deltas(config: ServerConfig) -> FakeEngine:
-    """Deltas that lead to other weights than announced are taken."""
+    """Accepts deltas that lead to other weights than announced."""
     DeltaBase._difference = _never_different  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def any_base(config: ServerConfig) -> FakeEngine:
-    """Deltas are applied to whatever is held."""
+    """Applies deltas to whichever base is held."""
     weight_updater.as_base = _as_any_base  # type: ignore[attr-defined]
     return await honest(config)
 
 
 async def early_slots(config: ServerConfig) -> FakeEngine:
-    """Slots of shared memory come back before they were read."""
+    """Gives slots of shared memory back before it has read them."""
     push_buckets._copy = _copy_late
     return await honest(config)
 
 
 async def any_segment(config: ServerConfig) -> FakeEngine:
-    """Memory is read that may shrink, or is another update's."""
+    """Reads memory that may shrink, or that belongs to another update."""
     buckets._check = lambda fd, num_bytes, update_id: None
     return await honest(config)
 
 
 async def unrenewed_leases(config: ServerConfig) -> FakeEngine:
-    """A lease runs out although its trainer is heard of."""
+    """Lets a lease expire although the trainer still calls."""
     WeightUpdate.renew = lambda self, now: None  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def forgotten_commits(config: ServerConfig) -> FakeEngine:
-    """A Begin that comes after its update's commit is another one."""
+    """Takes a BeginUpdate that is repeated after the commit for a new update."""
     CurrentUpdate.begun = _begun_live  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def aborted_commits(config: ServerConfig) -> FakeEngine:
-    """What was committed is said to be dropped."""
+    """Reports that it aborted an update that it has committed."""
     WeightUpdater.abort = _abort_anything  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def served_mixtures(config: ServerConfig) -> FakeEngine:
-    """Serves after an update in place without commit."""
+    """Serves after an update in place that was not committed."""
     EngineController.leave_update = _leave_whole  # type: ignore[method-assign]
     return await honest(config)
 
 
 async def unchecked_files(config: ServerConfig) -> FakeEngine:
-    """Files are taken whatever their checksum."""
+    """Accepts files with any checksum."""
     vars(files)["zlib"] = SimpleNamespace(crc32=lambda *_: _AnyChecksum())
     return await honest(config)
 
 
 async def no_unknown_fields(config: ServerConfig) -> FakeEngine:
-    """Requests of a later release are refused."""
+    """Rejects requests from clients of a later release."""
     generation.decode_generate = _decode_known  # type: ignore[attr-defined]
     return await honest(config)
 

@@ -1,9 +1,9 @@
-"""The command: a server's address -> a table of what holds, and an exit code.
+"""The command: checks the server at an address, prints a table, and returns an exit code.
 
-Invariant: exit code 0 says that everything that ran holds; 1 that something does not; 2 that
-nothing was found out, because of the command line or because no server answered.
+The exit code is 0 if every check that ran holds, 1 if one does not, and 2 if there is no result,
+because of the command line or because no server answered.
 
-Needs pytest, which it imports late: `--help` does without.
+pytest is imported late, so that `--help` works without it.
 """
 
 import argparse
@@ -18,102 +18,120 @@ PROGRAM = "python -m treadle.conformance"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+    """Returns the parser of the command line."""
+    command_line = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Checks a running server against the rollout contract, and prints what holds. "
-        "The server must do nothing else meanwhile: it is paused, and its weights are replaced.",
+        description="Checks a running server against the rollout contract and prints the result. "
+        "Nothing else may use the server meanwhile: it is paused, and its weights are replaced.",
     )
-    made.add_argument("--address", required=True, metavar="HOST:PORT", help="of the server")
-    made.add_argument("--ca", type=Path, metavar="FILE", help="PEM certificate that signed its own")
-    made.add_argument("--token-file", type=Path, metavar="FILE", help="holds its bearer token")
-    weights = made.add_mutually_exclusive_group()
+    command_line.add_argument(
+        "--address", required=True, metavar="HOST:PORT", help="address of the server"
+    )
+    command_line.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM certificate of its CA, or its own if self-signed",
+    )
+    command_line.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with its bearer token"
+    )
+    weights = command_line.add_mutually_exclusive_group()
     weights.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="the Hugging Face directory that it serves; what it samples is compared with "
+        help="Hugging Face directory of the model it serves; its samples are compared with "
         "transformers, and its weights are updated",
     )
     weights.add_argument(
         "--weights",
         type=Path,
         metavar="DIR",
-        help="as --model, for a server that computes no model: weights are updated and nothing is "
+        help="like --model, for a server that runs no model: weights are updated but nothing is "
         "compared",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--files",
         type=Path,
         metavar="DIR",
-        help="the directory that its file transport reads, as it is called here; unset, files are "
-        "not checked",
+        help="directory that its file transport reads, as a path on this machine; if unset, the "
+        "file transport is not checked",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--tolerance",
         type=float,
         default=2e-4,
         metavar="NATS",
-        help="by which its log-probs may differ from transformers' (default %(default)s, for "
-        "float32; 0.15 for bfloat16)",
+        help="maximum difference between its log-probs and those of transformers (default "
+        "%(default)s, for float32; use 0.15 for bfloat16)",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--continue-recomputes",
         action="store_true",
-        help="what CONTINUE keeps is read anew by new weights; else its keys and values stay",
+        help="new weights recompute the KV cache of sequences kept by CONTINUE; by default they "
+        "keep their keys and values",
     )
-    made.add_argument("--no-prefix-cache", action="store_true", help="it keeps no prefixes")
-    made.add_argument(
+    command_line.add_argument(
+        "--no-prefix-cache", action="store_true", help="it has no prefix cache"
+    )
+    command_line.add_argument(
         "--places",
         type=int,
         metavar="N",
-        help="sequences that it runs side by side; unset, priorities are not checked",
+        help="number of sequences that it runs at once; if unset, priorities are not checked",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--long",
         type=int,
         default=300,
         metavar="N",
-        help="tokens of a completion that must still run when it is disturbed (default "
-        "%(default)s)",
+        help="length in tokens of completions that must still be running when the kit interferes "
+        "(default %(default)s)",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--draws",
         type=int,
         default=300,
         metavar="N",
-        help="completions by which a distribution is measured (default %(default)s)",
+        help="number of completions used to measure a distribution (default %(default)s)",
     )
-    made.add_argument("--only", metavar="WORDS", help="checks with these words; 'or' is understood")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
-    return made
+    command_line.add_argument(
+        "--only",
+        metavar="WORDS",
+        help="run only checks whose name has these words; 'or' separates alternatives",
+    )
+    command_line.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the result here"
+    )
+    return command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the kit; returns the exit code."""
+    """Runs the kit and returns the exit code."""
     options = parser().parse_args(argv)
-    lacking = [name for name in ("pytest", "pytest_asyncio") if not importlib.util.find_spec(name)]
-    if lacking:
-        return _fail(f"{' and '.join(lacking)} not installed: pip install treadle-conformance")
+    missing = [name for name in ("pytest", "pytest_asyncio") if not importlib.util.find_spec(name)]
+    if missing:
+        return _fail(f"{' and '.join(missing)} not installed: pip install treadle-conformance")
     # Late, so that --help needs neither gRPC nor pytest.
     from treadle.conformance import report, run, settings
 
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            found = settings.resolve(options, Path(scratch) / "turned")
-            answer = asyncio.run(settings.handshake(found))
+            found = settings.resolve(options, Path(scratch) / "rotated")
+            info = asyncio.run(settings.handshake(found))
         except settings.Unusable as error:
             return _fail(str(error))
-        sys.stdout.write(report.heading(found.address, answer))
+        sys.stdout.write(report.heading(found.address, info))
         try:
-            checks = run.run(found, settings.lacking(found, answer), only=options.only)
+            checks = run.run(found, settings.skipped_parts(found, info), only=options.only)
         except RuntimeError as error:
             return _fail(str(error))
     sys.stdout.write(report.table(checks))
     if options.json is not None:
-        options.json.write_text(report.as_json(found.address, answer, checks))
+        options.json.write_text(report.as_json(found.address, info, checks))
     if not checks:
-        return _fail(f"no check has the words {options.only!r}")
+        return _fail(f"--only {options.only!r} matches no check")
     return int(any(check.outcome is run.Outcome.FAILS for check in checks))
 
 

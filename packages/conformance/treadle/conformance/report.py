@@ -1,4 +1,4 @@
-"""The report: checks -> a table for people, and JSON for programs."""
+"""Formats the results of the checks, as a table for people and as JSON for programs."""
 
 import json
 import textwrap
@@ -15,7 +15,7 @@ _MARKS = {Outcome.HOLDS: "holds", Outcome.FAILS: "DOES NOT", Outcome.SKIPPED: "s
 
 
 def heading(address: str, server: srv.GetServerInfoResponse) -> str:
-    """Which server this is about."""
+    """Returns one line that describes the server."""
     model = server.model
     return (
         f"{address}: {server.engine} {server.engine_version}, server {server.server_version}, "
@@ -25,7 +25,7 @@ def heading(address: str, server: srv.GetServerInfoResponse) -> str:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """One line a check, in parts, with what was seen below it; then the sum."""
+    """Returns one line per check, grouped by part, with details below it, and the totals."""
     return "\n".join(_lines(checks)) + "\n"
 
 
@@ -35,7 +35,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
         if check.part != part:
             part = check.part
             yield f"\n{part}"
-        # Names that are too long for their column push the outcome on, and lose nothing.
+        # A name that is too long for its column is not cut; it moves the outcome to the right.
         yield f"  {check.name:<{_NAME}}  {_MARKS[check.outcome]}"
         if check.seen:
             seen = textwrap.shorten(check.seen, _SEEN_CHARACTERS, placeholder=" ...")
@@ -48,7 +48,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def as_json(address: str, server: srv.GetServerInfoResponse, checks: Sequence[Check]) -> str:
-    """The same as one JSON object."""
+    """Returns the same as one JSON object."""
     counts = Counter(check.outcome for check in checks)
     found = {
         "address": address,

@@ -1,12 +1,13 @@
-"""The run: every check once, through pytest, and what became of each.
+"""Runs every check once, through pytest, and collects the outcomes.
 
-Invariant: a check that could not run is skipped with its reason, never counted as one that
-holds; a check whose own code fails to load is an error of the kit and ends the run. Nothing is
-asked of a server that is gone, or that let some checks fail by waiting.
+Invariant: a check that cannot run is skipped with a reason and never counts as one that holds. A
+check whose own code does not load is an error of the kit and ends the run. The remaining checks
+are skipped once the server is gone, or after several checks failed by waiting too long.
 """
 
 import asyncio
 import enum
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,27 +18,27 @@ import pytest
 
 from treadle.conformance.contracts import CONTRACTS
 from treadle.conformance.contracts.remote_contract import Target
-from treadle.conformance.settings import Settings, lost
+from treadle.conformance.settings import Settings, why_lost
 
 _PARTS = (
     *("handshake", "generation", "pauses", "updates", "calls_again", "in_place", "files"),
     *("delta", "shared_memory", "collective", "group", "engine", "model", "left_open"),
 )
-"""In this order: the last one looks at what the others left behind."""
+"""The order of the run. The last part checks what the others left behind."""
 _OF_CONTRACT = ("group", "engine", "model")
-"""The parts that are classes of contract_checks.py; each of the others is a file."""
-_WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-_WAITED_S = 60.0
-_MOST_WAITED = 3
-_NAMES = {
+"""Parts that are one class each of contract_checks.py; every other part is a file."""
+_COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+_SLOW_S = 60.0
+_MAX_SLOW_FAILURES = 3
+_SKIPPED_NAMES = {
     "model": "its tokens and log-probs are those of transformers",
     "group": "what senders broadcast to a group is what an update brings",
 }
-"""What a part says that does not load where something is lacking."""
+"""The one line in the table for a part that is skipped as a whole."""
 
 
 class Outcome(enum.Enum):
-    """What became of a check."""
+    """The outcome of a check."""
 
     HOLDS = "holds"
     FAILS = "does not"
@@ -46,12 +47,13 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One check, as it went.
+    """One check and its outcome.
 
     Attributes:
-        part: What it belongs to, as "updates".
-        name: What the contract says, as "a corrupt chunk is refused".
-        seen: Why it was skipped, what was seen instead, or a figure.
+        part: The part of the table, such as "updates".
+        name: What the contract says, such as "a corrupt chunk is refused".
+        outcome: Whether it holds.
+        seen: Why the check was skipped, what was seen instead, or a measured value.
     """
 
     part: str
@@ -61,43 +63,43 @@ class Check:
 
 
 class Plugin:
-    """Gives the checks their settings, and collects what becomes of them."""
+    """The pytest plugin that gives the checks their settings and collects their outcomes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._waited = 0
-        self._over = ""
+        self._slow_failures = 0
+        self._stop_reason = ""
         self.checks: dict[str, Check] = {}
         self.broken: list[str] = []
 
     @pytest.fixture(scope="session")
     def settings(self) -> Settings:
-        """What the kit was told."""
+        """Returns the settings of the kit."""
         return self._settings
 
     @pytest.fixture(scope="session")
     def target(self) -> Target:
-        """The server."""
+        """Returns the server under test."""
         return self._settings.target
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Once pytest can rewrite assertions, and before the checks import the contracts."""
+        """Registers the contracts for assertion rewriting, before the checks import them."""
         pytest.register_assert_rewrite(*CONTRACTS)
-        # Nobody is shown the source, and Python 3.11 may fail to parse it as deep as this.
+        # No source is shown, and Python 3.11 may fail to parse source that is nested this deep.
         config.option.tbstyle = "native"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file of checks that does not load is a fault of the kit."""
+        """Records check files that do not load; that is an error of the kit."""
         if report.failed:
             self.broken.append(str(report.longrepr))
 
     def pytest_runtest_setup(self) -> None:
-        """Skips what would only wait."""
-        if self._over:
-            pytest.skip(self._over)
+        """Skips the check if the run has stopped."""
+        if self._stop_reason:
+            pytest.skip(self._stop_reason)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One for each phase of a check; the first that is not plain decides."""
+        """Records a check; of its phases, the first that did not pass decides."""
         known = self.checks.get(report.nodeid)
         if known is not None and known.outcome is not Outcome.HOLDS:
             return
@@ -108,56 +110,61 @@ class Plugin:
             sys.stderr.write("." if report.passed else "s" if report.skipped else "F")
             sys.stderr.flush()
         if report.failed:
-            self._over = self._over or self._why_over(report)
+            self._stop_reason = self._stop_reason or self._why_stop(report)
 
-    def _why_over(self, report: pytest.TestReport) -> str:
-        """Why the rest need not be asked after a check that failed; empty: it is asked."""
+    def _why_stop(self, report: pytest.TestReport) -> str:
+        """Returns why the run stops after this failed check, or "" if it goes on."""
         name = _check(report).name
-        if why := asyncio.run(lost(self._settings)):
+        if why := asyncio.run(why_lost(self._settings)):
             return f"since {name!r}, {why}"
-        self._waited += report.duration > _WAITED_S
-        if self._waited < _MOST_WAITED:
+        self._slow_failures += report.duration > _SLOW_S
+        if self._slow_failures < _MAX_SLOW_FAILURES:
             return ""
         return (
-            f"{_MOST_WAITED} checks failed after {_WAITED_S:.0f} s each, {name!r} was the last: "
-            "mend them first, or name others by --only"
+            f"{_MAX_SLOW_FAILURES} checks failed after {_SLOW_S:.0f} s each, {name!r} was the "
+            "last: fix them first, or select others with --only"
         )
 
 
-def run(settings: Settings, lacking: Mapping[str, str], *, only: str | None = None) -> list[Check]:
-    """Runs the checks; takes minutes.
+def run(
+    settings: Settings, skipped_parts: Mapping[str, str], *, only: str | None = None
+) -> list[Check]:
+    """Runs the checks, which takes minutes.
 
     Args:
-        settings: The server, and what is known of it.
-        lacking: Parts that cannot run, and why; their checks import torch.
-        only: Checks with these words, as pytest's ``-k`` understands them.
+        settings: The server and the options.
+        skipped_parts: Parts that cannot run, with the reason; their checks import torch.
+        only: Words that select checks by name, alternatives separated by "or".
 
     Raises:
-        RuntimeError: A file of checks does not load, or not all of them were run.
+        RuntimeError: A check file does not load, or not all checks ran.
     """
     plugin = Plugin(settings)
     folder = Path(__file__).parent / "checks"
-    nodes = [str(folder / _node(part)) for part in _PARTS if part not in lacking]
+    nodes = [str(folder / _node(part)) for part in _PARTS if part not in skipped_parts]
     arguments = [
         *nodes,
         *("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib"),
-        # The checks are no part of whatever project the kit is started in.
+        *("-p", "pytest_asyncio.plugin"),
+        # Ignores the pytest configuration of the current directory.
         *("-c", "/dev/null", "--rootdir", str(folder), "-o", "asyncio_mode=strict"),
         *("-o", "verbosity_assertions=2", "-o", "asyncio_default_fixture_loop_scope=function"),
         *("-o", "python_files=*_checks.py", "-o", "python_classes=Check*"),
         *(() if only is None else ("-k", _expression(only))),
     ]
+    # Other plugins that are installed here may change or slow down the run.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     ended = pytest.ExitCode(pytest.main(arguments, plugins=[plugin]))
     sys.stderr.write("\n")
     if plugin.broken:
         raise RuntimeError("\n".join(plugin.broken))
-    if ended not in _WHOLE:
+    if ended not in _COMPLETE:
         raise RuntimeError(f"pytest ended with {ended.name}: not all checks were run")
     checks = list(plugin.checks.values())
     if only is None:
         checks.extend(
-            Check(part=part, name=_NAMES[part], outcome=Outcome.SKIPPED, seen=why)
-            for part, why in lacking.items()
+            Check(part=part, name=_SKIPPED_NAMES[part], outcome=Outcome.SKIPPED, seen=why)
+            for part, why in skipped_parts.items()
         )
     return checks
 
@@ -174,7 +181,7 @@ def _part(nodeid: str) -> str:
 
 
 def _expression(words: str) -> str:
-    """Alternatives of words that stand one after another in a name."""
+    """Returns the ``-k`` expression: "a b or c" becomes "a_b or c"."""
     return " or ".join("_".join(part.split()) for part in words.split(" or "))
 
 
@@ -203,7 +210,7 @@ def _seen(report: pytest.TestReport, outcome: Outcome) -> Iterator[str]:
 
 
 def _crash(longrepr: Any) -> str:
-    """The message of what was raised; of an assertion, what it compared."""
+    """Returns the message of the exception; for an assertion, the comparison."""
     crash = getattr(longrepr, "reprcrash", None)
     text = str(longrepr) if crash is None else str(crash.message)
     text = " ".join(text.partition("debug_error_string")[0].split())

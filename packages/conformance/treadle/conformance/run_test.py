@@ -38,7 +38,7 @@ def test_a_server_that_makes_checks_wait_is_asked_no_more(monkeypatch: pytest.Mo
     async def nothing_is_lost(settings: Settings) -> None:
         return None
 
-    monkeypatch.setattr(run, "lost", nothing_is_lost)
+    monkeypatch.setattr(run, "why_lost", nothing_is_lost)
     plugin = run.Plugin(SETTINGS)
     for duration_s in (61.0, 1.0, 61.0, 1.0):
         failed(plugin, duration_s=duration_s)

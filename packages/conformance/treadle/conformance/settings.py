@@ -1,9 +1,8 @@
-"""What the kit was told, made ready: channels, tokens, and the two sets of weights.
+"""Turns the command line into settings: channels, tokens, and the two sets of weights.
 
-Invariant: settings that exist can be used: their files were read, and what they need is
-installed. The second set of weights is made of the first, by turning the rows of every matrix
-half around, so that it has the same shapes and the same sizes of numbers, and nothing but
-copying bytes is needed.
+Invariant: settings that exist are usable; their files have been read. The second set of weights
+is the first with the rows of every matrix rotated by half. It has the same shapes and magnitudes,
+and making it only copies bytes.
 """
 
 import argparse
@@ -31,17 +30,17 @@ CONNECT_S = 10.0
 
 
 class Unusable(ValueError):
-    """The kit cannot run as it was told to; the message is for the user."""
+    """The kit cannot run with these options; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """See the options of the command line.
+    """The settings of a run; for the other fields see the command line.
 
     Attributes:
         target: The server.
-        files: The directory that its file transport reads, as it is called here.
-        compared: Whether transformers is to compute the same model.
+        files: The directory that its file transport reads, as a path on this machine.
+        compared: Whether to compare the model with transformers.
     """
 
     target: Target
@@ -56,15 +55,15 @@ class Settings:
 
     @property
     def address(self) -> str:
-        """host:port of the server."""
+        """The host:port of the server."""
         return self.target.address
 
     @property
     def on_loopback(self) -> bool:
-        """Whether the server is reached on this machine only."""
+        """Whether the address is reachable from this machine only."""
         try:
             return Address.parse(self.address).on_loopback
-        except ValueError:  # Another name that gRPC understands.
+        except ValueError:  # Another form that gRPC understands, such as unix:path.
             return False
 
     def local_host(self) -> str:
@@ -79,29 +78,33 @@ class Settings:
 
 
 def resolve(options: argparse.Namespace, scratch: Path) -> Settings:
-    """Reads what the options name.
+    """Returns the settings that the options name.
 
     Args:
-        options: Of the command line.
-        scratch: A directory, not yet there, for the second set of weights.
+        options: The parsed command line.
+        scratch: Directory to create for the second set of weights.
 
     Raises:
-        Unusable: A file cannot be read, or will have no place.
+        Unusable: A file cannot be read, or cannot be written later.
     """
     if options.json is not None and not options.json.parent.is_dir():
-        raise Unusable(f"--json {options.json}: there is no directory {options.json.parent}")
+        raise Unusable(f"--json {options.json}: directory {options.json.parent} does not exist")
     ca = _read(options.ca, "--ca")
     token = _read(options.token_file, "--token-file")
     bearer = () if token is None else (("authorization", f"Bearer {token.decode().strip()}"),)
     directory: Path | None = options.model or options.weights
     if directory is not None and not any(directory.glob("*.safetensors")):
-        raise Unusable(f"{directory} holds no *.safetensors: name the directory that is served")
+        raise Unusable(
+            f"{directory} has no *.safetensors: name the directory that the server serves"
+        )
     return Settings(
         target=Target(
             address=options.address,
             channel=plain_channel if ca is None else partial(tls_channel, ca),
             metadata=bearer,
-            checkpoints=None if directory is None else (directory, turned(directory, scratch)),
+            checkpoints=None
+            if directory is None
+            else (directory, write_rotated(directory, scratch)),
         ),
         files=_directory(options.files, "--files"),
         compared=options.model is not None,
@@ -115,22 +118,22 @@ def resolve(options: argparse.Namespace, scratch: Path) -> Settings:
 
 
 async def handshake(settings: Settings) -> srv.GetServerInfoResponse:
-    """The server's first answer.
+    """Returns the server's answer to GetServerInfo.
 
     Raises:
-        Unusable: It gives none, or serves nothing.
+        Unusable: It does not answer, or is not serving.
     """
     answer = await _answer(settings)
     if answer.state != srv.SERVER_STATE_SERVING:
         state = srv.ServerState.Name(answer.state)
         raise Unusable(
-            f"{settings.address} is {state}, expected SERVER_STATE_SERVING: let it serve first"
+            f"{settings.address} is {state}, expected SERVER_STATE_SERVING: wait until it serves"
         )
     return answer
 
 
-async def lost(settings: Settings) -> str | None:
-    """Why the server is of no use any more; None: the next check finds one."""
+async def why_lost(settings: Settings) -> str | None:
+    """Returns why no more checks can run on the server, or None if they can."""
     try:
         state = (await _answer(settings)).state
     except Unusable as error:
@@ -155,12 +158,12 @@ async def _answer(settings: Settings) -> srv.GetServerInfoResponse:
     return answer
 
 
-def turned(source: Path, destination: Path) -> Path:
-    """Writes the second set of weights.
+def write_rotated(source: Path, destination: Path) -> Path:
+    """Writes the second set of weights and returns its directory.
 
     Args:
         source: A Hugging Face directory.
-        destination: Made here.
+        destination: Directory to create.
     """
     shutil.copytree(source, destination)
     for path in destination.glob("*.safetensors"):
@@ -179,7 +182,7 @@ def turned(source: Path, destination: Path) -> Path:
 
 def _directory(path: Path | None, option: str) -> Path | None:
     if path is not None and not path.is_dir():
-        raise Unusable(f"{option} {path} is no directory: name the server's --weights.directory")
+        raise Unusable(f"{option} {path} is not a directory: name the server's --weights.directory")
     return path
 
 
@@ -190,10 +193,12 @@ def _read(path: Path | None, option: str) -> bytes | None:
         raise Unusable(f"{option} {path}: {error.strerror}") from None
 
 
-def lacking(settings: Settings, server: srv.GetServerInfoResponse) -> dict[str, str]:
-    """The parts that cannot run against this server from here, and why."""
-    model = "" if settings.compared else "needs the model that it serves: give --model"
-    group = "" if server.capabilities.collective_transport else "it joins no collective groups"
+def skipped_parts(settings: Settings, info: srv.GetServerInfoResponse) -> dict[str, str]:
+    """Returns the parts that cannot run against this server from here, with the reasons."""
+    model = "" if settings.compared else "needs the model that the server serves: set --model"
+    group = (
+        "" if info.capabilities.collective_transport else "the server joins no collective groups"
+    )
     found = {
         "model": model or _not_installed("torch", "transformers"),
         "group": group or _not_installed("torch"),
@@ -203,4 +208,4 @@ def lacking(settings: Settings, server: srv.GetServerInfoResponse) -> dict[str, 
 
 def _not_installed(*names: str) -> str:
     absent = [name for name in names if not importlib.util.find_spec(name)]
-    return f"needs {' and '.join(absent)}: install it here" if absent else ""
+    return f"needs {' and '.join(absent)}: install it in the kit's environment" if absent else ""
