@@ -1,8 +1,7 @@
-"""Small tools for tasks: shielded clean-up, and several coroutines as one.
+"""Helpers for asyncio tasks: shielded clean-up, and running several coroutines together.
 
-Invariant: every task made here ends before the function that made it returns, and a cancellation
-is delayed at most, never swallowed. Besides `runner` and `watchdog` the only module that makes
-tasks.
+Invariant: every task ends before the function that created it returns, and a cancellation may be
+delayed but is never swallowed.
 """
 
 import asyncio
@@ -13,14 +12,13 @@ T = TypeVar("T")
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-    """Runs clean-up to its end even when the caller is cancelled meanwhile.
+    """Runs clean-up to its end even if the caller is cancelled meanwhile.
 
-    The caller waits for the work either way; a cancellation that came in between is raised
-    afterwards.
+    The caller waits for the work in either case; a cancellation is raised afterwards.
 
     Args:
-        work: What must not be cut in the middle.
-        timeout_s: After which the work itself is cancelled.
+        work: The work that must not be interrupted.
+        timeout_s: Time after which the work itself is cancelled.
 
     Raises:
         TimeoutError: The work took longer than `timeout_s`.
@@ -40,11 +38,11 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
 
 
 async def concurrently(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines at the same time and returns their results in the order given.
+    """Runs coroutines concurrently and returns their results in the order given.
 
     Raises:
-        BaseException: The first failure, itself and not in a group; the others are cancelled
-            and awaited before.
+        BaseException: The first failure, not wrapped in a group, after the other coroutines were
+            cancelled and awaited.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -56,7 +54,7 @@ async def concurrently(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def sole_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first exception of a task group; further ones are added to it as notes."""
+    """Returns the first exception of a task group, with the others added to it as notes."""
     first = failures.exceptions[0]
     if isinstance(first, BaseExceptionGroup):
         first = sole_cause(first)
@@ -73,13 +71,13 @@ async def _bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
 async def run_until(
     work: Coroutine[Any, Any, T], *ends: Callable[[], Coroutine[Any, Any, object]]
 ) -> T | None:
-    """Runs work to its end, or until one of the others ends, which cancels it.
+    """Runs work to its end, or cancels it as soon as one of `ends` returns.
 
     Returns:
-        The work's result; None when it was cancelled for an end.
+        The work's result, or None if it was cancelled.
 
     Raises:
-        BaseException: The first failure, of the work or of an end, as `concurrently` does.
+        BaseException: The first failure, of the work or of one of `ends`, as in `concurrently`.
     """
     try:
         async with asyncio.TaskGroup() as group:

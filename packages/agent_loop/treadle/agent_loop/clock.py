@@ -1,4 +1,4 @@
-"""Clocks: time and waiting as an argument, so that a test decides about both."""
+"""Clocks: time and waiting as an argument, so that tests control both."""
 
 import asyncio
 from typing import Protocol
@@ -8,11 +8,11 @@ class Clock(Protocol):
     """Time and waiting; `LoopClock`, or `testing.FakeClock`."""
 
     def now(self) -> float:
-        """Seconds, on the scale of `RequestContext.deadline`."""
+        """Returns seconds, on the scale of `RequestContext.deadline`."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits for `seconds`."""
         ...
 
 
@@ -20,9 +20,9 @@ class LoopClock:
     """The running event loop's clock."""
 
     def now(self) -> float:
-        """`loop.time()`."""
+        """Returns `loop.time()`."""
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        """Waits by real time."""
+        """Waits for `seconds` of real time."""
         await asyncio.sleep(seconds)

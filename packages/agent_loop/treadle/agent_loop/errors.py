@@ -1,12 +1,13 @@
 """The error tree: one branch per boundary that a trajectory crosses.
 
-Invariant: a failed attempt is data (`RolloutError`, isolated by the runner, never in the
-training text); a wrong set-up is `SetupError` and stops the run at its start; anything else is
-a bug and keeps its own type until it meets a `boundary`. The cancellation of a task is never
-translated; an `asyncio.CancelledError` that nobody asked for (a future of theirs was cancelled) is
-a failure like any other, because a task that ends with it would vanish without a word.
+Invariant: a failed attempt is data (`RolloutError`): the runner isolates it, and its text never
+enters the training data. A wrong set-up is a `SetupError`, which stops the run at its start. Any
+other exception is a bug and keeps its type until it reaches a `boundary`. The cancellation of a
+task is never translated. An `asyncio.CancelledError` without a cancellation (from a cancelled
+future of foreign code) is treated as a failure, because a task that ends with it would otherwise
+disappear silently.
 
-`boundary` is the only place that turns foreign exceptions into ours:
+`boundary` is the only place that translates foreign exceptions:
 
     with boundary(ToolError, f"tool {name!r}"):
         result = await session.call(arguments)
@@ -18,22 +19,22 @@ from contextlib import contextmanager
 
 
 class AgentLoopError(Exception):
-    """Anything that this package raises on purpose."""
+    """The base of all errors that this package raises on purpose."""
 
 
 class SetupError(AgentLoopError):
-    """The run cannot start: the pieces do not fit. Fix the set-up; a retry cannot help."""
+    """The run cannot start because its set-up is wrong. A retry cannot help."""
 
 
 class UnknownLoopError(SetupError):
-    """A task names an agent loop that the registry does not hold."""
+    """A task names an agent loop that is not in the registry."""
 
 
 class RolloutError(AgentLoopError):
     """One attempt failed.
 
     Attributes:
-        retryable: Whether the same attempt, run again, may succeed.
+        retryable: Whether the attempt may succeed if it is repeated.
     """
 
     retryable: bool = False
@@ -44,13 +45,13 @@ class GenerationError(RolloutError):
 
 
 class OverloadedError(GenerationError):
-    """Every replica that was asked had its queue full, until the retries were used up."""
+    """Every replica that was asked had a full queue, until the retries were used up."""
 
     retryable = True
 
 
 class ReplicaUnavailableError(GenerationError):
-    """No replica could be reached, or all were paused or leaving; the text names them."""
+    """No replica could be reached, or all were paused or shutting down; the message names them."""
 
     retryable = True
 
@@ -68,7 +69,7 @@ class GenerationTimeoutError(GenerationError):
 
 
 class PromptTooLongError(GenerationError):
-    """The prompt leaves no room in the model's context."""
+    """The prompt leaves no room for a token in the model's context."""
 
 
 class WeightVersionBehindError(GenerationError):
@@ -76,15 +77,15 @@ class WeightVersionBehindError(GenerationError):
 
 
 class RequestRejectedError(GenerationError):
-    """The server refused the request as malformed or not allowed: a bug or a wrong token."""
+    """The server refused the request as malformed or not allowed: a client bug or wrong token."""
 
 
 class ImageRejectedError(GenerationError):
-    """The servers cannot take the prompt's images: unreadable, too large, or no vision model."""
+    """The servers cannot process the prompt's images: unreadable, too large, no vision model."""
 
 
 class ContractError(GenerationError):
-    """The server broke the contract: counts that do not add up, tokens after the end."""
+    """The server broke the contract, for example with wrong counts or tokens after the end."""
 
 
 class RenderError(RolloutError):
@@ -92,7 +93,7 @@ class RenderError(RolloutError):
 
 
 class ToolError(RolloutError):
-    """A tool failed for a reason that is not the model's (`ToolFailure` is the model's)."""
+    """A tool failed and the model is not at fault (`ToolFailure` is for the model's faults)."""
 
     retryable = True
 
@@ -108,13 +109,13 @@ class RewardError(RolloutError):
 
 
 class LoopError(RolloutError):
-    """The agent loop's own code raised: a bug in it."""
+    """The agent loop's own code raised, which is a bug in it."""
 
 
 class TrajectoryTimeoutError(RolloutError):
-    """The trajectory's deadline passed; everything below it was cancelled.
+    """The trajectory's deadline passed, and all its work was cancelled.
 
-    Not retryable: its group has waited as long as it may.
+    Not retryable, because the deadline covers all attempts of the task.
     """
 
 
@@ -124,11 +125,11 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
 
     Args:
         error: The branch of the tree that this boundary belongs to.
-        what: Names the thing that may fail; begins the text of the error.
+        what: Names the thing that may fail; the error's message begins with it.
 
     Raises:
-        RolloutError: One raised inside passes unchanged; others become `error`.
-        SetupError: Passes unchanged.
+        RolloutError: One raised inside passes unchanged; a foreign exception becomes `error`.
+        SetupError: One raised inside passes unchanged.
     """
     try:
         yield
@@ -143,7 +144,7 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
 
 
 def _is_stray() -> bool:
-    """Whether a task runs here and nobody asked it to end."""
+    """Returns whether the current task was not asked to end."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop

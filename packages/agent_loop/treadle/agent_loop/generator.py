@@ -1,12 +1,12 @@
-"""The generator: tokens in, tokens out.
+"""The generator interface: tokens in, tokens out.
 
-Invariant: the unit of exchange is the token id. A generator returns whole completions or
-raises a `GenerationError`; it never returns part of one as if it were whole. Interruptions by a
-weight update are resumed below this border, so a caller sees only longer chunk lists.
+Invariant: the unit of exchange is the token id. A generator returns a whole completion or raises
+a `GenerationError`; it never returns a partial one as if it were whole. It resumes completions
+that a weight update interrupts, so the caller only sees more chunks.
 
-The caller waits in `generate`; cancelling that task aborts the sequence in the engine.
-`treadle.agent_loop.rpc.connect` gives the real one, `treadle.agent_loop.testing` the fakes, and
-`testing.generator_contract` is the suite that all of them pass.
+The caller waits in `generate`; cancelling its task aborts the sequence in the engine.
+`treadle.agent_loop.rpc.connect` returns the real generator, `treadle.agent_loop.testing` has the
+fakes, and all of them pass the suite `testing.generator_contract`.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from treadle.agent_loop.types import Completion, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Who asks, and until when.
+    """The identity, deadline and priority of a request.
 
     Attributes:
-        request_id: Unique per call; 1 to 128 bytes; names it in logs and traces.
+        request_id: Unique per call; 1 to 128 bytes; names the call in logs and traces.
         session_id: The same for every turn of one trajectory, so that its growing prefix stays
             in one replica's cache.
         deadline: `loop.time()` seconds; `math.inf` leaves it to the generator's own bound.
-        min_weight_version: Refuse to sample from weights older than this. 0: any.
-        priority: Larger runs earlier. 0: ordinary.
+        min_weight_version: Oldest weights that may sample; 0 means any.
+        priority: Requests with a larger value run earlier; 0 is the default priority.
     """
 
     request_id: str
@@ -58,9 +58,9 @@ class TokenGenerator(Protocol):
         Args:
             prompt: [P] ids, at least one.
             params: How to sample.
-            request: Who asks, and until when.
-            images: What the placeholder ids in the prompt stand for, in order. A generator that
-                cannot take them refuses: it never samples as if they were not there.
+            request: Identity, deadline and priority.
+            images: The images that the placeholder ids in the prompt stand for, in order. A
+                generator without image support must refuse them, never ignore them.
 
         Raises:
             GenerationError: The completion could not be made; the subclass says why.
@@ -68,8 +68,9 @@ class TokenGenerator(Protocol):
         ...
 
     def finish_session(self, session_id: str) -> None:
-        """Says that no more requests of this session will come.
+        """Ends a session: no more of its requests will come.
 
-        Frees its place in the balance of the replicas. Idempotent, never raises, never waits.
+        The session no longer counts as a load of its replica. Idempotent, never raises, never
+        waits.
         """
         ...

@@ -1,13 +1,12 @@
-"""The trajectory: what one attempt of one task yields.
+"""The trajectory: the result of one attempt of one task.
 
-Invariant: exactly one per task. `error` is set if and only if `stop` is ERROR; then there is no
-sample and nothing to train on. Every token that was sampled is in exactly one sample, under its
-loss mask. `messages` says what `tokens` say: an answer that did not fit into the budget is in
-neither.
+Invariant: there is exactly one per task. `error` is set if and only if `stop` is ERROR; then there
+is no sample and nothing to train on. Every sampled token is in exactly one sample, under its loss
+mask. `messages` and `tokens` agree: an answer that did not fit into the budget is in neither.
 
-Most attempts are one conversation and have one sample. One that makes several (sub-agents, a
-history that was compacted, an agent that edits what it said before) has a sample for each; they
-share the reward, and are one member of their group.
+Most attempts are one conversation and have one sample. An attempt with several conversations
+(sub-agents, a compacted history, an agent that edits its history) has one sample per conversation.
+The samples share the reward and are one member of their group.
 """
 
 import math
@@ -21,12 +20,11 @@ from treadle.tracing import Metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something about a trajectory that is worth a look, and is no error.
+    """An observation about a trajectory that deserves attention and is not an error.
 
     Attributes:
-        kind: What it is; findings of one kind are counted together (`drift`, `malformed_call`,
-            `stalled`).
-        text: This one, for people.
+        kind: Findings of one kind are counted together (`drift`, `malformed_call`, `stalled`).
+        text: A description for people.
     """
 
     kind: str
@@ -35,25 +33,25 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt, ended.
+    """One attempt that has ended.
 
     Attributes:
         task: The task that was attempted.
         samples: Ids, mask, log-probabilities and versions of each conversation, [L] each; the
-            last one is the conversation that `messages` are of.
-        messages: The whole conversation, the task's messages first.
+            last one belongs to `messages`.
+        messages: The whole conversation, beginning with the task's messages.
         stop: Why it ended.
-        assistant_turns: Completions.
-        user_turns: Answers given to the model: rounds of tool results, or user messages.
-        reward: None when nothing scored it, which is not a reward of 0.
-        tool_rewards: Of the tool calls, in the order of the calls.
-        turn_scores: That an interaction gave to the turns, in their order.
-        metrics: Counts and times, named as `tool/calls`, `agent_loop/generate_s`.
-        findings: What is worth a look, in the order in which it happened.
+        assistant_turns: Number of completions.
+        user_turns: Number of answers to the model: rounds of tool results, or user messages.
+        reward: None if nothing scored it, which differs from a reward of 0.
+        tool_rewards: One per tool call, in the order of the calls.
+        turn_scores: Scores that an interaction gave to turns, in their order.
+        metrics: Counts and times, named like `tool/calls`, `agent_loop/generate_s`.
+        findings: In the order in which they occurred.
         error: Why the attempt failed.
 
     Raises:
-        ValueError: Stop and error contradict, or the reward is not finite.
+        ValueError: `stop` and `error` contradict, or the reward is not finite.
     """
 
     task: AgentTask
@@ -77,7 +75,7 @@ class Trajectory:
 
     @classmethod
     def failed(cls, task: AgentTask, error: RolloutError) -> "Trajectory":
-        """The trajectory of an attempt that failed."""
+        """Returns the trajectory of an attempt that failed."""
         return cls(
             task=task,
             samples=(),
@@ -88,22 +86,22 @@ class Trajectory:
 
     @property
     def tokens(self) -> Tokens:
-        """The last sample; without any token when there is none."""
+        """The last sample; one without tokens if there is none."""
         return self.samples[-1] if self.samples else Tokens.empty()
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the loss is taken over, of all samples."""
+        """Number of tokens under the loss mask, over all samples."""
         return sum(sample.num_sampled_tokens for sample in self.samples)
 
     @property
     def num_turns(self) -> int:
-        """As verl counts: the prompt, every completion and every answer. One completion is 2."""
+        """Number of turns as verl counts: the prompt, every completion and every answer."""
         return 1 + self.assistant_turns + self.user_turns
 
     @property
     def final_text(self) -> str:
-        """Text of the last assistant message; "" when there is none."""
+        """Text of the last assistant message; "" if there is none."""
         for message in reversed(self.messages):
             if message.role == "assistant":
                 return message.content

@@ -1,8 +1,8 @@
-"""The values that cross the package's borders: messages, sampling, completions.
+"""The values that cross the package's borders: messages, sampling parameters, completions, tasks.
 
-Invariant: everything here is frozen, checked when made, and holds no tensor, no socket and no
-text that was not sampled or given. Token ids are plain ints; log-probabilities are in nats.
-Nothing here waits.
+Invariant: every value is frozen and validated when it is made. It holds no tensor, no socket and
+no text other than what was sampled or given. Token ids are plain ints; log-probabilities are in
+nats. Nothing here waits.
 """
 
 import enum
@@ -16,28 +16,28 @@ _ROLES = ("system", "user", "assistant", "tool")
 _IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 
 IMAGE_MARK: Final = "<image>"
-"""Stands for an image in the text of a message that has images; plain text elsewhere."""
+"""Marks the position of an image in a message that has images; plain text in other messages."""
 
 
 class StopReason(enum.StrEnum):
     """Why a trajectory ended. Listed in the order in which `tool_agent` checks them."""
 
     FINISHED = "finished"
-    """The model ended its turn and asked for nothing, and no interaction had more to say."""
+    """The model ended its turn without a tool call, and no interaction continued."""
     RESPONSE_LENGTH = "response_length"
     """Sampled and observed tokens together reached `LoopLimits.max_response_tokens`."""
     CONTEXT_LENGTH = "context_length"
     """Prompt and response together reached `LoopLimits.max_context_tokens`."""
     TURN_LENGTH = "turn_length"
-    """The last completion was cut by its own `SamplingParams.max_tokens`, so its turn is open."""
+    """The last completion reached its `SamplingParams.max_tokens`, so its turn is open."""
     ASSISTANT_TURNS = "assistant_turns"
     """`LoopLimits.max_assistant_turns` completions were sampled."""
     USER_TURNS = "user_turns"
-    """`LoopLimits.max_user_turns` answers were given to the model, by tools or an interaction."""
+    """The model got `LoopLimits.max_user_turns` answers, from tools or an interaction."""
     TOOL_STOP = "tool_stop"
     """A tool returned `ToolResult.stop`."""
     AGENT_FAILED = "agent_failed"
-    """An agent of the user's own ended with an error; what it sampled before is whole."""
+    """The user's own agent ended with an error; the tokens sampled before are complete."""
     ERROR = "error"
     """The attempt failed; `Trajectory.error` says why. Never train on it."""
 
@@ -60,7 +60,7 @@ class Image:
         mime: image/png, image/jpeg or image/webp.
 
     Raises:
-        ValueError: There is no byte, or it is of another type.
+        ValueError: The data is empty, or the type is another one.
     """
 
     data: bytes = field(repr=False)
@@ -76,10 +76,10 @@ class Image:
 
 
 def check_image_marks(content: str, images: Sequence[Image]) -> None:
-    """Checks that the text has a place for each image, or for none of them.
+    """Checks that the text has one `IMAGE_MARK` per image, or none.
 
     Raises:
-        ValueError: There are images, and another number of `IMAGE_MARK`s that is not 0.
+        ValueError: There are images, and the number of marks is neither 0 nor theirs.
     """
     marks = content.count(IMAGE_MARK) if images else 0
     if marks not in (0, len(images)):
@@ -91,12 +91,12 @@ def check_image_marks(content: str, images: Sequence[Image]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call that the model asked for.
+    """One tool call of the model.
 
     Attributes:
-        id: Unique within the turn; names the call in the answer (`Message.tool_call_id`).
+        id: Unique within the turn; the answer refers to it (`Message.tool_call_id`).
         name: The tool's name as the model wrote it; it may not exist.
-        arguments: A JSON object, decoded.
+        arguments: The decoded JSON object.
     """
 
     id: str
@@ -110,17 +110,17 @@ class Message:
 
     Attributes:
         role: system, user, assistant or tool.
-        content: The text. Empty for an assistant that only calls tools.
+        content: The text. Empty if an assistant message only calls tools.
         tool_calls: Only on assistant messages.
-        tool_call_id: Only on tool messages: the call that this answers.
+        tool_call_id: Only on tool messages: the call that the message answers.
         name: Only on tool messages: the tool that answered.
-        reasoning: Only on assistant messages: text that the parser set apart as thinking.
-            None means that the parser knows no reasoning, "" that there was none.
-        images: Each `IMAGE_MARK` in the content is one of them, in order; without marks they
-            come before the text. Not on assistant messages: a model samples no image.
+        reasoning: Only on assistant messages: the text that the parser separated as reasoning.
+            None means that the parser does not separate reasoning, "" that there was none.
+        images: In the order of the `IMAGE_MARK`s in the content; without marks they come before
+            the text. Not on assistant messages, because a model samples no images.
 
     Raises:
-        ValueError: Something is set that this role cannot have, or the marks do not fit the images.
+        ValueError: A field is set that this role cannot have, or the number of marks is wrong.
     """
 
     role: Role
@@ -144,7 +144,7 @@ class Message:
 
     @property
     def parts(self) -> tuple[str | Image, ...]:
-        """The content as texts and images, in order; no text of it is empty."""
+        """The content as non-empty strings and images, in order."""
         if not self.images:
             return (self.content,) if self.content else ()
         texts = self.content.split(IMAGE_MARK)
@@ -158,7 +158,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """What the model is told about a tool.
+    """The description of a tool for the model.
 
     Attributes:
         name: Unique in a trajectory.
@@ -186,18 +186,18 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled. None leaves a choice to the server.
+    """How one completion is sampled. None leaves the choice to the server.
 
     Attributes:
-        max_tokens: Most tokens to sample; at least 1.
+        max_tokens: Maximum number of tokens to sample; at least 1.
         temperature: 0 is greedy.
         top_p: In (0, 1].
-        top_k: At least 1. None: the whole vocabulary.
+        top_k: At least 1. None means the whole vocabulary.
         min_p: In [0, 1].
-        repetition_penalty: Above 0; 1 changes nothing.
-        seed: Of this completion. Loops derive one per turn, see `Conversation`.
+        repetition_penalty: Above 0; 1 means no penalty.
+        seed: Seed of this completion. Loops derive one per turn, see `Conversation`.
         stop_token_ids: Sampling one ends the completion; the id stays in the output.
-        ignore_eos: Go on past the model's own end-of-sequence id.
+        ignore_eos: Continue past the model's end-of-sequence id.
 
     Raises:
         ValueError: A value is outside its range.
@@ -237,7 +237,7 @@ class TokenChunk:
     Attributes:
         token_ids: [C], at least one.
         logprobs: [C], nats, under the distribution that each id was drawn from.
-        weight_version: Of the weights that sampled them.
+        weight_version: Version of the weights that sampled them.
 
     Raises:
         ValueError: The lengths differ, or there is no token.
@@ -249,7 +249,7 @@ class TokenChunk:
 
     def __post_init__(self) -> None:
         if not self.token_ids:
-            raise ValueError("a chunk holds at least one token")
+            raise ValueError("token_ids is empty; a chunk must have at least one token")
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"a chunk of {len(self.token_ids)} tokens has {len(self.logprobs)} logprobs"
@@ -258,15 +258,16 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What one `TokenGenerator.generate` yields.
+    """The result of one `TokenGenerator.generate`.
 
     Attributes:
-        chunks: In order; new weights start a new chunk. Empty when nothing was sampled.
-        finish: Why it ended.
-        cached_prompt_tokens: Prompt tokens that the server did not have to compute.
+        chunks: In order; new weights start a new chunk. Empty if nothing was sampled.
+        finish: Why the completion ended.
+        cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
         engine_s: Seconds in the engine.
-        num_interruptions: How often a server cut it, as for new weights, before it went on.
+        num_interruptions: Number of times that a server interrupted it, for example for new
+            weights, before it was resumed.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -283,17 +284,17 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens over all chunks."""
+        """Number of sampled tokens over all chunks."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """One row to attempt, once.
+    """One attempt of one row.
 
     Attributes:
-        task_id: Names the row; the n attempts of one row share it.
-        sample_index: The row's place in the data set.
+        task_id: Identifies the row; the n attempts of one row share it.
+        sample_index: The row's index in the data set.
         rollout_index: Which of the row's attempts this is, from 0.
         loop: Name of the agent loop in the `LoopRegistry`.
         messages: The conversation so far; at least one.

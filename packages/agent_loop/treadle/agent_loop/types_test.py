@@ -82,7 +82,7 @@ def test_error_and_stop_go_together() -> None:
 
 
 def test_tools_are_filed_under_their_own_names() -> None:
-    with pytest.raises(ValueError, match="tool 'lookup' is filed under the name 'search'"):
+    with pytest.raises(ValueError, match="tool 'lookup' has the key 'search'"):
         Services(
             generator=EchoGenerator(),
             renderer=ByteRenderer(),

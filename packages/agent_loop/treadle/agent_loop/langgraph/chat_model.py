@@ -74,7 +74,7 @@ class ChatModel(BaseChatModel):
 
     @property
     def num_over_cap(self) -> int:
-        """Calls that were left out of messages so far."""
+        """Number of calls so far that were left out of messages whose other calls may run."""
         return self._num_over_cap
 
     @property
@@ -178,7 +178,8 @@ class ChatModel(BaseChatModel):
 
     def _give(self, turn: CapturedTurn) -> AIMessage:
         requests = turn.requests[: self.max_parallel_calls]
-        self._num_over_cap += len(turn.requests) - len(requests)
+        if turn.closed and self.session.exhausted is None:  # else no call of the turn is run
+            self._num_over_cap += len(turn.requests) - len(requests)
         recorded = turn.parsed.message
         kept = tuple(call for call in recorded.tool_calls if call in requests)
         said = replace(recorded, tool_calls=kept)

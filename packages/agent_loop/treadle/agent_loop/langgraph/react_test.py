@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage
 from langchain_core.tools import ToolException, tool
@@ -115,6 +115,16 @@ results = st.text("ab", max_size=40).map(lambda text: ToolResult(content=text, r
     st.integers(1, 6) | st.none(),
     st.integers(1, 6) | st.none(),
     st.integers(1, 3),
+)
+@example(
+    replies=[CALL * 2] + [""] * 11,  # a limit is reached, so neither call runs or is over the cap
+    results=[ToolResult(content="")] * 40,
+    max_response=81,
+    max_context=250,
+    max_tokens=81,
+    max_assistant=None,
+    max_user=None,
+    max_parallel=1,
 )
 def test_the_trajectory_is_that_of_the_tool_loop(
     replies: list[str],

@@ -1,8 +1,8 @@
-"""The conversation: a trajectory under way, as an agent loop drives it.
+"""The conversation: a trajectory in progress, as an agent loop drives it.
 
-Invariant: ledger and messages grow together; every completion that comes back is checked, written
-and parsed before anyone sees it, and nothing is written that would leave no room for the model
-to speak last. Used as a context manager so that the generator learns when the session is over.
+Invariant: ledger and messages grow together. Every completion is checked, written and parsed
+before the loop sees it. Nothing is written that would leave no room for the model to have the last
+word. Use it as a context manager, so that the generator learns when the session is over.
 
     async def run(self, task: AgentTask, services: Services) -> Trajectory:
         with Conversation(task, services) as chat:
@@ -11,9 +11,9 @@ to speak last. Used as a context manager so that the generator learns when the s
                 await chat.generate()
             return chat.finish(StopReason.FINISHED)
 
-A trajectory may be several conversations: `another` begins one more, for a sub-agent or with a
-history that was made shorter. Each becomes a sample with a prompt and limits of its own; together
-they are one trajectory with one reward. They are told apart by their session ids.
+A trajectory may have several conversations: `another` begins one more, for a sub-agent or with a
+compacted history. Each becomes a sample with its own prompt and limits; together they are one
+trajectory with one reward. Their session ids differ.
 
 One task owns a conversation. It waits in `generate` only.
 """
@@ -44,10 +44,10 @@ from treadle.tracing import Metric, Reduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One completion, written and read.
+    """One completion, written to the ledger and parsed.
 
     Attributes:
-        parsed: The completion as a message and the calls in it.
+        parsed: The completion as a message and its calls.
         finish: Why the completion ended.
     """
 
@@ -56,7 +56,7 @@ class Turn:
 
     @property
     def requests(self) -> tuple[ToolCall | MalformedCall, ...]:
-        """What the model asks for, in its order."""
+        """The model's calls, in its order, including malformed ones."""
         return self.parsed.requests
 
     @property
@@ -66,11 +66,11 @@ class Turn:
 
 
 class Conversation:
-    """A conversation of a trajectory under way; the first one, if made by hand.
+    """One conversation of a trajectory in progress; the constructor makes the first one.
 
     Args:
-        task: What is attempted.
-        services: What it is attempted with.
+        task: The task to attempt.
+        services: What the loop works with.
         tools: Shown to the model.
 
     Raises:
@@ -96,8 +96,8 @@ class Conversation:
         prompt = self._transcript.num_prompt_tokens
         if services.limits.tokens_left(prompt=prompt, response=0) < 1:
             raise PromptTooLongError(
-                f"the prompt of task {task.task_id!r} has {prompt} tokens; the context holds "
-                f"{services.limits.max_context_tokens} with the response: filter or cut the row"
+                f"the prompt of task {task.task_id!r} has {prompt} tokens; prompt and response "
+                f"may have {services.limits.max_context_tokens}: filter or shorten the row"
             )
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class Conversation:
 
     @property
     def session_id(self) -> str:
-        """Names the conversation in logs, traces and at the servers."""
+        """Identifies the conversation in logs, in traces and at the servers."""
         return self._sampler.session_id
 
     @property
@@ -129,27 +129,27 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> int:
-        """Completions so far."""
+        """Number of completions so far."""
         return self._assistant_turns
 
     @property
     def user_turns(self) -> int:
-        """Answers so far."""
+        """Number of answers so far."""
         return self._user_turns
 
     @property
     def all_assistant_turns(self) -> int:
-        """Completions so far, in all conversations of the trajectory."""
+        """Number of completions so far, in all conversations of the trajectory."""
         return sum(conversation._assistant_turns for conversation in self._all)
 
     @property
     def all_user_turns(self) -> int:
-        """Answers so far, in all conversations of the trajectory."""
+        """Number of answers so far, in all conversations of the trajectory."""
         return sum(conversation._user_turns for conversation in self._all)
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that the limits leave for completions and answers; 0 or less: none."""
+        """Number of tokens that the limits leave for completions and answers; may be negative."""
         transcript = self._transcript
         return self._services.limits.tokens_left(
             prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
@@ -160,17 +160,16 @@ class Conversation:
     ) -> "Conversation":
         """Begins another conversation of the same trajectory.
 
-        Its completions have seeds of their own, which depend on how many conversations there are
-        already. Leaving the first conversation's `with` ends all of them; one that ends earlier
-        may be left by a `with` of its own.
+        Its completions have their own seeds, derived from its number. Leaving the `with` block of
+        the first conversation ends all of them; a `with` block of another one ends only that one.
 
         Args:
-            messages: It begins with; at least one.
+            messages: The first messages; at least one.
             tools: Shown to the model.
 
         Raises:
             RenderError: The template refuses the messages.
-            PromptTooLongError: They leave no room for a single token.
+            PromptTooLongError: The messages leave no room for a single token.
         """
         task, seed = self._all[0]._task, self._services.sampling.seed
         number = len(self._all)
@@ -186,10 +185,11 @@ class Conversation:
         return made
 
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
-        """Samples the assistant's next turn, writes it and reads it.
+        """Samples the assistant's next turn, writes it to the ledger and parses it.
 
         Args:
-            max_tokens: Of this turn, below what sampling and limits allow. None: those alone.
+            max_tokens: Additional bound on this turn. None means that only the sampling
+                parameters and the limits bound it.
 
         Raises:
             GenerationError: The completion could not be made.
@@ -214,22 +214,22 @@ class Conversation:
         return Turn(parsed=parsed, finish=completion.finish)
 
     def length_stop(self) -> StopReason | None:
-        """Checks 2 and 3 of `limits`."""
+        """Runs checks 2 and 3 of `limits`."""
         transcript = self._transcript
         return self._services.limits.length_stop(
             prompt=transcript.num_prompt_tokens, response=transcript.num_response_tokens
         )
 
     def answer(self, messages: Sequence[Message], *, reserve: int = 0) -> StopReason | None:
-        """Gives the model tool results or a user's message, unless no room would be left.
+        """Appends tool results or a user's message, unless they would leave no room.
 
         Args:
-            messages: That answer its last turn, all in one call.
-            reserve: Tokens that must be left besides the one that the model needs to speak.
+            messages: All messages that answer the model's last turn.
+            reserve: Number of tokens that must be left besides one for the next completion.
 
         Returns:
-            None when the messages were appended; else the limit (checks 8 and 9) that keeps
-            them out, and the trajectory has to end as it is.
+            None if the messages were appended; else the limit (checks 8 and 9) that does not
+            allow them, and the trajectory must end as it is.
 
         Raises:
             RenderError: The template refuses these messages.
@@ -249,7 +249,7 @@ class Conversation:
         return stop
 
     def doing(self, activity: str) -> None:
-        """Notes what the loop does now, for the text of an error or a timeout."""
+        """Records what the loop is doing, for the message of an error or a timeout."""
         self._activity = activity
         self._services.pulse.beat(f"{activity} in session {self.session_id}")
 
@@ -262,10 +262,10 @@ class Conversation:
         turn_scores: Sequence[float] = (),
         metrics: Sequence[Metric] = (),
     ) -> Trajectory:
-        """Freezes the trajectory: its messages are this conversation's, its last sample too.
+        """Freezes the trajectory; its messages and its last sample are this conversation's.
 
-        The samples before it are the other conversations in which the model has said something,
-        in the order in which they began.
+        The samples before it are the other conversations with at least one completion, in the
+        order in which they began.
         """
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]

@@ -1,7 +1,7 @@
-"""The agent loop: any object with `run`, and the services it is given.
+"""The agent loop interface: any object with `run`, and the services that it gets.
 
-Invariant: a loop owns nothing that outlives `run`, and asks the outside only through `Services`;
-so that the same loop runs against the fakes of `testing`, one local server or a cluster.
+Invariant: a loop owns nothing that outlives `run`, and reaches the outside only through
+`Services`. So the same loop runs against the fakes of `testing`, one local server or a cluster.
 The runner waits in `run` and cancels it at the trajectory's deadline.
 """
 
@@ -24,11 +24,11 @@ from treadle.tracing import Metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward that has more to say than its number.
+    """A reward with metrics.
 
     Attributes:
         value: The reward; finite.
-        metrics: Carried into `Trajectory.metrics`.
+        metrics: Added to `Trajectory.metrics`.
 
     Raises:
         ValueError: The value is not a finite number.
@@ -43,10 +43,10 @@ class Score:
 
     @classmethod
     def of(cls, result: object) -> "Score":
-        """What a reward returned, as a score.
+        """Converts the result of a reward function to a score.
 
         Raises:
-            ValueError: It is neither a score nor a finite number.
+            ValueError: The result is neither a score nor a finite number.
         """
         return result if isinstance(result, Score) else cls(value=cast(float, result))
 
@@ -66,14 +66,14 @@ class Services:
         sampling: How completions are sampled. `max_tokens` bounds one completion; loops lower
             it to what the limits leave.
         tools: By the name that the model calls.
-        interactions: By the name that a row's `interaction_kwargs` gives.
+        interactions: By the name in a row's `interaction_kwargs`.
         reward: Called by the runner on every trajectory that has no reward yet.
         deadline: `loop.time()` seconds at which the trajectory ends; the runner sets it.
-        min_weight_version: Refuse to sample from older weights than these.
-        pulse: Told what the trajectory does, for the runner's watchdog; the runner sets it.
+        min_weight_version: Oldest weights that may sample.
+        pulse: Records what the trajectory does, for the runner's watchdog; the runner sets it.
 
     Raises:
-        ValueError: A tool is filed under another name than its own.
+        ValueError: The key of a tool is not its name.
     """
 
     generator: TokenGenerator
@@ -90,7 +90,9 @@ class Services:
     def __post_init__(self) -> None:
         for name, tool in self.tools.items():
             if tool.spec.name != name:
-                raise ValueError(f"tool {tool.spec.name!r} is filed under the name {name!r}")
+                raise ValueError(
+                    f"tool {tool.spec.name!r} has the key {name!r}; its key must be its name"
+                )
 
 
 class AgentLoop(Protocol):
@@ -100,6 +102,6 @@ class AgentLoop(Protocol):
         """Attempts the task once.
 
         Raises:
-            RolloutError: The attempt failed; the runner makes a failed trajectory of it.
+            RolloutError: The attempt failed; the runner turns it into a failed trajectory.
         """
         ...

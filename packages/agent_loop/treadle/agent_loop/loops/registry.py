@@ -1,13 +1,13 @@
-"""The loop registry: names of agent loops, as a value.
+"""The loop registry: a mapping from names to agent loops.
 
-Invariant: nothing registers itself at import; what a run can call is what its registry holds, or
-what a task names in full as "module:Class". A name that cannot be resolved is an error with the
-names that can, and no name means two loops.
+Invariant: nothing registers itself at import. A run can use the loops in its registry, and those
+that a task names in full as "module:Class". Resolving an unknown name is an error that lists the
+known names, and no name stands for two loops.
 
     loops = default_loops().adding("ask_twice", AskTwice())
 
-An installed package offers its loops in its metadata, where `default_loops` finds them; such a
-loop is imported when it is first asked for:
+An installed package offers its loops as entry points, which `default_loops` finds. Such a loop is
+imported at its first use:
 
     [project.entry-points."treadle.agent_loops"]
     ask_twice = "my_package.loops:AskTwice"
@@ -26,15 +26,15 @@ from treadle.agent_loop.loops.tool_loop import OnMalformedCall, ToolAgentLoop
 SINGLE_TURN_AGENT = "single_turn_agent"
 TOOL_AGENT = "tool_agent"
 LOOP_ENTRY_POINTS: Final = "treadle.agent_loops"
-"""Group of the entry points by which packages offer agent loops."""
+"""The entry point group in which packages offer agent loops."""
 
 
 class LoopRegistry:
-    """Agent loops by name. What it holds is not changed after it is made.
+    """Agent loops by name; immutable.
 
     Args:
-        loops: By the name that a row's `agent_name` gives: the loop, or "module:Class", which is
-            imported and made without arguments when it is first asked for.
+        loops: By the name in a row's `agent_name`: the loop, or "module:Class", which is imported
+            and instantiated without arguments at its first use.
     """
 
     def __init__(self, loops: Mapping[str, AgentLoop | str]) -> None:
@@ -43,26 +43,26 @@ class LoopRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names held, sorted."""
+        """The names of the loops, sorted."""
         return tuple(sorted(self._loops))
 
     def adding(self, name: str, loop: AgentLoop | str) -> "LoopRegistry":
-        """Returns a registry with one more loop, or "module:Class" of one.
+        """Returns a registry with one more loop, given as an object or as "module:Class".
 
         Raises:
-            SetupError: The name is taken, or the text is not of that form.
+            SetupError: The name is taken, or the string does not have that form.
         """
         if name in self._loops:
-            raise SetupError(f"the agent loop {name!r} is registered already")
+            raise SetupError(f"the agent loop {name!r} is already registered")
         if isinstance(loop, str) and ":" not in loop:
             raise SetupError(f'agent loop {name!r} is {loop!r}; it must be "module:Class"')
         return LoopRegistry({**self._loops, name: loop})
 
     def resolve(self, name: str) -> AgentLoop:
-        """Returns the loop of a name, or makes the one that "module:Class" names.
+        """Returns the loop with this name; imports and instantiates "module:Class".
 
         Raises:
-            UnknownLoopError: There is no such loop; the text lists the known names.
+            UnknownLoopError: There is no such loop; the message lists the known names.
         """
         target = self._loops.get(name, name)
         if not isinstance(target, str):
@@ -79,13 +79,13 @@ class LoopRegistry:
 
 
 def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER) -> LoopRegistry:
-    """Returns a registry of `single_turn_agent`, `tool_agent` and what installed packages offer.
+    """Returns a registry of `single_turn_agent`, `tool_agent` and the loops of installed packages.
 
     Args:
-        on_malformed_call: Of `tool_agent`.
+        on_malformed_call: Passed to `tool_agent`.
 
     Raises:
-        SetupError: Two packages offer a loop of one name, or one offers a name of ours.
+        SetupError: Two packages offer the same name, or one offers a built-in name.
     """
     from importlib import metadata  # costs more to import than the rest of the package
 
@@ -107,7 +107,7 @@ def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER
 
 def _import_loop(target: str, shown: str) -> AgentLoop:
     module_name, _, attribute = target.partition(":")
-    try:  # a module of the user's may raise anything
+    try:  # the user's module may raise anything
         factory = attrgetter(attribute)(importlib.import_module(module_name))
     except Exception as error:
         raise UnknownLoopError(

@@ -52,7 +52,7 @@ def test_what_is_wrong_with_a_full_name_is_said(name: str, problem: str) -> None
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(SetupError, match="'tool_agent' is registered already"):
+    with pytest.raises(SetupError, match="'tool_agent' is already registered"):
         default_loops().adding("tool_agent", SingleTurnLoop())
 
 
@@ -121,5 +121,7 @@ def test_installed_packages_offer_loops(tmp_path: Path, monkeypatch: pytest.Monk
     assert type(loops.resolve("offered")).__name__ == "Offered"
     install(tmp_path, "greedy", tool_agent="offered_loops:Offered")
     importlib.invalidate_caches()
-    with pytest.raises(SetupError, match=r"greedy offers an agent loop: .*'tool_agent' is reg"):
+    with pytest.raises(
+        SetupError, match=r"greedy offers an agent loop: .*'tool_agent' is already reg"
+    ):
         default_loops()

@@ -1,10 +1,10 @@
-"""The turn sampler: one trajectory's requests to the generator.
+"""The turn sampler: sends the requests of one trajectory to the generator.
 
-Invariant: every request carries the trajectory's session id, a request id and a seed of its own,
-and asks for no more tokens than the budget leaves; a completion that breaks the contract is an
-error before anyone has seen it. It keeps no ids: prompts come in, completions go out.
+Invariant: every request has the trajectory's session id, its own request id and its own seed, and
+asks for no more tokens than the budget leaves. A completion that breaks the contract raises before
+the caller sees it. The sampler stores no token ids.
 
-One task owns a sampler, or several that take turns on one event loop. They wait in `sample`.
+The tasks of one event loop may share a sampler. They wait in `sample`.
 """
 
 import os
@@ -22,17 +22,17 @@ from treadle.tracing import span
 
 
 class TurnSampler:
-    """Asks for the completions of one trajectory.
+    """Requests the completions of one trajectory.
 
     Args:
-        task: Names the session, and seeds its completions.
-        services: Whom to ask, and how.
+        task: Determines the session id and the seeds of the completions.
+        services: The generator, the sampling parameters and the deadline.
 
     Attributes:
         session_id: The same in every request; unique among attempts.
-        num_requests: Requests so far, those under way included.
-        generate_s: Seconds waited for completions; those of requests at the same time add up.
-        num_interruptions: Of completions that a server cut before they went on.
+        num_requests: Number of requests so far, including those in flight.
+        generate_s: Seconds waited for completions; concurrent requests add up.
+        num_interruptions: Number of times that a server interrupted a completion.
     """
 
     def __init__(self, task: AgentTask, services: Services) -> None:
@@ -47,7 +47,7 @@ class TurnSampler:
 
     @property
     def next_request_id(self) -> str:
-        """Of the next request."""
+        """The id of the next request."""
         return f"{self.session_id}/{self.num_requests}"
 
     async def sample(
@@ -63,10 +63,10 @@ class TurnSampler:
 
         Args:
             prompt: [P] ids.
-            left: Tokens that the budget leaves; at least 1.
-            images: Among the ids.
-            sampling: Instead of the run's.
-            seed: Of this completion. None: derived from the task's.
+            left: Number of tokens that the budget leaves; at least 1.
+            images: Images of the prompt.
+            sampling: Replaces the run's sampling parameters.
+            seed: Seed of this completion. None means derived from the task's.
 
         Raises:
             GenerationError: The completion could not be made.
@@ -93,11 +93,11 @@ class TurnSampler:
         return completion
 
     def close(self) -> None:
-        """Says that no more requests will come. Idempotent."""
+        """Ends the session at the generator. Idempotent."""
         self._services.generator.finish_session(self.session_id)
 
     def _params(self, base: SamplingParams, *, left: int, seed: int | None) -> SamplingParams:
-        """What the budget leaves, the template's stop ids, this request's own seed."""
+        """Returns `base` bounded by the budget, with the template's stop ids and a seed."""
         stops = dict.fromkeys((*base.stop_token_ids, *self._services.renderer.stop_token_ids))
         task, index = self._task, self.num_requests
         if seed is None and task.seed is not None:
@@ -112,7 +112,7 @@ class TurnSampler:
 def _check(completion: Completion, params: SamplingParams) -> None:
     if completion.num_tokens > params.max_tokens:
         raise ContractError(
-            f"{completion.num_tokens} tokens came back where max_tokens was {params.max_tokens}"
+            f"the completion has {completion.num_tokens} tokens; max_tokens was {params.max_tokens}"
         )
     if completion.num_tokens == 0:
-        raise ContractError("the completion holds no token, not even the end of the turn")
+        raise ContractError("the completion has no token, not even the end of the turn")

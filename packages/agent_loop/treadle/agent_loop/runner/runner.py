@@ -1,19 +1,18 @@
-"""The runner: many tasks, a bounded number at a time, exactly one trajectory for each.
+"""The runner: many tasks, a bounded number at a time, exactly one trajectory per task.
 
 Invariants:
 
 1. The sink gets exactly one trajectory per task taken, in the order in which they end.
-2. At most `max_in_flight` tasks are under way; one counts until the sink has taken its
-   trajectory. So a slow sink stops the intake, which is the backpressure.
+2. At most `max_in_flight` tasks are in flight. A task counts until the sink has taken its
+   trajectory, so a slow sink stops the intake. This is the backpressure.
 3. The sink is called by one task at a time.
-4. A failed attempt touches no other (strategies decide whether it ends the run). A task that
-   passes its deadline, all its attempts together, is cancelled and fails for good.
-5. When `run` returns or raises, no task of it is left, also after a cancellation.
+4. A failed attempt does not affect other tasks; the failure policy decides whether it ends the
+   run. The deadline covers all attempts of a task; a task that passes it is cancelled and fails.
+5. When `run` returns or raises, none of its tasks is left, also after a cancellation.
+6. A trajectory in which nothing happens for `watchdog_s` is reported and continues (`watchdog`).
 
-6. A trajectory in which nothing happens for `watchdog_s` is named, and goes on (`watchdog`).
-
-Who waits: the intake for a free place (woken by a sink that returned), attempts for their
-generator and tools (bounded by the deadline), ended attempts for the sink.
+Who waits: the intake for a free slot (woken when the sink returns), attempts for their generator
+and tools (bounded by the deadline), finished attempts for the sink.
 """
 
 import asyncio
@@ -44,17 +43,17 @@ from treadle.tracing import span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What a run did.
+    """A summary of a run.
 
     Attributes:
-        num_tasks: Tasks taken, each of which gave one trajectory.
-        num_failed: Trajectories with stop ERROR.
-        num_retries: Attempts that were thrown away and made again.
-        num_sampled_tokens: Over all trajectories that did not fail.
-        wall_s: Seconds from the first to the last.
-        stops: Trajectories per stop reason.
-        errors: Failed attempts per type of error, with the text of the first.
-        findings: Per kind (`Trajectory.findings`), with the text of the first.
+        num_tasks: Number of tasks; each gave one trajectory.
+        num_failed: Number of trajectories with stop ERROR.
+        num_retries: Number of attempts that were discarded and repeated.
+        num_sampled_tokens: Number of sampled tokens over all trajectories that did not fail.
+        wall_s: Duration of the run in seconds.
+        stops: Number of trajectories per stop reason.
+        errors: Number of failed attempts per type of error, with the first message.
+        findings: Number of findings per kind (`Trajectory.findings`), with the first text.
     """
 
     num_tasks: int
@@ -72,13 +71,13 @@ class RolloutRunner:
 
     Args:
         loops: By name.
-        services: Handed to every loop, with the task's own deadline and pulse.
-        max_in_flight: Tasks under way at a time; at least 1.
-        deadline_s: Seconds that one task may take, with all its attempts and its reward.
-        failure_policy: What a failed attempt means.
-        watchdog_s: Seconds without a sign of life after which a trajectory is reported. None:
-            none ever is.
-        clock: Of the watchdog; replaced in tests.
+        services: Passed to every loop, with the task's own deadline and pulse.
+        max_in_flight: Maximum number of tasks in flight; at least 1.
+        deadline_s: Time limit per task, including all its attempts and its reward.
+        failure_policy: Decides what to do about a failed attempt.
+        watchdog_s: Seconds without activity after which a trajectory is reported. None disables
+            the watchdog.
+        clock: The watchdog's clock; replaced in tests.
 
     Raises:
         ValueError: `max_in_flight`, `deadline_s` or `watchdog_s` is out of range.
@@ -114,16 +113,16 @@ class RolloutRunner:
         tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
         sink: Callable[[Trajectory], Awaitable[None]],
     ) -> RunReport:
-        """Runs every task and gives its trajectory to the sink.
+        """Runs every task and passes its trajectory to the sink.
 
         Args:
-            tasks: Taken one by one, each when a place is free.
+            tasks: Taken one by one, each when a slot is free.
             sink: Awaited; see the invariants.
 
         Raises:
-            RolloutError: An attempt failed and the failure_policy said RAISE.
+            RolloutError: An attempt failed and the failure policy said RAISE.
             SetupError: A task names a loop that does not exist.
-            Exception: The sink or the source of tasks raised; as it was raised.
+            Exception: The sink or the source of tasks raised it.
         """
         tally, watchdog = _Tally(), Watchdog(self._watchdog_s, clock=self._clock)
         places = asyncio.Semaphore(self._max_in_flight)
@@ -154,7 +153,7 @@ class RolloutRunner:
         return tally.report()
 
     async def _settle(self, task: AgentTask, tally: "_Tally", watchdog: Watchdog) -> Trajectory:
-        """Attempts a task until the failure_policy is satisfied, with what the watchdog found."""
+        """Attempts a task until the failure policy stops, and adds the watchdog's findings."""
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         with watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
             services = replace(self._services, deadline=deadline, pulse=pulse)
@@ -202,7 +201,7 @@ class RolloutRunner:
             # Only our own timer: a TimeoutError of the loop has become a LoopError above.
             raise self._late(task, getattr(late.__cause__, "__notes__", ())) from late
         except RolloutError as error:
-            # The generator knows the deadline too, and may be the first to say so.
+            # The generator has the same deadline and may report it first.
             if asyncio.get_running_loop().time() < services.deadline:
                 raise
             raise self._late(task, (str(error), *getattr(error, "__notes__", ()))) from error
@@ -226,14 +225,14 @@ class RolloutRunner:
 
 
 def _checked(result: object, task: AgentTask) -> Trajectory:
-    """A loop that forgets to return is broken; its attempt fails, and no other."""
+    """Checks what a loop returned, so that a broken loop only fails its own attempt."""
     if not isinstance(result, Trajectory):
-        raise TypeError(f"run() gave {result!r:.80}, which is no Trajectory")
+        raise TypeError(f"run() must return a Trajectory, got {result!r:.80}")
     given = result.task
     if (given.task_id, given.rollout_index) != (task.task_id, task.rollout_index):
         raise ValueError(
-            f"run() gave a trajectory of task {given.task_id!r}, rollout {given.rollout_index}, "
-            f"not of rollout {task.rollout_index} of the one that it was given"
+            f"run() must return a trajectory of its task, rollout {task.rollout_index}, got one "
+            f"of task {given.task_id!r}, rollout {given.rollout_index}"
         )
     return result
 
@@ -257,7 +256,7 @@ async def _each(tasks: Iterable[AgentTask]) -> AsyncIterator[AgentTask]:
 
 @dataclass(slots=True, kw_only=True)
 class _Tally:
-    """Counts of a run under way."""
+    """The counts of a run in progress."""
 
     started: float = field(default_factory=time.perf_counter)
     num_retries: int = 0

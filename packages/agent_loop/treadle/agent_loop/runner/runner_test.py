@@ -241,9 +241,9 @@ async def test_a_bug_in_a_loop_is_isolated_and_named() -> None:
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (None, r"run\(\) gave None, which is no Trajectory"),
-        ("text", r"run\(\) gave 'text', which is no Trajectory"),
-        (Trajectory.failed(task(7), LoopError("x")), "of task 't7', rollout 0, not of rollout 0"),
+        (None, r"run\(\) must return a Trajectory, got None"),
+        ("text", r"run\(\) must return a Trajectory, got 'text'"),
+        (Trajectory.failed(task(7), LoopError("x")), "got one of task 't7', rollout 0"),
     ],
 )
 async def test_a_loop_that_gives_something_else_fails_alone(result: object, said: str) -> None:

@@ -1,10 +1,10 @@
-"""The watchdog: says which trajectories stand still, and what they last did.
+"""The watchdog: reports trajectories in which nothing happens, and what they did last.
 
 Invariant: a stall is reported once, when nothing has happened in a trajectory for `limit_s`, and
-again only after something has. Every trajectory carries its own reports; the log names the first
-few, because behind one cause there may be a thousand. It ends nothing: deadlines do that. Nothing
-runs while there is nothing to watch, and between two looks it sleeps until the first trajectory
-could be late.
+again only after something has happened. Every trajectory carries its own reports. The log names
+only the first few, because one cause may stall a thousand trajectories. The watchdog ends nothing;
+deadlines do that. It is idle while there is nothing to watch, and otherwise sleeps until the first
+trajectory could be due.
 
     async with Watchdog(limit_s=120.0) as watchdog:
         with watchdog.watch("task train/7, rollout 0") as pulse:
@@ -12,8 +12,8 @@ could be late.
             ...
         pulse.stalls            # what was reported
 
-The loops beat the pulse in `Services`; the watchdog's one task waits for the clock, or for a
-trajectory to begin or go on.
+Loops beat the pulse in `Services`. The watchdog's only task waits for the clock, or for a
+trajectory to begin or to continue after a stall.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ _MAX_LOGGED = 5
 
 
 class Pulse:
-    """The last sign of life of one trajectory.
+    """The latest activity of one trajectory.
 
     Args:
-        name: Of the trajectory, for the report.
+        name: Name of the trajectory, for the reports.
 
     Attributes:
-        last_event: What it did last.
-        stalls: What the watchdog reported.
+        last_event: What the trajectory began last.
+        stalls: The watchdog's reports.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -50,7 +50,7 @@ class Pulse:
         self._reported = False
 
     def beat(self, event: str) -> None:
-        """Notes that something happened; `event` says what begins now."""
+        """Records activity; `event` says what begins now."""
         self.last_event = event
         if self._watchdog is not None:
             self._since = self._watchdog.clock.now()
@@ -60,16 +60,16 @@ class Pulse:
 
     @property
     def due(self) -> float:
-        """When it has stood still for long enough since its last beat, but for the limit."""
+        """Time of the last beat, from which the limit counts; infinite if already reported."""
         return math.inf if self._reported else self._since
 
     def begin(self, watchdog: "Watchdog") -> None:
-        """Is watched from now on."""
+        """Starts being watched."""
         self._watchdog = watchdog
         self._since = watchdog.clock.now()
 
     def report(self, still_s: float) -> str:
-        """Notes a stall; what it is."""
+        """Records a stall and returns its description."""
         self._reported = True
         self.stalls.append(f"{self.name}: nothing for {still_s:g} s since it was {self.last_event}")
         return self.stalls[-1]
@@ -79,7 +79,7 @@ class Watchdog:
     """Watches the trajectories of a run.
 
     Args:
-        limit_s: Seconds above 0 without a beat that count as a stall. None: nothing is watched.
+        limit_s: Seconds without a beat that count as a stall; above 0. None disables it.
         clock: Replaced in tests.
     """
 
@@ -109,7 +109,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, name: str) -> Iterator[Pulse]:
-        """Gives the pulse of a trajectory that is under way inside."""
+        """Yields the pulse of a trajectory, and watches it while the block runs."""
         pulse = Pulse(name)
         if self._limit_s is None:
             yield pulse
@@ -123,11 +123,11 @@ class Watchdog:
             self._pulses.discard(pulse)
 
     def wake(self) -> None:
-        """Says that there is something new to wait for."""
+        """Wakes the watchdog's task, because there is something new to wait for."""
         self._woken.set()
 
     def _log(self, text: str, now: float, limit_s: float) -> None:
-        """Names the first few within `limit_s`."""
+        """Logs the first few stalls within `limit_s`."""
         if now - self._logged_since >= limit_s:
             self._logged_since, self._num_logged = now, 0
         self._num_logged += 1
@@ -135,7 +135,8 @@ class Watchdog:
             _logger.warning("stuck: %s", text)
         elif self._num_logged == _MAX_LOGGED + 1:
             _logger.warning(
-                "more trajectories are stuck; the next %g s they are counted, not named", limit_s
+                "more trajectories are stuck; for the next %g s they are counted but not named",
+                limit_s,
             )
 
     async def _look(self, limit_s: float) -> None:

@@ -80,7 +80,7 @@ async def test_the_log_names_a_few_of_many(caplog: pytest.LogCaptureFixture) -> 
                 await clock.advance(10.0)
                 assert [len(pulse.stalls) for pulse in pulses] == [round_] * 100
                 assert caplog.text.count("stuck: task") == 5 * round_
-                assert caplog.text.count("more trajectories are stuck; the next 10 s") == round_
+                assert caplog.text.count("more trajectories are stuck; for the next 10 s") == round_
 
 
 async def test_it_can_be_off() -> None:

@@ -1,15 +1,15 @@
-"""The renderer: messages to ids, and ids to messages, without touching what was sampled.
+"""The renderer interface: messages to ids, and ids to messages, without changing sampled ids.
 
 Invariants:
 
-1. `render(messages) + sampled ids + extend(...)` equals, token for token, what the template
-   gives for the whole conversation, whenever the sampled ids are those the template would write.
-2. `extend` never re-tokenises: it looks at the ids so far only to see whether the turn was
-   closed by the template's end-of-turn id, and returns what has to follow.
+1. `render(messages) + sampled ids + extend(...)` equals, token for token, the template's output
+   for the whole conversation, if the sampled ids are those that the template would write.
+2. `extend` never retokenises. It looks at the ids so far only to check whether the turn ends with
+   the template's end-of-turn id, and returns what must follow.
 3. `parse` never raises on any ids.
 
-Renderers are shared by all trajectories of a process and called on the event loop: they hold no
-state of a trajectory and wait for nothing.
+All trajectories of a process share a renderer and call it on the event loop, so it has no state
+per trajectory and waits for nothing.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from treadle.agent_loop.types import Image, Message, ToolCall, ToolSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedImage:
-    """An image and the ids that stand for it.
+    """An image and the position of its placeholder ids.
 
     Attributes:
         image: The image.
-        start: Place of its first placeholder id.
-        num_tokens: Placeholder ids, as many as the model's processor makes of this image.
+        start: Position of its first placeholder id.
+        num_tokens: Number of its placeholder ids, as the model's processor determines it.
 
     Raises:
-        ValueError: The place is negative or empty.
+        ValueError: The position is negative, or there is no placeholder.
     """
 
     image: Image
@@ -39,16 +39,17 @@ class PlacedImage:
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
             raise ValueError(
-                f"an image takes {self.num_tokens} ids at {self.start}; at least 1 at 0 or later"
+                f"an image has {self.num_tokens} ids at position {self.start}; it must have at "
+                "least 1 id, at 0 or later"
             )
 
     @property
     def stop(self) -> int:
-        """After its last placeholder id."""
+        """Position after the last placeholder id."""
         return self.start + self.num_tokens
 
     def shifted(self, by: int) -> "PlacedImage":
-        """The same image, `by` ids further on."""
+        """Returns the same image, `by` ids later."""
         return PlacedImage(image=self.image, start=self.start + by, num_tokens=self.num_tokens)
 
 
@@ -57,11 +58,11 @@ class Rendering:
     """Text and images as ids.
 
     Attributes:
-        ids: [R], the placeholder ids of the images included.
-        images: In the order of their places, which do not overlap and lie within the ids.
+        ids: [R], including the placeholder ids of the images.
+        images: In the order of their positions, which do not overlap and lie within the ids.
 
     Raises:
-        ValueError: The places of the images overlap, or reach past the end.
+        ValueError: Images overlap, or reach past the end.
     """
 
     ids: tuple[int, ...]
@@ -72,23 +73,23 @@ class Rendering:
         for placed in self.images:
             if not end <= placed.start < placed.stop <= len(self.ids):
                 raise ValueError(
-                    f"an image at [{placed.start}, {placed.stop}) of {len(self.ids)} ids; the one "
-                    f"before it ends at {end}"
+                    f"an image is at [{placed.start}, {placed.stop}); it must lie in "
+                    f"[{end}, {len(self.ids)}), after the image before it"
                 )
             end = placed.stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """Text that was meant as a tool call and is not one.
+    """Text that was meant as a tool call and cannot be parsed as one.
 
     Attributes:
-        text: The whole span, with its marks.
-        start: First character in the decoded completion.
-        stop: After the last one.
+        text: The whole span, including its marks.
+        start: Position of its first character in the decoded completion.
+        stop: Position after its last character.
         reason: What is wrong with it; shown to the model.
-        id: What it is answered under, as `ToolCall.id`; unique in the turn with those.
-        name: The tool it names, where that can be told.
+        id: Identifies it in the answer, like `ToolCall.id`; unique in the turn with those.
+        name: The tool that it names, if that can be determined.
     """
 
     text: str
@@ -101,12 +102,12 @@ class MalformedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion:
-    """A completion read as a message.
+    """A completion parsed as a message.
 
     Attributes:
         message: The assistant's message; `content` is the text without the calls, as sampled.
-        call_starts: Place of each of `message.tool_calls` in the text, as `MalformedCall.start`.
-        malformed: What looked like a call and is none.
+        call_starts: Position of each of `message.tool_calls`, like `MalformedCall.start`.
+        malformed: Spans that look like a call and cannot be parsed.
     """
 
     message: Message
@@ -123,7 +124,7 @@ class ParsedCompletion:
 
 
 class ChatRenderer(Protocol):
-    """One model family's chat format."""
+    """The chat format of one model family."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -148,16 +149,16 @@ class ChatRenderer(Protocol):
     ) -> Rendering:
         """Returns what follows a sampled turn: its end, the messages, the next header.
 
-        The places of its images count from its own first id.
+        Positions of images count from the first id of the result.
 
         Args:
             ids: All ids so far, ending with a sampled turn. If the turn's last id is not the
-                template's end-of-turn id (it was cut, or stopped by another id), the result
-                begins with that id, so that the boundary is the one that the template writes.
+                template's end-of-turn id (the turn was cut, or another id stopped it), the result
+                begins with the end-of-turn id, so that the boundary is the template's.
             messages: Tool or user messages that answer the turn; rendered as one group.
             tools: The tools of the conversation.
-            history: The messages that `ids` say, the sampled turn included. Some templates look
-                there for a system message or count earlier results. Empty: there are none.
+            history: The messages that `ids` represent, including the sampled turn. Some templates
+                look there for a system message or count earlier results. May be empty.
 
         Raises:
             RenderError: The template cannot be extended exactly, or refuses these messages.
@@ -165,7 +166,7 @@ class ChatRenderer(Protocol):
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of plain text, without a mark of a chat around it.
+        """Returns the ids of plain text, without chat marks around it.
 
         Raises:
             RenderError: The tokenizer refuses the text.
@@ -173,7 +174,7 @@ class ChatRenderer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of ids, special tokens included. Never raises on ids it knows."""
+        """Returns the text of ids, including special tokens. Never raises on known ids."""
         ...
 
     def parse(
@@ -183,13 +184,13 @@ class ChatRenderer(Protocol):
         tools: Sequence[ToolSpec] = (),
         prompt: Sequence[int] = (),
     ) -> ParsedCompletion:
-        """Reads the ids of one completion. Never raises.
+        """Parses the ids of one completion. Never raises.
 
         Args:
-            token_ids: That were sampled, the id that ended the turn included.
-            tools: The tools of the conversation. Some formats write arguments as plain text, which
-                only a tool's schema tells from numbers.
-            prompt: The ids that the completion continues. Its end says whether the template has
-                opened the model's reasoning.
+            token_ids: The sampled ids, including the id that ended the turn.
+            tools: The tools of the conversation. Some formats write all arguments as plain text;
+                only the tool's schema tells which are numbers.
+            prompt: The ids that the completion continues. Their end shows whether the template
+                has opened the model's reasoning.
         """
         ...

@@ -1,20 +1,20 @@
-"""Drift: where the ids of a sample are not those that the template writes for its messages.
+"""Retokenization drift: where a sample's ids differ from the template's ids for its messages.
 
-A loop that keeps text and renders it anew would train on the template's ids, which nobody sampled;
-the ledger keeps the sampled ones, so nothing of this reaches the loss. What drifts is worth knowing
-all the same, in every run: a few turns are usual (a model may split a word, space its JSON or leave
-out a newline in its own way), many mean that parser, template and model do not belong together.
+A loop that keeps text and renders it again would train on ids that were never sampled. The ledger
+keeps the sampled ids, so drift does not reach the loss. It is measured in every run all the same:
+a few drifting turns are normal (a model may split a word, space its JSON or leave out a newline in
+its own way); many mean that parser, template and model do not fit together.
 
-Both sides are cut into turns, each up to and including an id that ends one, and compared turn by
+Both sides are split into turns, each up to and including an end-of-turn id, and compared turn by
 turn, so that one difference counts once. A turn drifts as
 
-- *sampled* when its first difference is in what the model wrote;
-- *observed* when it is in what we wrote: the template renders that context differently by now (it
-  drops the reasoning of earlier turns, say), or a boundary is not the one it writes.
+- *sampled* if its first difference is in the model's tokens;
+- *observed* if it is in tokens that the renderer wrote: the template now renders that context
+  differently (for example, it drops the reasoning of earlier turns), or a boundary differs.
 
-Pure: one rendering of each sample when its trajectory ends, which costs as much as tokenising the
-sample once. The event loop waits meanwhile, so no more than `MAX_TOKENS` of a trajectory are
-measured: an agent that edits its history with each request has a sample for each.
+Pure. Each sample is rendered once when its trajectory ends, which costs as much as tokenising it
+once. The event loop waits meanwhile, so at most `MAX_TOKENS` per trajectory are measured: an agent
+that edits its history with each request has a sample per request.
 """
 
 from collections import Counter
@@ -32,7 +32,8 @@ from treadle.tracing import Metric, Reduce
 _CONTEXT = 8
 
 MAX_TOKENS: Final = 65_536
-"""Samples are measured in order until they have so many ids; the first one always is."""
+"""Maximum number of ids measured per trajectory, in the order of its samples; the first sample is
+always measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +41,13 @@ class DriftPoint:
     """The first difference of a turn.
 
     Attributes:
-        sample: Which sample of the trajectory, from 0.
-        turn: Which turn of it, from 0; the end of a message of any role ends a turn where the
-            template marks it so.
-        position: Of the first id that differs, in the sample.
+        sample: Index of the sample in the trajectory.
+        turn: Index of the turn in the sample; a message of any role ends a turn if the template
+            marks its end.
+        position: Position in the sample of the first id that differs.
         origin: Who wrote that id.
         expected: The template's text around it.
-        actual: The sample's.
+        actual: The sample's text around it.
     """
 
     sample: int
@@ -68,12 +69,12 @@ class RetokenizationDrift:
     """The drift of a trajectory.
 
     Attributes:
-        num_turns: Turns compared, over all samples.
-        num_sampled: Turns that drift in what the model wrote.
-        num_observed: Turns that drift in what we wrote.
-        num_unknown: Samples whose messages the template refuses as a whole.
-        num_unmeasured: Samples beyond `MAX_TOKENS`.
-        first: The first of all.
+        num_turns: Number of turns compared, over all samples.
+        num_sampled: Number of turns that drift in the model's tokens.
+        num_observed: Number of turns that drift in the renderer's tokens.
+        num_unknown: Number of samples whose messages the template refuses as a whole.
+        num_unmeasured: Number of samples beyond `MAX_TOKENS`.
+        first: The first difference in the trajectory.
     """
 
     num_turns: int = 0
@@ -85,17 +86,17 @@ class RetokenizationDrift:
 
     @property
     def num_drifted(self) -> int:
-        """Turns that drift, either way."""
+        """Number of turns that drift, of either kind."""
         return self.num_sampled + self.num_observed
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The first place, as a trajectory reports it."""
+        """The first difference, as a finding of the trajectory."""
         return () if self.first is None else (Finding(kind="drift", text=str(self.first)),)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """The counts, as a trajectory reports them."""
+        """The counts, as metrics of the trajectory."""
         return (
             Metric("drift/turns", self.num_turns, Reduce.SUM),
             Metric("drift/sampled", self.num_sampled, Reduce.SUM),
@@ -107,12 +108,12 @@ class RetokenizationDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSample:
-    """A sample, and what it says.
+    """A sample and the messages that it represents.
 
     Attributes:
-        tokens: Of the sample.
-        messages: That the tokens say; the last one is the assistant's.
-        tools: That were shown.
+        tokens: Tokens of the sample.
+        messages: Messages of the sample; the last one is the assistant's.
+        tools: Tools that were shown to the model.
     """
 
     tokens: Tokens
@@ -138,7 +139,7 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
             unknown += 1
             continue
         turns += actual.count(end) + (actual[-1] != end)
-        if expected[: len(actual)] == actual:  # the rendering goes on with the next turn's header
+        if expected[: len(actual)] == actual:  # the rendering continues with the next header
             continue
         for turn, ours, theirs in _differences(actual, expected, end):
             origin = _origin(sample.tokens, ours)
@@ -165,7 +166,7 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
 def _differences(
     actual: Sequence[int], expected: Sequence[int], end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Each turn that differs, with the place of its first difference on both sides."""
+    """Yields each turn that differs, and the position of its first difference on both sides."""
     theirs = _turns(expected, end)
     for turn, (start, stop) in enumerate(_turns(actual, end)):
         their_start, their_stop = theirs[turn] if turn < len(theirs) else (len(expected),) * 2
@@ -182,7 +183,7 @@ def _differences(
 
 
 def _turns(ids: Sequence[int], end: int) -> list[tuple[int, int]]:
-    """Where each turn begins and ends."""
+    """Returns the start and the end of each turn."""
     stops = [place + 1 for place, token in enumerate(ids) if token == end]
     if not stops or stops[-1] < len(ids):
         stops.append(len(ids))

@@ -6,11 +6,11 @@ Invariants, at every moment:
 2. Spans are not empty, tile [0, L) in order, and the first one is the PROMPT.
 3. The loss mask is True exactly on SAMPLED spans; elsewhere the log-probability is 0.0.
 4. A SAMPLED span has one weight version; other spans have none.
-5. Images stand whole on PROMPT and OBSERVED spans, in order, and none overlaps another.
-6. What was written is never changed: each state is a prefix of every later one, and the prompt
-   of turn n+1 begins with all tokens of turn n.
+5. Images lie completely within PROMPT and OBSERVED spans, in order, without overlap.
+6. Written tokens never change: each state is a prefix of every later one, and the prompt of turn
+   n+1 begins with all tokens of turn n.
 
-Sampled ids are the truth: text is a view of them, and nothing is tokenised again.
+Sampled ids are the truth: text is a view of them, and nothing is retokenised.
 
     prompt = renderer.render(messages, tools=specs)
     transcript = Transcript(prompt.ids, images=prompt.images)
@@ -40,7 +40,7 @@ class Origin(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens [start, stop) of one origin; sampled ones of one weight version."""
+    """Tokens [start, stop) of one origin and, if sampled, of one weight version."""
 
     origin: Origin
     start: int
@@ -57,7 +57,7 @@ class Tokens:
         loss_mask: [L]; True on sampled tokens.
         logprobs: [L], nats; 0.0 where the mask is False.
         spans: Tile [0, L).
-        images: In the order of their places, which count from the first id.
+        images: In the order of their positions, which count from the first id.
     """
 
     ids: tuple[int, ...]
@@ -68,12 +68,12 @@ class Tokens:
 
     @classmethod
     def empty(cls) -> "Tokens":
-        """The tokens of an attempt that failed."""
+        """Returns the tokens of an attempt that failed."""
         return cls(ids=(), loss_mask=(), logprobs=(), spans=())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first completion."""
+        """Number of tokens before the first completion."""
         return self.spans[0].stop if self.spans else 0
 
     @property
@@ -88,12 +88,12 @@ class Tokens:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the loss is taken over."""
+        """Number of tokens under the loss mask."""
         return sum(self.loss_mask)
 
     @property
     def weight_versions(self) -> tuple[int, int] | None:
-        """Oldest and newest weight version of the sampled tokens; None when there are none."""
+        """Oldest and newest weight version of the sampled tokens; None if there are none."""
         versions = [s.weight_version for s in self.spans if s.weight_version is not None]
         return (min(versions), max(versions)) if versions else None
 
@@ -103,7 +103,7 @@ class Transcript:
 
     Args:
         prompt: [P] ids, at least one.
-        images: In the prompt; a `Rendering` has them.
+        images: Images of the prompt, as in its `Rendering`.
 
     Raises:
         ValueError: The prompt is empty, or an image does not lie within it.
@@ -111,7 +111,7 @@ class Transcript:
 
     def __init__(self, prompt: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
         if not prompt:
-            raise ValueError("a transcript begins with at least one prompt id")
+            raise ValueError("the prompt is empty; a transcript needs at least one prompt id")
         self._ids = list(prompt)
         self._logprobs = [0.0] * len(prompt)
         self._spans = [Span(origin=Origin.PROMPT, start=0, stop=len(prompt))]
@@ -122,40 +122,40 @@ class Transcript:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """[L] all ids so far: the prompt of the next completion."""
+        """[L] ids so far, which are the prompt of the next completion."""
         return tuple(self._ids)
 
     @property
     def images(self) -> tuple[PlacedImage, ...]:
-        """All images so far, their places counted from the first id."""
+        """All images so far; positions count from the first id."""
         return tuple(self._images)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the first prompt."""
+        """Number of tokens of the first prompt."""
         return self._spans[0].stop
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens after the first prompt, sampled and observed."""
+        """Number of tokens after the first prompt, sampled and observed."""
         return len(self._ids) - self.num_prompt_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens written by `sample`."""
+        """Number of tokens written by `sample`."""
         return sum(s.stop - s.start for s in self._spans if s.origin is Origin.SAMPLED)
 
     def sample(self, completion: Completion) -> None:
-        """Writes what the model sampled, one span per run of a weight version."""
+        """Writes a completion, one span per run of tokens with the same weight version."""
         for chunk in completion.chunks:
             self._write(chunk.token_ids, chunk.logprobs, Origin.SAMPLED, chunk.weight_version)
 
     def observe(self, token_ids: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
-        """Writes what the model did not sample: tool results, user turns, template glue.
+        """Writes tokens that the model did not sample: tool results, user turns, template glue.
 
         Args:
             token_ids: [R].
-            images: Among them; their places count from the first of these ids.
+            images: Images of these ids; positions count from the first of them.
 
         Raises:
             ValueError: An image does not lie within these ids.
@@ -165,11 +165,11 @@ class Transcript:
         self._write(token_ids, [0.0] * len(token_ids), Origin.OBSERVED, None)
 
     def freeze(self, *, max_response_tokens: int | None = None) -> Tokens:
-        """Returns the tokens so far; the transcript may go on growing.
+        """Returns the tokens so far; the transcript may continue to grow.
 
         Args:
-            max_response_tokens: Keep at most so many tokens after the prompt; an image that
-                would be cut goes whole. None: all.
+            max_response_tokens: Maximum number of tokens after the prompt; an image that would be
+                cut is dropped completely. None means all tokens.
 
         Raises:
             ValueError: `max_response_tokens` is negative.
@@ -177,7 +177,9 @@ class Transcript:
         size = len(self._ids)
         if max_response_tokens is not None:
             if max_response_tokens < 0:
-                raise ValueError(f"max_response_tokens is {max_response_tokens}; at least 0")
+                raise ValueError(
+                    f"max_response_tokens is {max_response_tokens}; it must be at least 0"
+                )
             size = min(size, self.num_prompt_tokens + max_response_tokens)
             size = next((i.start for i in self._images if i.start < size < i.stop), size)
         spans: list[Span] = []

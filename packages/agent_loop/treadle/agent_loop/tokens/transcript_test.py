@@ -155,19 +155,21 @@ def test_weight_versions_are_exact_per_token() -> None:
 @pytest.mark.parametrize(("start", "num_tokens"), [(0, 3), (1, 2), (2, 1)])
 def test_an_image_outside_its_ids_is_refused(start: int, num_tokens: int) -> None:
     image = PlacedImage(image=PICTURE, start=start, num_tokens=num_tokens)
-    with pytest.raises(ValueError, match=rf"an image at \[{start}, 3\) of 2 ids"):
+    with pytest.raises(
+        ValueError, match=rf"an image is at \[{start}, 3\); it must lie in \[0, 2\)"
+    ):
         Transcript([1, 2], images=[image])
     transcript = Transcript([1, 2, 3])
-    with pytest.raises(ValueError, match="of 2 ids"):
+    with pytest.raises(ValueError, match=r"must lie in \[0, 2\)"):
         transcript.observe([1, 2], images=[image])
     assert (transcript.ids, transcript.images) == ((1, 2, 3), ())
 
 
 def test_images_that_overlap_are_refused() -> None:
     images = [PlacedImage(image=PICTURE, start=start, num_tokens=2) for start in (0, 1)]
-    with pytest.raises(ValueError, match="the one before it ends at 2"):
+    with pytest.raises(ValueError, match=r"must lie in \[2, 3\), after the image before it"):
         Transcript([1, 2, 3], images=images)
-    with pytest.raises(ValueError, match="an image takes 0 ids at 1"):
+    with pytest.raises(ValueError, match="an image has 0 ids at position 1"):
         PlacedImage(image=PICTURE, start=1, num_tokens=0)
 
 

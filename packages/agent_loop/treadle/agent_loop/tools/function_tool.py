@@ -1,16 +1,16 @@
-"""Function tools: a Python function, its signature and its docstring as a tool.
+"""Function tools: turn a Python function with its signature and its docstring into a tool.
 
-Invariant: what the schema promises is what the function gets. Arguments that do not fit the
-signature are the model's fault and become a `ToolFailure`; the function is not called.
+Invariant: the function only gets arguments that fit its schema. Other arguments are the model's
+fault and become a `ToolFailure`; the function is not called.
 
     @function_tool
     async def weather(city: str, days: int = 1) -> str:
         '''Tells the weather of a city.'''
         return await service.forecast(city, days)
 
-An `Args:` section of the docstring, in Google's style, describes the parameters to the model.
-A plain function runs on a worker thread, so that it cannot hold up the event loop; it cannot be
-cancelled there, so what may hang should be `async`.
+An `Args:` section of the docstring, in Google style, describes the parameters to the model. A
+plain function runs on a worker thread, so that it does not block the event loop. It cannot be
+cancelled there, so a function that may hang should be `async`.
 """
 
 import asyncio
@@ -40,7 +40,12 @@ ToolFunction = Callable[..., Awaitable[str | ToolResult]] | Callable[..., str | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A function as a tool; it keeps no state between calls, so it is its own session."""
+    """A function as a tool. It keeps no state between calls, so it is its own session.
+
+    Attributes:
+        spec: The description for the model.
+        function: The function to call.
+    """
 
     spec: ToolSpec
     function: ToolFunction
@@ -53,7 +58,7 @@ class FunctionTool:
         """Calls the function.
 
         Raises:
-            ToolFailure: The arguments do not fit, or the function says so.
+            ToolFailure: The arguments do not fit the schema, or the function raised it.
         """
         _check_arguments(self.spec.parameters, arguments)
         if inspect.iscoroutinefunction(self.function):
@@ -65,15 +70,15 @@ class FunctionTool:
         return result if isinstance(result, ToolResult) else ToolResult(content=str(result))
 
     async def aclose(self) -> None:
-        """Has nothing to free."""
+        """Does nothing; there is nothing to free."""
 
 
 def function_tool(function: ToolFunction) -> FunctionTool:
-    """Makes a tool of a function whose parameters have types and whose docstring says what it does.
+    """Makes a tool from a function with type hints and a docstring.
 
     Args:
-        function: Plain or async; gives a text or a `ToolResult`. Parameters may be str, int,
-            float, bool, list[...], dict[str, ...], `Literal` of texts, or one of these or None.
+        function: Plain or async; returns a string or a `ToolResult`. Parameters may be str, int,
+            float, bool, list[...], dict[str, ...], `Literal` of strings, or one of these or None.
 
     Raises:
         TypeError: The function has no docstring, or a parameter cannot be described.
@@ -81,7 +86,7 @@ def function_tool(function: ToolFunction) -> FunctionTool:
     name = getattr(function, "__name__", repr(function))
     doc = inspect.getdoc(function)
     if not doc:
-        raise TypeError(f"the tool function {name} has no docstring to describe it by")
+        raise TypeError(f"the tool function {name} has no docstring: describe it for the model")
     described = _argument_docs(doc)
     hints = typing.get_type_hints(function)
     properties: dict[str, object] = {}
@@ -90,7 +95,8 @@ def function_tool(function: ToolFunction) -> FunctionTool:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if not by_name or parameter.name not in hints:
             raise TypeError(
-                f"parameter {parameter.name!r} of {name} needs a type and a name to pass it by"
+                f"parameter {parameter.name!r} of {name} needs a type hint and must be passable by "
+                "name"
             )
         schema = _schema(hints[parameter.name], f"parameter {parameter.name!r} of {name}")
         if text := described.get(parameter.name):
@@ -109,7 +115,7 @@ def function_tool(function: ToolFunction) -> FunctionTool:
 
 
 def _schema(hint: object, where: str) -> dict[str, object]:
-    """JSON Schema of one parameter's type."""
+    """Returns the JSON Schema of a parameter's type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         some = [a for a in arguments if a is not type(None)]
@@ -125,11 +131,11 @@ def _schema(hint: object, where: str) -> dict[str, object]:
         return {"type": "object"}
     elif isinstance(hint, type) and hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
-    raise TypeError(f"{where} has the type {hint!r}, which has no JSON schema here")
+    raise TypeError(f"{where} has the type {hint!r}, which is not supported")
 
 
 def _argument_docs(doc: str) -> dict[str, str]:
-    """Reads the Args section of a docstring."""
+    """Parses the Args section of a docstring."""
     section = _ARGS_SECTION.search(doc)
     if section is None:
         return {}

@@ -193,7 +193,7 @@ async def test_10_what_it_reports_is_carried_and_no_score_is_no_zero() -> None:
     trajectory = await ToolAgentLoop().run(TASK, services(["41"], teacher))
     assert mood in trajectory.metrics
     assert trajectory.turn_scores == ()
-    with pytest.raises(TypeError, match="content must be a text, not NoneType"):
+    with pytest.raises(TypeError, match="content must be a string, got NoneType"):
         InteractionReply(content=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the score is nan"):
         InteractionReply(content="", score=float("nan"))
@@ -213,7 +213,7 @@ class _Forgetful(ScriptedInteraction):
 @pytest.mark.asyncio
 async def test_11_bad_replies_and_closings_are_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    with pytest.raises(InteractionError, match=r"respond\(\) gave None, which is no Inter"):
+    with pytest.raises(InteractionError, match=r"must return an InteractionReply, got None"):
         await ToolAgentLoop().run(TASK, services(["41"], _Forgetful()))
     assert "could not be closed: OSError: cannot hang up" in caplog.text
 

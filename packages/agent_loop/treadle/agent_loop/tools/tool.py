@@ -1,16 +1,16 @@
-"""Tools: what the model may call, and whose fault it is when a call fails.
+"""The tool interface: what the model may call, and who is at fault when a call fails.
 
-Invariant: a tool is opened at most once per trajectory (at its first call), keeps its state in
-that session, and the session is closed exactly once when the trajectory ends, however it ends.
+Invariant: a tool is opened at most once per trajectory, at its first call. It keeps its state in
+that session, which is closed exactly once when the trajectory ends, however it ends.
 
-Two ways to fail, never mixed:
+There are two ways to fail, which must not be mixed:
 
-- raise `ToolFailure`: the model asked for something wrong. Its text is shown to the model.
-- raise anything else: we failed (sandbox down, bug). The trajectory ends as ERROR and the text
-  never reaches the training data.
+- `ToolFailure`: the model's call was wrong. The message is shown to the model.
+- Any other exception: the tool failed (sandbox down, bug). The trajectory ends as ERROR and the
+  message never reaches the training data.
 
 The loop waits in `call`, at most `LoopLimits.tool_timeout_s`, then cancels it. Calls of one turn
-may run at the same time on one session; a session that cannot bear it holds its own lock.
+may run concurrently on one session; a session that does not support this needs its own lock.
 """
 
 import math
@@ -23,23 +23,23 @@ from treadle.tracing import Metric
 
 
 class ToolFailure(Exception):
-    """The call was wrong; the text tells the model why."""
+    """The call was wrong; the message tells the model why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call gives back.
+    """The result of a call.
 
     Attributes:
-        content: Shown to the model, cut to what `LoopLimits` allow a tool's text.
-        reward: Carried into `Trajectory.tool_rewards`; not shown to the model.
-        stop: End the trajectory; the content is then not shown to the model.
-        metrics: Carried into `Trajectory.metrics`.
+        content: Shown to the model, truncated to the `LoopLimits` of a tool's text.
+        reward: Added to `Trajectory.tool_rewards`; not shown to the model.
+        stop: Ends the trajectory; the content is then not shown to the model.
+        metrics: Added to `Trajectory.metrics`.
         images: Shown to the model, at the `IMAGE_MARK`s of the content or before it.
 
     Raises:
-        TypeError: The content is no text.
-        ValueError: The marks do not fit the images, or the reward is not finite.
+        TypeError: The content is not a string.
+        ValueError: The number of marks is wrong, or the reward is not finite.
     """
 
     content: str
@@ -50,14 +50,14 @@ class ToolResult:
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
-            raise TypeError(f"content must be a text, not {type(self.content).__name__}")
+            raise TypeError(f"content must be a string, got {type(self.content).__name__}")
         if not math.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}; it must be a finite number")
         check_image_marks(self.content, self.images)
 
 
 class ToolSession(Protocol):
-    """A tool's state in one trajectory."""
+    """The state of a tool in one trajectory."""
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
         """Runs one call.
@@ -66,39 +66,39 @@ class ToolSession(Protocol):
             arguments: As the model wrote them; not checked against the schema.
 
         Raises:
-            ToolFailure: The model's fault; it sees the text.
+            ToolFailure: The call is wrong; the model sees the message.
         """
         ...
 
     async def aclose(self) -> None:
-        """Frees what `open` took. Called once, also after a cancellation."""
+        """Frees the session's resources. Called once, also after a cancellation."""
         ...
 
 
 class Tool(Protocol):
-    """A tool that trajectories can open; one object serves all of them."""
+    """A tool; one object serves all trajectories."""
 
     @property
     def spec(self) -> ToolSpec:
-        """What the model is told."""
+        """The description for the model."""
         ...
 
     async def open(self, task: AgentTask) -> ToolSession:
-        """Begins the tool's state for one trajectory."""
+        """Opens a session for one trajectory."""
         ...
 
 
 @runtime_checkable
 class ChecksTask(Protocol):
-    """A tool or an interaction that needs something of a task's row, and can tell beforehand.
+    """A tool or an interaction that can check a task's row before the run.
 
-    Its `open` would raise too, but at the first call, when the run has gone on for hours.
+    Without the check `open` would raise at the first call, maybe hours into the run.
     """
 
     def check_task(self, task: AgentTask) -> None:
-        """Looks at the task as `open` will; waits for nothing.
+        """Checks that the row has what `open` needs; waits for nothing.
 
         Raises:
-            SetupError: What `open` needs is not in the row; the text says what.
+            SetupError: The row lacks something; the message says what.
         """
         ...

@@ -1,8 +1,8 @@
 """The toolbox: the tools of one trajectory, opened at their first call and closed at its end.
 
-Invariant: what a call does wrong becomes a text for the model (the texts are verl's); what we do
-wrong leaves as `ToolError`. Calls of one turn run at the same time; answers keep their order. A
-session is closed once, shielded from cancellation, within `LoopLimits.close_timeout_s`.
+Invariant: an error of the model's call becomes a text for the model (the texts are verl's); an
+error of the tool leaves as `ToolError`. Calls of one turn run concurrently; answers keep their
+order. A session is closed once, shielded from cancellation, within `LoopLimits.close_timeout_s`.
 
 The loop waits in `run`; cancelling it cancels every call.
 """
@@ -33,11 +33,11 @@ _COUNTS = ("calls", "unknown", "failures", "timeouts", "over_cap", "close_errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """What one request is answered with.
+    """The answer to one request.
 
     Attributes:
-        message: For the model, cut to the limit.
-        stop: A tool asks to end the trajectory.
+        message: The message for the model, truncated to the limits.
+        stop: Whether the tool ends the trajectory.
     """
 
     message: Message
@@ -45,14 +45,14 @@ class ToolAnswer:
 
 
 def selected_tools(task: AgentTask, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
-    """Returns the tools that the task's row selects; all of them when it selects none by name.
+    """Returns the tools that the task's row selects, or all tools if it has no selection.
 
     Args:
         task: `fields["extra_info"]["tool_selection"]` is a list of names, None or absent.
         tools: By name.
 
     Raises:
-        SetupError: The selection is no list of names, or names a tool that is not there.
+        SetupError: The selection is not a list of names, or names an unknown tool.
     """
     extra = task.fields.get("extra_info")
     names = extra.get("tool_selection") if isinstance(extra, Mapping) else None
@@ -64,7 +64,7 @@ def selected_tools(task: AgentTask, tools: Mapping[str, Tool]) -> Mapping[str, T
         or not all(isinstance(name, str) for name in names)
     ):
         raise SetupError(
-            f"task {task.task_id!r}: tool_selection is {names!r:.80}; it is a list of names"
+            f"task {task.task_id!r}: tool_selection must be a list of names, got {names!r:.80}"
         )
     if unknown := [name for name in names if name not in tools]:
         raise SetupError(
@@ -78,10 +78,10 @@ class Toolbox:
     """The tools of one trajectory.
 
     Args:
-        task: Handed to `Tool.open`.
+        task: Passed to `Tool.open`.
         tools: By name.
-        limits: Texts, timeouts and calls per turn.
-        codec: Counts the tokens of texts; the renderer.
+        limits: Bounds of tool texts, of time and of calls per turn.
+        codec: Counts the tokens of texts; usually the renderer.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class Toolbox:
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """What the model is told about the tools."""
+        """The descriptions of the tools for the model."""
         return tuple(tool.spec for tool in self._tools.values())
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What the tools reported, then the counts and the seconds of this trajectory."""
+        """The tools' own metrics, then the counts and the seconds of this trajectory."""
         counts = (Metric(f"tool/{name}", self._counts[name], Reduce.SUM) for name in _COUNTS)
         seconds = Metric("agent_loop/tool_calls_s", self._seconds, Reduce.MEAN)
         return (*self._metrics, *counts, seconds)
@@ -131,13 +131,13 @@ class Toolbox:
         """Answers the first `max_parallel_calls` requests, in their order.
 
         Raises:
-            ToolError: A tool failed and it was not the model's fault.
+            ToolError: A tool failed and the model is not at fault.
         """
         taken = requests[: self._limits.max_parallel_calls]
         self._counts["over_cap"] += len(requests) - len(taken)
         started = time.perf_counter()
         wanted = dict.fromkeys(r.name for r in taken if isinstance(r, ToolCall))
-        async with self._opening:  # an agent's own calls may come at the same time
+        async with self._opening:  # an agent may call `run` concurrently
             missing = [n for n in wanted if n in self._tools and n not in self._sessions]
             await concurrently([self._open(name) for name in missing])
         results = await concurrently([self._answer(request) for request in taken])
@@ -167,11 +167,11 @@ class Toolbox:
         return message, result
 
     def _shown(self, result: ToolResult) -> str:
-        """The text within the limits; one that is cut loses the marks of its images."""
+        """Returns the truncated text; if it is cut, its image marks are removed."""
         text = self._limits.truncate_tool_text(result.content, self._codec)
         if not result.images or text == result.content:
             return text
-        # By a space: what is around a mark may be one without it.
+        # A space replaces each mark: the text around it might form another mark otherwise.
         plain = result.content.replace(IMAGE_MARK, " ")
         return self._limits.truncate_tool_text(plain, self._codec)
 
@@ -208,9 +208,9 @@ class Toolbox:
 
 
 def _checked(result: object) -> ToolResult:
-    """A tool that forgets to return is broken; nothing after the border may find that out."""
+    """Checks what a tool returned, so that a broken tool fails at this boundary."""
     if not isinstance(result, ToolResult):
-        raise TypeError(f"call() gave {result!r:.80}, which is no ToolResult")
+        raise TypeError(f"call() must return a ToolResult, got {result!r:.80}")
     return result
 
 

@@ -67,8 +67,8 @@ def call(name: str = "lookup") -> ToolCall:
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (None, r"TypeError: call\(\) gave None, which is no ToolResult"),
-        ("text", r"TypeError: call\(\) gave 'text', which is no ToolResult"),
+        (None, r"TypeError: call\(\) must return a ToolResult, got None"),
+        ("text", r"TypeError: call\(\) must return a ToolResult, got 'text'"),
         (ConnectionError("sandbox is down"), "ConnectionError: sandbox is down"),
         (TimeoutError("its own"), "TimeoutError: its own"),
         (asyncio.CancelledError(), "CancelledError, though nobody cancelled it"),
@@ -86,7 +86,7 @@ async def test_what_a_tool_does_wrong_names_the_tool_and_chains_the_cause(
 
 def test_a_result_holds_text() -> None:
     """Spec A3.9 #4: a result within a result."""
-    with pytest.raises(TypeError, match="content must be a text, not ToolResult"):
+    with pytest.raises(TypeError, match="content must be a string, got ToolResult"):
         ToolResult(content=ToolResult(content="nested"))  # type: ignore[arg-type]
 
 

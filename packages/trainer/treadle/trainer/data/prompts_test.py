@@ -160,8 +160,11 @@ def test_a_row_can_select_its_tools_and_they_alone_are_counted() -> None:
     ("extra", "text"),
     [
         ({"tool_selection": ["calc"]}, r"names \['calc'\], which .*tools: \['calculator'\]"),
-        ({"tool_selection": "calculator"}, "tool_selection is 'calculator'; it is a list"),
-        ({"tool_selection": [{"name": "calculator"}]}, "it is a list of names"),
+        (
+            {"tool_selection": "calculator"},
+            "tool_selection must be a list of names, got 'calculator'",
+        ),
+        ({"tool_selection": [{"name": "calculator"}]}, "must be a list of names"),
         ({"tool_selection": []}, "every train row selects none of them"),
         (
             {"interaction_kwargs": {"ground_truth": "4"}},

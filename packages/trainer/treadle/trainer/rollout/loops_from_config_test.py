@@ -41,7 +41,7 @@ def test_each_loop_is_made_once() -> None:
     ("override", "text"),
     [
         ("agent.loops.mine=no.such:Loop", "agent.loops.mine=no.such:Loop: .* cannot be imported"),
-        (f"agent.loops.tool_agent={_LOOP}", "agent.loops.tool_agent=.*is registered already"),
+        (f"agent.loops.tool_agent={_LOOP}", "agent.loops.tool_agent=.*is already registered"),
         (
             "agent.default_loop=tool_agnt",
             "agent.default_loop=tool_agnt: .*registered agent loops: ",
