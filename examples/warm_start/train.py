@@ -37,9 +37,10 @@ from math_expression.recipe import MATH_EXPRESSION
 from treadle.agent_loop import ChatRenderer, Origin
 from treadle.agent_loop.hf import HfRenderer
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
+from treadle.trainer.policy.backend import PolicyBackend
 from treadle.trainer.policy.hf_weights import write_folder
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.types import NamedTensor, PolicyBackend, TrainSequence
+from treadle.trainer.policy.types import NamedTensor, TrainSequence
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
 from warm_start.recipe import Recipe
 from warm_start.tokenizer import (

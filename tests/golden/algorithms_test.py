@@ -16,8 +16,9 @@ import torch
 from treadle.trainer.algorithms.advantages import group_advantages
 from treadle.trainer.algorithms.losses import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.backend import LossInputs
 from treadle.trainer.policy.batch import token_weights
-from treadle.trainer.policy.types import LossInputs, TrainSequence
+from treadle.trainer.policy.types import TrainSequence
 
 GOLDEN = Path(__file__).parent / "algorithms.json"
 CASES: dict[str, Any] = json.loads(GOLDEN.read_text())

@@ -31,7 +31,8 @@ from treadle.agent_loop import (
     Transcript,
 )
 from treadle.trainer.algorithms.losses import NegativeLogLikelihood
-from treadle.trainer.policy.types import PolicyBackend, StepStats, TrainSequence
+from treadle.trainer.policy.backend import PolicyBackend
+from treadle.trainer.policy.types import StepStats, TrainSequence
 
 __all__ = ["Demonstration", "fine_tune", "train_sequence", "transcribe"]
 

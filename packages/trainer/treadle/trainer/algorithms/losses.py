@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treadle.trainer.algorithms.kl import kl_penalty
 from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy.types import LossFn, LossInputs, LossOutput
+from treadle.trainer.policy.backend import LossFn, LossInputs, LossOutput
 
 MAX_LOG_RATIO: Final = 20.0
 

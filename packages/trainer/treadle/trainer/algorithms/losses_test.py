@@ -12,7 +12,7 @@ from treadle.trainer.algorithms.losses import (
     policy_loss,
 )
 from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy.types import LossInputs
+from treadle.trainer.policy.backend import LossInputs
 
 
 def inputs(ratio: float, advantage: float) -> LossInputs:

@@ -1,7 +1,7 @@
 """Commands to the policy ranks, and their answers.
 
 Every command goes to all ranks before any answer is awaited, because the ranks work on it
-together (see `policy/types.py`). All values are plain and picklable; they travel over an
+together (see `policy/backend.py`). All values are plain and picklable; they travel over an
 authenticated connection between processes of one run.
 """
 

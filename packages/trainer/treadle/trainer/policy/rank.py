@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from treadle.trainer.launch.environment import read_authkey
 from treadle.trainer.launch.process import watch_parent, write_ready
+from treadle.trainer.policy.backend import CheckpointError
 from treadle.trainer.policy.commands import (
     Broadcast,
     Command,
@@ -37,7 +38,6 @@ from treadle.trainer.policy.commands import (
     Update,
     WriteFiles,
 )
-from treadle.trainer.policy.types import CheckpointError
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.backend import MegatronPolicy

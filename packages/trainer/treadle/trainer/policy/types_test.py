@@ -36,7 +36,13 @@ def test_a_demonstration_has_an_advantage_and_no_rollout() -> None:
 
 def test_the_driver_needs_no_torch() -> None:
     modules = (
-        *("policy.types", "policy.batch", "policy.group", "weight_sync.publisher"),
+        *(
+            "policy.types",
+            "policy.backend",
+            "policy.batch",
+            "policy.group",
+            "weight_sync.publisher",
+        ),
         *("config.policy", "config.algorithm", "algorithms.advantages"),
     )
     imports = ";".join(f"import treadle.trainer.{m}" for m in modules)

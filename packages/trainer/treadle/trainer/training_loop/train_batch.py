@@ -1,6 +1,6 @@
 """The update: everything that one batch of sequences does to the policy.
 
-Runs on every rank at once, on the same arguments (see `treadle.trainer.policy.types`). The order is
+Runs on every rank at once, on the same arguments (see `policy/backend.py`). The order is
 fixed: log-probabilities of the policy that starts the batch, where the ratio needs them; those
 of the reference, where the loss does; then `epochs` x `mini_batches` optimizer steps.
 """
@@ -15,8 +15,9 @@ import torch
 from treadle.trainer.algorithms.losses import policy_loss
 from treadle.trainer.algorithms.mismatch import mismatch_metrics
 from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.backend import PolicyBackend
 from treadle.trainer.policy.commands import UpdateStats
-from treadle.trainer.policy.types import PolicyBackend, TrainSequence
+from treadle.trainer.policy.types import TrainSequence
 
 __all__ = ["cut", "run_update"]
 

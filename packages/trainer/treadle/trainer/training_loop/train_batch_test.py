@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.backend import LossFn
 from treadle.trainer.policy.types import (
     LossAggregation,
-    LossFn,
     NamedTensor,
     StepStats,
     TensorSpec,

@@ -1,6 +1,6 @@
 """The Megatron policy: one rank's share of the model, its optimizer, and the steps they take.
 
-Every method is collective over the policy's ranks (see `policy/types.py`): a rank blocks in
+Every method is collective over the policy's ranks (see `policy/backend.py`): a rank blocks in
 its first collective operation until the others make the same call. Between calls a rank holds
 parameters and optimizer state, nothing else.
 
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from treadle.trainer.policy.backend import LossFn
 from treadle.trainer.policy.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron import checkpoint, device, parallel, weights
@@ -37,7 +38,7 @@ from treadle.trainer.policy.megatron.model import PolicyModel, build
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
 from treadle.trainer.policy.megatron.stats import StatsCollector
-from treadle.trainer.policy.types import LossAggregation, LossFn, NamedTensor, StepStats, TensorSpec
+from treadle.trainer.policy.types import LossAggregation, NamedTensor, StepStats, TensorSpec
 
 device.install()
 

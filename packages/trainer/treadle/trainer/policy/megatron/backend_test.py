@@ -11,11 +11,12 @@ import torch
 from treadle.trainer.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood, policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.trainer.policy.backend import LossFn, LossInputs, LossOutput
 from treadle.trainer.policy.megatron.architecture import Architecture, UnsupportedModelError
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.parallel import Rendezvous
 from treadle.trainer.policy.megatron.testing.tiny import VOCAB, sequences, write_model
-from treadle.trainer.policy.types import LossFn, LossInputs, LossOutput, StepStats, TrainSequence
+from treadle.trainer.policy.types import StepStats, TrainSequence
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)

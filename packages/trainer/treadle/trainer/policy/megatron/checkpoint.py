@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from treadle.trainer.policy.backend import CheckpointError
 from treadle.trainer.policy.hf_weights import write_folder
 from treadle.trainer.policy.megatron import device
-from treadle.trainer.policy.types import CheckpointError, NamedTensor, TensorSpec
+from treadle.trainer.policy.types import NamedTensor, TensorSpec
 
 device.install()
 

@@ -9,11 +9,11 @@ import pytest
 from treadle.trainer.algorithms.losses import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.trainer.policy.backend import CheckpointError
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.parallel import Rendezvous
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import sequences, write_model
-from treadle.trainer.policy.types import CheckpointError
 
 # Adam's second moment and the schedule both matter to the steps after loading.
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, schedule="linear", decay_steps=9)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from treadle.trainer.policy.backend import LossInputs
 from treadle.trainer.policy.batch import input_length
 from treadle.trainer.policy.megatron.attention import Segments
-from treadle.trainer.policy.types import LOGPROB_FIELDS, LossInputs
+from treadle.trainer.policy.types import LOGPROB_FIELDS
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.types import TrainSequence

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from treadle.trainer.algorithms.mismatch import mismatch_metrics
-from treadle.trainer.policy.types import LossInputs
+from treadle.trainer.policy.backend import LossInputs
 
 if TYPE_CHECKING:
+    from treadle.trainer.policy.backend import LossFn, LossOutput
     from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
     from treadle.trainer.policy.megatron.parallel import World
-    from treadle.trainer.policy.types import LossFn, LossOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

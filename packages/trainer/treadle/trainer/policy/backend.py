@@ -1,0 +1,160 @@
+"""The interface of a policy on one rank, and of the losses that it computes.
+
+A policy lives in one or more *ranks* (processes). Every method of `PolicyBackend` is collective:
+each rank calls it with the same arguments, in the same order, and shards the work inside. A rank
+that does not make the call leaves the others waiting in a collective operation, so the caller
+sends each request to all ranks before it waits for any answer.
+
+Nothing here imports torch or Megatron at run time.
+
+Shape suffixes: L tokens of one sequence, T loss tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treadle.trainer.policy.types import (
+        LossAggregation,
+        NamedTensor,
+        StepStats,
+        TensorSpec,
+        TrainSequence,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The loss tokens of one micro-batch, [T] each, float32.
+
+    Log-probabilities that the sequences do not carry are None, except `old_logprobs_T`: without
+    them it is `logprobs_T` detached.
+
+    Attributes:
+        logprobs_T: Of the policy being trained; carries the gradient.
+        entropy_T: Of the next-token distribution, in nats; carries the gradient.
+        advantages_T: Advantage per token.
+        old_logprobs_T: See `TrainSequence`.
+        rollout_logprobs_T: See `TrainSequence`.
+        ref_logprobs_T: See `TrainSequence`.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    advantages_T: Tensor
+    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """The loss of each token, before any reduction.
+
+    The backend multiplies `loss_T` by weights that were normalised once over the whole batch, and
+    sums. A loss never averages: that is why neither micro-batching nor parallelism changes the
+    gradient.
+
+    Attributes:
+        loss_T: Loss per token.
+        metrics_T: Metric name -> detached values, to be averaged over loss tokens.
+    """
+
+    loss_T: Tensor
+    metrics_T: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class LossFn(Protocol):
+    """A per-token loss. `treadle.trainer.algorithms.losses` has the implementations."""
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether a token whose advantage is 0 has gradient 0, so that it can be left out."""
+        ...
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Returns the loss of every token of `inputs`."""
+        ...
+
+
+class PolicyBackend(Protocol):
+    """The policy on one rank. Every method is collective (see the module docstring).
+
+    A `temperature` divides the logits. Log-probabilities and gradients belong to the distribution
+    that was sampled from only if it is the sampling temperature.
+    """
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning of training, over all resumes."""
+        ...
+
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """Returns log-probabilities of the loss tokens under the current policy, 0.0 elsewhere.
+
+        Returns:
+            One [L] tuple per sequence, the same on every rank.
+        """
+        ...
+
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[tuple[float, ...]]:
+        """Returns the same under the frozen weights that training started from.
+
+        Raises:
+            RuntimeError: The backend was built without a reference.
+        """
+        ...
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+    ) -> StepStats:
+        """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`."""
+        ...
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """Returns all weights of the model, from all senders; the same on every rank."""
+        ...
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """Yields the weights held by this pipeline stage, in the order of the specs.
+
+        Every rank must run the iterator to its end; only the rank that the specs name as `sender`
+        uses what it yields.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes a checkpoint to `directory`, which must not exist; all of it or nothing.
+
+        Raises:
+            CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restores weights, optimizer and step counter, whatever the parallel sizes were.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it is of another model.
+        """
+        ...
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message names the path and the cause."""
