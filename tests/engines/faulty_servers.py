@@ -40,14 +40,15 @@ from treadle.rollout_server.engines.fake import model as fake_model
 from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.errors import CollectiveBroken, InvalidField, StateConflict
 from treadle.rollout_server.scheduling.engine_controller import EngineController
-from treadle.rollout_server.services import generation, push_buckets
+from treadle.rollout_server.services import generation
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.updates import buckets, files, weight_updater
-from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.current_update import CurrentUpdate
 from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base
-from treadle.rollout_server.updates.weight_update import WeightUpdate
+from treadle.rollout_server.updates.incoming import IncomingTensors
+from treadle.rollout_server.updates.staging import Assembler
+from treadle.rollout_server.updates.weight_update import CurrentUpdate, WeightUpdate
 from treadle.rollout_server.updates.weight_updater import WeightUpdater
 
 MODEL = ModelInfo(
@@ -250,18 +251,18 @@ class _AnyChecksum(int):
         return False
 
 
-async def _copy_late(update: WeightUpdate, segment: Segment, parts: list[BucketPart]) -> None:
-    """Gives slots back at once and reads them only when the stream ends."""
-    late = _LATE.setdefault(update.update_id, [])
+async def _take_late(self: IncomingTensors, segment: Segment, parts: Sequence[BucketPart]) -> None:
+    """Gives slots back at once and reads them only when the stream ends; staged only."""
+    late = _LATE.setdefault(self, [])
     late.extend(parts)
-    if not parts:
-        await _COPY(update, segment, late)
+    if not parts or self.queue is not None:
+        await _TAKE(self, segment, _LATE.pop(self))
 
 
-def _begun_live(self: CurrentUpdate, update_id: str, weight_version: int) -> WeightUpdate | None:
+def _begun_live(self: CurrentUpdate, begin: Begin) -> WeightUpdate | None:
     """Returns the live update and forgets earlier ones."""
     live = self.live
-    return live if live is not None and live.update_id == update_id else None
+    return live if live is not None and live.update_id == begin.update_id else None
 
 
 async def _abort_anything(self: WeightUpdater, update_id: str) -> None:
@@ -272,10 +273,10 @@ async def _abort_anything(self: WeightUpdater, update_id: str) -> None:
 
 _ABORT = WeightUpdater.abort
 _AS_BASE = as_base
-_COPY = push_buckets._copy
+_TAKE = IncomingTensors.take_bucket
 _DECODE = decode_generate
 _LEAVE = EngineController.leave_update
-_LATE: dict[str, list[BucketPart]] = {}
+_LATE: dict[IncomingTensors, list[BucketPart]] = {}
 
 
 def _factory(kind: type[FakeEngine]) -> Factory:
@@ -317,7 +318,7 @@ async def any_base(config: ServerConfig) -> FakeEngine:
 
 async def early_slots(config: ServerConfig) -> FakeEngine:
     """Gives slots of shared memory back before it has read them."""
-    push_buckets._copy = _copy_late
+    IncomingTensors.take_bucket = _take_late  # type: ignore[method-assign]
     return await honest(config)
 
 

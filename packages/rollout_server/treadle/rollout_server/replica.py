@@ -32,7 +32,7 @@ from treadle.rollout_server.errors import (
 from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.engine_controller import EngineController
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
-from treadle.rollout_server.updates.current_update import CurrentUpdate
+from treadle.rollout_server.updates.weight_update import CurrentUpdate
 from treadle.rollout_server.updates.weight_updater import WeightUpdater
 
 _TRANSIENT = frozenset({ServerState.SERVING, ServerState.UPDATING})

@@ -6,6 +6,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from treadle.rollout_server.errors import EngineFailed, UpdateUnknown
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.server import AddressUnavailable, serve
 from treadle.rollout_server.testing import FakeClock, serve_in_process
+from treadle.rollout_server.updates.begin import Begin
 
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
 STATUS = health_pb2.HealthCheckResponse
@@ -292,14 +294,21 @@ async def test_an_engine_that_dies_during_an_update_in_place_ends_it() -> None:
     async with serve_in_process(engine) as server:
         updates = server.replica.updates
         spec = TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(1,))
-        session = await updates.begin("u", 1, [spec], 60.0, in_place=InFlightPolicy.DRAIN)
+        begin = Begin(
+            update_id="u",
+            weight_version=1,
+            tensors=(spec,),
+            lease_s=60.0,
+            in_place=InFlightPolicy.DRAIN,
+        )
+        update = await updates.begin(begin)
         engine.cause.set_result(RuntimeError("a worker was killed"))
         with pytest.raises(UpdateUnknown):
-            assert session.tensor_queue is not None
-            session.tensor_queue.put(_tensor(spec), lambda: None)
-            await session.tensor_queue.caught_up()
+            assert update.incoming.queue is not None
+            update.incoming.queue.put(_tensor(spec))
+            await update.incoming.queue.caught_up()
         with pytest.raises(EngineFailed):
-            await updates.begin("v", 1, [spec], 60.0)
+            await updates.begin(replace(begin, update_id="v", in_place=None))
         assert server.replica.state is ServerState.FAILED
 
 

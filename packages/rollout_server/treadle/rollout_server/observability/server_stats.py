@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
-from treadle.rollout_server.updates.current_update import CurrentUpdate
-from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
+from treadle.rollout_server.updates.weight_update import CurrentUpdate, UpdateState, WeightUpdate
 
 # Seconds: from a queue that is empty to a completion of many thousand tokens.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -74,7 +73,7 @@ class ServerStats:
         def ended(update: WeightUpdate) -> None:
             self.updates[update.state.name.lower()] += 1
             if update.state is UpdateState.COMMITTED:
-                self.update_bytes += sum(tensor.size_bytes for tensor in update.tensors)
+                self.update_bytes += sum(tensor.size_bytes for tensor in update.begin.tensors)
 
         current.observe(ended)
 

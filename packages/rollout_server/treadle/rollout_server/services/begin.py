@@ -1,14 +1,18 @@
 """BeginUpdateRequest, decoded.
 
-Invariant: what decodes names one transport, and says of it what that transport needs; how the
+Invariant: a request that decodes names one transport and has what that transport needs; how the
 bytes come, how they are encoded and when they reach the engine fit one another.
+
+Of a collective group the senders have the ranks from 0 on, each sends something, and this server's
+workers have the ranks after them, within the group. Rendezvous beyond loopback is allowed only
+where the server itself may be reached there without TLS, since a group has none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.rollout_server.engine import CollectiveGroup, InFlightPolicy, TensorSpec
+from treadle.rollout_server.address import Address
+from treadle.rollout_server.engine import CollectiveGroup, TensorSpec
 from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.services.codec import (
     decode_in_flight,
@@ -16,32 +20,12 @@ from treadle.rollout_server.services.codec import (
     decode_tensors,
     decode_update_id,
 )
-from treadle.rollout_server.services.collective_group import decode_group
+from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.delta import Delta, encoded_elements
 from treadle.rollout_server.updates.files import WeightFiles
 
 _TRANSPORTS = "inline, file, shared_memory or collective"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """An update as its trainer announces it.
-
-    Attributes:
-        in_place: What becomes of sequences in flight; None: staged.
-        source: Files, or the group of the collective transport; None: the bytes are pushed.
-        delta: How the bytes are encoded; None: they are the tensors.
-        keep_base: Whether the weights stay as the base of a delta.
-    """
-
-    update_id: str
-    weight_version: int
-    tensors: tuple[TensorSpec, ...]
-    lease_s: float
-    in_place: InFlightPolicy | None
-    source: CollectiveGroup | WeightFiles | None
-    delta: Delta | None
-    keep_base: bool
+_BACKENDS = ("gloo", "nccl")
 
 
 def decode_begin(
@@ -51,12 +35,12 @@ def decode_begin(
     num_workers: int,
     loopback_only: bool,
 ) -> Begin:
-    """An update that the server can open, if its engine can.
+    """Returns an update that the server can open, if its engine can.
 
     Args:
-        request: As it came.
+        request: As received.
         max_lease_s: Longest lease.
-        num_workers: Of the engine.
+        num_workers: Number of the engine's workers.
         loopback_only: Whether a collective group must meet on this machine.
 
     Raises:
@@ -73,7 +57,7 @@ def decode_begin(
     if transport == "collective":
         if in_place is None:
             raise InvalidField("in_place", "unset", "set: collective transport has no other way")
-        source = decode_group(
+        source = _decode_group(
             request.collective,
             num_tensors=len(tensors),
             num_workers=num_workers,
@@ -111,6 +95,54 @@ def _decode_delta(request: pb.BeginUpdateRequest, tensors: Sequence[TensorSpec])
         encoded_bytes=encoded_bytes,
         crc32=tuple(request.delta.crc32),
     )
+
+
+def _decode_group(
+    transport: pb.CollectiveTransport, *, num_tensors: int, num_workers: int, loopback_only: bool
+) -> CollectiveGroup:
+    """Returns the group that the engine's workers are to join; raises as `decode_begin`."""
+    if transport.backend not in _BACKENDS:
+        raise InvalidField("collective.backend", repr(transport.backend), " or ".join(_BACKENDS))
+    _check_rendezvous(transport.rendezvous, loopback_only=loopback_only)
+    if not transport.group_name:
+        raise InvalidField("collective.group_name", "empty", "a name that no other group has")
+    if not transport.bucket_bytes:
+        raise InvalidField("collective.bucket_bytes", 0, "at least 1")
+    senders = tuple(transport.senders)
+    _check_length("collective.senders", len(senders), num_tensors)
+    num_senders = len(set(senders))
+    if max(senders) != num_senders - 1:
+        expected = f"the {num_senders} ranks from 0 on"
+        raise InvalidField("collective.senders", sorted(set(senders)), expected)
+    last = transport.world_size - num_workers
+    if not num_senders <= transport.first_rank <= last:
+        expected = (
+            f"from {num_senders} to {last}: after the senders, and with room for "
+            f"{num_workers} workers in a group of {transport.world_size}"
+        )
+        raise InvalidField("collective.first_rank", transport.first_rank, expected)
+    return CollectiveGroup(
+        backend=transport.backend,
+        rendezvous=transport.rendezvous,
+        group_name=transport.group_name,
+        world_size=transport.world_size,
+        first_rank=transport.first_rank,
+        bucket_bytes=transport.bucket_bytes,
+        senders=senders,
+    )
+
+
+def _check_rendezvous(text: str, *, loopback_only: bool) -> None:
+    try:
+        address = Address.parse(text)
+    except ValueError:
+        raise InvalidField("collective.rendezvous", repr(text), "host:port") from None
+    if loopback_only and not address.on_loopback:
+        expected = (
+            "on loopback, since a group has no TLS; in a trusted network start the server with "
+            "--insecure_allow_plaintext_beyond_loopback true"
+        )
+        raise InvalidField("collective.rendezvous", repr(text), expected)
 
 
 def _check_length(field: str, length: int, num_tensors: int) -> None:

@@ -10,18 +10,14 @@ Who waits: this stream, for one bucket at a time, while the sender fills the nex
 for slots. A copy of some size runs in a thread.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from functools import partial
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.codec import decode_update_id
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
-
-_SHORT_BYTES = 256 << 10  # copied sooner than a thread is woken
+from treadle.rollout_server.updates.weight_update import UpdateState
 
 
 async def push_buckets(
@@ -38,7 +34,7 @@ async def push_buckets(
         raise InvalidField("payload", "no header", "a header as the first message")
     update = replica.current_update.find(decode_update_id(header.header.update_id))
     try:
-        update.check_pushed()
+        update.incoming.check_pushed()
         segment = Segment(
             pid=header.header.pid,
             fd=header.header.fd,
@@ -53,10 +49,7 @@ async def push_buckets(
             for part in parts:
                 segment.check(part)
             with update.working(replica.clock):
-                if update.tensor_queue is None:
-                    await _copy(update, segment, parts)
-                else:
-                    await _lend(update, segment, parts, now=replica.clock.time())
+                await update.incoming.take_bucket(segment, parts)
             yield pb.PushBucketsResponse(slot=request.bucket.slot)
             if not parts:
                 return
@@ -70,28 +63,3 @@ def _decode(part: pb.BucketPart) -> BucketPart:
     return BucketPart(
         tensor_index=part.tensor_index, offset=part.offset, length=part.length, start=part.start
     )
-
-
-async def _copy(update: WeightUpdate, segment: Segment, parts: list[BucketPart]) -> None:
-    for part in parts:
-        assembler = update.assembler
-        assembler.check(part.tensor_index, part.offset, part.length)
-        write = partial(assembler.write, part.tensor_index, part.offset, segment.view(part))
-        if part.length <= _SHORT_BYTES:
-            write()
-        else:
-            await asyncio.to_thread(write)
-            # Another stream may have brought the same bytes meanwhile; they count once.
-            assembler.check(part.tensor_index, part.offset, part.length)
-        assembler.advance(part.tensor_index, part.length)
-
-
-async def _lend(
-    update: WeightUpdate, segment: Segment, parts: list[BucketPart], *, now: float
-) -> None:
-    assert update.tensor_queue is not None
-    for part in parts:
-        view, place = segment.view(part), segment.place(part)
-        # What is held until then keeps the segment, and so the descriptor behind the place, open.
-        update.lend(part.tensor_index, part.offset, view, place, done=segment.let_go, now=now)
-    await update.tensor_queue.caught_up()

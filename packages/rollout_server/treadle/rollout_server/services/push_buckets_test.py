@@ -14,9 +14,8 @@ import pytest
 from treadle.conformance.client.shared_segment import LAST, PAGE, Part, SharedSegment
 from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.engine import CollectiveGroup
+from treadle.rollout_server.engine import CollectiveGroup, InFlightPolicy
 from treadle.rollout_server.scheduling.lifecycle import ServerState
-from treadle.rollout_server.services import push_buckets
 from treadle.rollout_server.services.conftest import (
     BYTES,
     PARAMETERS,
@@ -29,8 +28,10 @@ from treadle.rollout_server.services.conftest import (
     push,
     refusal,
 )
-from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates import incoming
+from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.files import WeightFiles
+from treadle.rollout_server.updates.staging import Assembler
 
 
 class Sender(SharedSegment):
@@ -213,7 +214,7 @@ async def test_bytes_that_two_streams_bring_at_once_count_once(
         write(*arguments)
         both.wait()
 
-    monkeypatch.setattr(push_buckets, "_SHORT_BYTES", 0)
+    monkeypatch.setattr(incoming, "_SHORT_BYTES", 0)
     monkeypatch.setattr(Assembler, "write", meet)
     senders = [Sender(), Sender()]
     async with fake_server() as server:
@@ -242,12 +243,18 @@ async def test_what_comes_otherwise_takes_no_buckets(
     sender: Sender, source: CollectiveGroup | WeightFiles
 ) -> None:
     async with fake_server() as server:
-        session = server.replica.current_update.begin(
-            "u", 1, PARAMETERS, 60, in_place=True, source=source
+        begin = Begin(
+            update_id="u",
+            weight_version=1,
+            tensors=PARAMETERS,
+            lease_s=60,
+            in_place=InFlightPolicy.DRAIN,
+            source=source,
         )
+        update = server.replica.current_update.begin(begin)
         bucket = sender.of(0, (0, 0, 128))
         assert (await refusal(_push(server, sender.header(), bucket)))[1] == "INVALID_FIELD"
-        assert session.state.ended
+        assert update.state.ended
 
 
 @pytest.mark.asyncio

@@ -1,7 +1,7 @@
 """WeightSyncService: one update at a time, from Begin to Commit.
 
-Invariant: nothing here applies weights or holds bytes; the session does, and the replica
-switches. A stream that breaks leaves in the session what had arrived.
+Invariant: nothing here applies weights or holds bytes; `updates/` does. A stream that breaks leaves
+in the update what had arrived.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -26,7 +26,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
 
 
 class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
-    """Serves the replica's update slot."""
+    """Serves the replica's updates."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -50,20 +50,11 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
             raise CapabilityMissing(engine.info.name, "collective_transport")
         if (begin.delta is not None or begin.keep_base) and not delta.available():
             raise CapabilityMissing(engine.info.name, "delta_encoding")
-        update = await replica.updates.begin(
-            begin.update_id,
-            begin.weight_version,
-            begin.tensors,
-            begin.lease_s,
-            in_place=begin.in_place,
-            source=begin.source,
-            delta=begin.delta,
-            keep_base=begin.keep_base,
-        )
+        update = await replica.updates.begin(begin)
         return pb.BeginUpdateResponse(
             received_bytes=update.received,
             max_chunk_bytes=replica.config.weights.max_chunk_bytes,
-            split_tensors=update.split_tensors,
+            split_tensors=update.incoming.split_tensors,
         )
 
     async def PushWeights(
@@ -76,15 +67,15 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         if not isinstance(header, pb.PushHeader):
             raise InvalidField("payload", "no header", "a header as the first message")
         update = self._replica.current_update.find(decode_update_id(header.update_id))
-        update.check_pushed()
-        now = self._replica.clock.time
+        update.incoming.check_pushed()
         received_bytes = 0
         async for chunk in request_iterator:
             if not isinstance(chunk, PushedChunk):
                 raise InvalidField("payload", "no chunk", "chunks after the header")
             with update.working(self._replica.clock):
-                await update.room()
-            update.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data, now=now())
+                await update.incoming.room()
+            # As above, `working` has just restarted the lease.
+            update.incoming.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data)
             received_bytes += len(chunk.data)
         return pb.PushWeightsResponse(received_bytes=received_bytes)
 
@@ -105,7 +96,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     ) -> pb.GetUpdateResponse:
         """Tells where to resume and renews the lease."""
         update = self._replica.current_update.find(decode_update_id(request.update_id))
-        return pb.GetUpdateResponse(received_bytes=update.assembler.received)
+        return pb.GetUpdateResponse(received_bytes=update.incoming.received)
 
     async def CommitUpdate(
         self,
@@ -118,11 +109,9 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         version = self._replica.current_update.committed_version(update_id)
         if version is not None:  # An answer that got lost.
             return pb.CommitUpdateResponse(weight_version=version)
-        self._replica.current_update.find(update_id)  # One that is gone may have needed no policy.
-        if updates.is_in_place(update_id):
-            version = await updates.commit_in_place()
-        else:
-            version = await updates.commit(update_id, decode_in_flight(request.in_flight))
+        update = self._replica.current_update.find(update_id)
+        policy = None if update.begin.is_in_place else decode_in_flight(request.in_flight)
+        version = await updates.commit(update_id, policy)
         return pb.CommitUpdateResponse(weight_version=version)
 
     async def AbortUpdate(

@@ -15,9 +15,10 @@ from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import FileMissing, InvalidField, RolloutServerError
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.testing import FakeClock
-from treadle.rollout_server.updates import weight_updater as switch
-from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates import weight_updater
+from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.files import WeightFiles
+from treadle.rollout_server.updates.staging import Assembler
 from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 TENSORS = tuple(TensorSpec(name=n, element_type=ElementType.FLOAT32, shape=(2,)) for n in "ab")
@@ -52,7 +53,7 @@ class Disk:
 async def disk(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Disk]:
     """What every replica reads from."""
     disk = Disk()
-    monkeypatch.setattr(switch, "stage_files", disk.stage_files)
+    monkeypatch.setattr(weight_updater, "stage_files", disk.stage_files)
     yield disk
     disk.may_read.set()
 
@@ -67,13 +68,14 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     await replica.aclose()
 
 
+def announced(update_id: str = "u", **how: Any) -> Begin:
+    return Begin(update_id=update_id, weight_version=1, tensors=TENSORS, lease_s=60.0, **how)
+
+
 def begin(
     replica: Replica, files: WeightFiles = FILES, in_place: InFlightPolicy | None = None
 ) -> asyncio.Task[WeightUpdate]:
-    updates = replica.updates
-    return asyncio.create_task(
-        updates.begin("u", 1, TENSORS, 60.0, in_place=in_place, source=files)
-    )
+    return asyncio.create_task(replica.updates.begin(announced(in_place=in_place, source=files)))
 
 
 @pytest.mark.asyncio
@@ -145,7 +147,7 @@ async def test_an_update_that_is_dropped_while_it_is_read_can_begin_anew(
 async def test_aborting_an_update_again_does_not_wait_for_the_next_one(
     disk: Disk, replica: Replica
 ) -> None:
-    await replica.updates.begin("old", 1, TENSORS, 60.0)
+    await replica.updates.begin(announced("old"))
     await replica.updates.abort("old")
     disk.may_read.set()
     await begin(replica, in_place=InFlightPolicy.DRAIN)

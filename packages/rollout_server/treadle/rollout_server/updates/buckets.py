@@ -72,9 +72,6 @@ class Segment:
         """Where other processes of this host find the bytes of a part, while this lives."""
         return FilePlace(path=f"/proc/{os.getpid()}/fd/{self._fd}", offset=part.start)
 
-    def let_go(self) -> None:
-        """Says nothing: who holds this method holds the segment."""
-
 
 def _open(pid: int, fd: int) -> int:
     path = f"/proc/{pid}/fd/{fd}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.rollout_server.engine import TensorSpec
 from treadle.rollout_server.errors import DeltaBaseMismatch
-from treadle.rollout_server.updates.assemble import Assembler
+from treadle.rollout_server.updates.staging import Assembler
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import ElementType, TensorSpec
 from treadle.rollout_server.errors import DeltaBaseMismatch
-from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base, encoded_elements
+from treadle.rollout_server.updates.staging import Assembler
 
 SPECS = (
     TensorSpec(name="a", element_type=ElementType.BFLOAT16, shape=(4, 3)),

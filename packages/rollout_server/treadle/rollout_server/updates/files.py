@@ -30,8 +30,8 @@ from treadle.rollout_server.errors import (
 )
 from treadle.rollout_server.safetensors_file import read_encoded_header, read_header
 from treadle.rollout_server.tensors import ABSENT
-from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.staging import Assembler
 
 _READ_BYTES = 1 << 20  # fits a core's cache between the checksum and the copy
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from treadle.rollout_server.errors import (
     RolloutServerError,
     TensorMismatch,
 )
-from treadle.rollout_server.updates.assemble import Assembler
 from treadle.rollout_server.updates.delta import Delta
 from treadle.rollout_server.updates.files import WeightFiles, stage_files
+from treadle.rollout_server.updates.staging import Assembler
 
 SPECS = (
     TensorSpec(name="a", element_type=ElementType.BFLOAT16, shape=(2, 3)),

@@ -1,53 +1,42 @@
-"""The update in place: one session whose tensors overwrite the engine's as they come.
+"""The update in place: one update whose tensors overwrite the engine's as they arrive.
 
 Invariant: from `begin` to the end of its task the server is UPDATING and the engine paused, and
-nobody else tells the engine anything. When the task ends the engine serves the new version
-whole, or it holds what it held (no tensor was asked for yet), or the server is LOADING. Which
-of these, the task decides alone, by whether the engine's load came to its end after Commit.
+nobody else tells the engine anything. When the task ends, the engine serves the new version whole,
+or it holds what it held before (no tensor was asked for yet), or the server is LOADING. The task
+alone decides which, by whether the engine's load ended well after Commit.
 
-Who waits: `opened` for the pause; the task for the engine's load; the load for tensors, or for
-the senders of its group; then for `commit`. Who wakes them: the session's end cancels the load.
+Who waits: `opened` for the pause; the task for the engine's load; the load for tensors, or for the
+senders of its group; then for `commit`. Who wakes them: the end of the update cancels the load.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
 
-from treadle.rollout_server.engine import Engine, InFlightPolicy
+from treadle.rollout_server.engine import CollectiveGroup, Engine
 from treadle.rollout_server.errors import RolloutServerError, UpdateUnknown
 from treadle.rollout_server.scheduling.engine_controller import EngineController
-from treadle.rollout_server.updates.current_update import CurrentUpdate
-from treadle.rollout_server.updates.weight_update import WeightUpdate
+from treadle.rollout_server.updates.weight_update import CurrentUpdate, WeightUpdate
 
 _log = logging.getLogger(__name__)
-Load: TypeAlias = Callable[[Engine], Awaitable[None]]
 
 
 class InPlaceUpdate:
     """Starts at once.
 
     Args:
-        controller: Of the engine.
-        slot: Holds the session.
-        session: In place, and new.
-        policy: What becomes of the sequences in flight.
-        load: Makes the engine read from the session, to its end or until cancelled.
+        controller: Controls the engine.
+        current: Holds the update.
+        update: In place, and new.
     """
 
     def __init__(
-        self,
-        controller: EngineController,
-        current: CurrentUpdate,
-        update: WeightUpdate,
-        policy: InFlightPolicy,
-        load: Load,
+        self, controller: EngineController, current: CurrentUpdate, update: WeightUpdate
     ) -> None:
+        assert update.begin.in_place is not None
         self.update = update
         self._controller = controller
         self._current = current
-        self._policy = policy
-        self._load = load
+        self._policy = update.begin.in_place
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._committing = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
@@ -68,7 +57,7 @@ class InPlaceUpdate:
         await asyncio.shield(self._opened)
 
     async def commit(self) -> int:
-        """Waits for the engine to have written everything; the version that serves then.
+        """Waits until the engine has written everything; returns the version that serves then.
 
         Raises:
             UpdateIncomplete: Bytes are missing.
@@ -80,12 +69,12 @@ class InPlaceUpdate:
         return await asyncio.shield(self._task)
 
     def give_up(self) -> None:
-        """Cancels the engine's load, if it has begun: its tensors will not come."""
+        """Cancels the engine's load, if it has begun: its tensors will not arrive."""
         if self._working is not None:
             self._working.cancel()
 
     async def ended(self) -> None:
-        """Returns when the server has left the update, whatever became of it."""
+        """Returns when the server has left the update, in whatever way."""
         await asyncio.wait({self._task})
 
     async def _run(self) -> int:
@@ -105,10 +94,10 @@ class InPlaceUpdate:
             error = self._error_of(self._working)
             self._working = None
             if error is None:
-                controller.weight_version = update.weight_version
+                controller.weight_version = update.begin.weight_version
                 self._current.committed()
                 await controller.leave_update(mixed=False)
-                return update.weight_version
+                return update.begin.weight_version
             if not update.state.ended:
                 self._current.failed()
             await controller.leave_update(mixed=controller.mixed or self._opened.done())
@@ -119,6 +108,16 @@ class InPlaceUpdate:
         self._opened.set_result(None)
         await self._load(engine)
         await self._committing.wait()
+
+    async def _load(self, engine: Engine) -> None:
+        """Makes the engine overwrite its weights with what arrives."""
+        begin, queue = self.update.begin, self.update.incoming.queue
+        version = begin.weight_version
+        if isinstance(begin.source, CollectiveGroup):
+            await engine.receive_weights(begin.source, begin.tensors, version=version)
+            return
+        assert queue is not None
+        await engine.load_weights(queue.tensors(), version=version, in_place=True)
 
     def _error_of(self, work: asyncio.Task[None]) -> RolloutServerError | None:
         if work.cancelled():
@@ -137,9 +136,9 @@ class InPlaceUpdate:
         if error is None:
             return
         _log.warning("%s: %s", task.get_name(), error)
-        # Its frames hold bytes that the engine was given. They are let go of, not cleared: some
-        # may belong to a coroutine that still waits.
+        # Its frames hold bytes that the engine was given. The frames are dropped, the bytes not
+        # cleared: some may belong to a coroutine that still waits.
         error.__traceback__ = None
         if not self._opened.done():
             self._opened.set_exception(error)
-            self._opened.exception()  # Seen: whoever began it may have left.
+            self._opened.exception()  # Retrieved: the caller of begin may have left.

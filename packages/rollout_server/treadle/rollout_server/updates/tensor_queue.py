@@ -1,27 +1,35 @@
-"""The tensor queue: whole tensors on their way into an engine that loads in place.
+"""The tensor queue: tensors on their way into an engine that loads in place.
 
-Invariant: every tensor put is given to the engine once, in the order of the puts. Its bytes
-are its giver's again when `done` is called, which is when the engine asks for the next one.
+Invariant: the engine gets every tensor once, in the order of the puts. Its bytes belong to the
+stream that put it again when the engine asks for the next one.
 
-Who waits: the engine, in `tensors`, for a tensor or the end; a giver, in `room`, until no
-tensor waits for the engine. Whoever asks for room before each of its tensors has at most one
-waiting here, so an engine that falls behind stops the givers, and with them their senders.
-Who wakes them: `put` and `finish` the engine, the engine the givers, `close` all of them.
+Who waits: the engine, in `tensors`, for a tensor or the end; a stream, in `room`, until no tensor
+waits for the engine. A stream that waits for room before each of its tensors has at most one
+waiting here, so an engine that falls behind stops the streams, and with them their senders. Who
+wakes them: `put` and `finish` the engine, the engine the streams, `close` all of them.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from treadle.rollout_server.engine import NamedTensor
 from treadle.rollout_server.errors import RolloutServerError
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    tensor: NamedTensor
+    owner: object
+    done: Callable[[], None] | None
 
 
 class TensorQueue:
     """See the module docstring."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[NamedTensor, Callable[[], None]]] = deque()
+        self._waiting: deque[_Entry] = deque()
         self._finished = False
         self._error: RolloutServerError | None = None
         self._changed = asyncio.Event()
@@ -30,9 +38,18 @@ class TensorQueue:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def put(self, tensor: NamedTensor, done: Callable[[], None]) -> None:
-        """Gives a whole tensor; `done` is called when the engine needs its bytes no more."""
-        self._waiting.append((tensor, done))
+    def put(
+        self, tensor: NamedTensor, *, owner: object = None, done: Callable[[], None] | None = None
+    ) -> None:
+        """Queues a tensor.
+
+        Args:
+            tensor: A whole one, or a part.
+            owner: Object that keeps the tensor's memory valid; held until the engine needs the
+                bytes no more.
+            done: Called then.
+        """
+        self._waiting.append(_Entry(tensor, owner, done))
         self._room.clear()
         self._idle.clear()
         self._changed.set()
@@ -41,7 +58,7 @@ class TensorQueue:
         """Returns when the engine has taken every tensor.
 
         Raises:
-            RolloutServerError: What `close` was given.
+            RolloutServerError: The error given to `close`.
         """
         await self._room.wait()
         if self._error is not None:
@@ -51,19 +68,19 @@ class TensorQueue:
         """Returns when the engine needs the bytes of no tensor that was put.
 
         Raises:
-            RolloutServerError: What `close` was given.
+            RolloutServerError: The error given to `close`.
         """
         await self._idle.wait()
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Says that every tensor was put."""
+        """Tells the engine that every tensor was put."""
         self._finished = True
         self._changed.set()
 
     def close(self, error: RolloutServerError) -> None:
-        """Says that the rest will not come; the engine and all givers get the error."""
+        """Drops the waiting tensors; the engine and all streams get the error."""
         self._error = error
         self._waiting.clear()
         self._changed.set()
@@ -71,10 +88,10 @@ class TensorQueue:
         self._idle.set()
 
     async def tensors(self) -> AsyncIterator[NamedTensor]:
-        """What `Engine.load_weights` iterates.
+        """Yields what `Engine.load_weights` iterates.
 
         Raises:
-            RolloutServerError: What `close` was given.
+            RolloutServerError: The error given to `close`.
         """
         while True:
             while not self._waiting:
@@ -84,10 +101,11 @@ class TensorQueue:
                     return
                 self._changed.clear()
                 await self._changed.wait()
-            tensor, done = self._waiting.popleft()
+            entry = self._waiting.popleft()
             if not self._waiting:
                 self._room.set()
-            yield tensor
-            done()
+            yield entry.tensor
+            if entry.done is not None:
+                entry.done()
             if not self._waiting:
                 self._idle.set()

@@ -15,12 +15,12 @@ def tensor(name: str) -> NamedTensor:
 
 @pytest.mark.asyncio
 async def test_a_giver_waits_until_the_engine_takes_and_then_until_it_is_done() -> None:
-    tensor_queue, freed = TensorQueue(), asyncio.Event()
-    tensors = tensor_queue.tensors()
-    await tensor_queue.room()
-    tensor_queue.put(tensor("a"), freed.set)
-    room = asyncio.ensure_future(tensor_queue.room())
-    caught_up = asyncio.ensure_future(tensor_queue.caught_up())
+    queue, freed = TensorQueue(), asyncio.Event()
+    tensors = queue.tensors()
+    await queue.room()
+    queue.put(tensor("a"), done=freed.set)
+    room = asyncio.ensure_future(queue.room())
+    caught_up = asyncio.ensure_future(queue.caught_up())
     await asyncio.sleep(0)
     assert not room.done()
     assert (await anext(tensors)).spec.name == "a"
@@ -29,35 +29,35 @@ async def test_a_giver_waits_until_the_engine_takes_and_then_until_it_is_done() 
     asking = asyncio.ensure_future(anext(tensors, None))
     await caught_up
     assert freed.is_set()
-    tensor_queue.finish()
+    queue.finish()
     assert await asking is None
 
 
 @pytest.mark.asyncio
 async def test_tensors_come_once_and_in_order() -> None:
-    tensor_queue = TensorQueue()
+    queue = TensorQueue()
     for name in "abc":
-        tensor_queue.put(tensor(name), lambda: None)
-    tensor_queue.finish()
-    assert [one.spec.name async for one in tensor_queue.tensors()] == ["a", "b", "c"]
+        queue.put(tensor(name))
+    queue.finish()
+    assert [one.spec.name async for one in queue.tensors()] == ["a", "b", "c"]
 
 
 @pytest.mark.asyncio
 async def test_closing_wakes_everyone_with_the_error() -> None:
-    tensor_queue = TensorQueue()
+    queue = TensorQueue()
 
     async def read(tensors: AsyncIterator[NamedTensor]) -> None:
         async for _ in tensors:
             pass
 
-    waiting = asyncio.ensure_future(read(tensor_queue.tensors()))
+    waiting = asyncio.ensure_future(read(queue.tensors()))
     await asyncio.sleep(0)
-    tensor_queue.put(tensor("a"), lambda: None)
+    queue.put(tensor("a"))
     giving = [
-        asyncio.ensure_future(tensor_queue.room()),
-        asyncio.ensure_future(tensor_queue.caught_up()),
+        asyncio.ensure_future(queue.room()),
+        asyncio.ensure_future(queue.caught_up()),
     ]
-    tensor_queue.close(UpdateUnknown("u", "was aborted"))
+    queue.close(UpdateUnknown("u", "was aborted"))
     for task in (waiting, *giving):
         with pytest.raises(UpdateUnknown, match="'u' was aborted"):
             await task

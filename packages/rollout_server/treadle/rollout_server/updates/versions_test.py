@@ -45,6 +45,7 @@ from treadle.rollout_server.errors import CapabilityMissing, RolloutServerError
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import FakeClock
+from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.delta import Delta
 from treadle.rollout_server.updates.files import WeightFiles
 
@@ -92,6 +93,16 @@ class Announced:
             base_version=self.base,
             encoded_bytes=tuple(len(self.payload(index)) for index in range(len(TENSORS))),
             crc32=tuple(zlib.crc32(content(self.version, i)) for i in range(len(TENSORS))),
+        )
+
+    def begin(self, update_id: str, **how: Any) -> Begin:
+        return Begin(
+            update_id=update_id,
+            weight_version=self.version,
+            tensors=TENSORS,
+            lease_s=LEASE_S,
+            delta=self.delta,
+            **how,
         )
 
     def write(self, path: Path, fault: str) -> WeightFiles:
@@ -297,9 +308,8 @@ class Versions(RuleBasedStateMachine):
         return max((announced.version for announced in self.updates.values()), default=0)
 
     async def _begin(self, which: int, update_id: str, announced: Announced, **how: Any) -> None:
-        begin = self.servers[which].replica.updates.begin
-        version, delta = announced.version, announced.delta
-        await begin(update_id, version, TENSORS, LEASE_S, delta=delta, **how)
+        begin = announced.begin(update_id, **how)
+        await self.servers[which].replica.updates.begin(begin)
 
     @rule(
         which=servers_,
@@ -329,11 +339,11 @@ class Versions(RuleBasedStateMachine):
         self, which: int, update_id: str, index: int, offset: int | None, length: int, damaged: bool
     ) -> None:
         update = self.servers[which].replica.current_update.find(update_id)
-        await update.room()
-        start = update.assembler.received[index] if offset is None else offset
+        await update.incoming.room()
+        start = update.incoming.received[index] if offset is None else offset
         data = self.updates[update_id].payload(index)[start : start + length]
         crc32 = zlib.crc32(data) ^ damaged
-        update.accept(index, start, crc32, data, now=self.clock.time())
+        update.incoming.accept(index, start, crc32, data)
 
     @rule(which=servers_, turns=turns_)
     def push_the_rest(self, which: int, turns: int) -> None:
@@ -343,8 +353,8 @@ class Versions(RuleBasedStateMachine):
     async def _push_the_rest(self, which: int, update_id: str) -> None:
         find = self.servers[which].replica.current_update.find
         for index in range(len(TENSORS)):
-            while not find(update_id).assembler.complete:
-                received = find(update_id).assembler.received[index]
+            while not find(update_id).incoming.complete:
+                received = find(update_id).incoming.received[index]
                 if received == len(self.updates[update_id].payload(index)):
                     break
                 await self._push(which, update_id, index, None, 2, False)
@@ -356,11 +366,7 @@ class Versions(RuleBasedStateMachine):
             self.spawn(self._commit(self.servers[which], ids[back], policy), turns)
 
     async def _commit(self, server: Server, update_id: str, policy: InFlightPolicy) -> None:
-        updates = server.replica.updates
-        if updates.is_in_place(update_id):
-            version = await updates.commit_in_place()
-        else:
-            version = await updates.commit(update_id, policy)
+        version = await server.replica.updates.commit(update_id, policy)
         assert version == self.updates[update_id].version <= server.replica.weight_version
 
     @rule(which=servers_, back=st.integers(0, 1), turns=turns_)
@@ -448,7 +454,7 @@ class Versions(RuleBasedStateMachine):
         for which, server in enumerate(self.servers):
             await self.settle([asyncio.create_task(self._clear(server))])
             server.engine.refuse_after = None
-            await server.replica.updates.begin("last", version, TENSORS, LEASE_S)
+            await server.replica.updates.begin(self.updates["last"].begin("last"))
             for index, spec in enumerate(TENSORS):
                 for start in range(0, spec.size_bytes, 2):
                     await self._push(which, "last", index, start, 2, False)

@@ -1,36 +1,38 @@
-"""The update session: one weight version on its way into one server.
+"""The transaction of a weight update: which update is live, where it stands, how long it waits.
 
-Invariant: OPEN until every byte is there, then COMPLETE; COMMITTING while the engine
-switches, then COMMITTED, or COMPLETE again when the engine refused. ABORTED and EXPIRED
-can be reached until COMMITTING. In an ended session nothing is staged and nothing more
-comes. The lease runs only while the server waits for its trainer, not while the server
-itself works on the update.
+Two modules own an update. This one owns the transaction: `CurrentUpdate` has room for one
+`WeightUpdate`, which holds the state, the lease and the bytes (`incoming.py`).
+`weight_updater.py` owns its effect: it tells the engine to load, and reports here how that ended.
 
-A session in place hands every tensor over as it becomes whole and lets its bytes go when the
-engine has them. It holds the tensors of which a part has come, at most one whole tensor per
-stream (each asks for `room` before it reads on), and the one that the engine is at. A sender
-that sends tensor after tensor costs two of them. Where the engine can `split_tensors`, each chunk
-is handed over as it comes, and two chunks are what is held.
+Invariant: at most one update is live; a second one is refused with the first one's id and
+remaining lease. An update is OPEN until every byte has arrived, then COMPLETE; COMMITTING while
+the engine switches, then COMMITTED, or COMPLETE again if the engine refused. ABORTED and EXPIRED
+are reachable until COMMITTING. An ended update stages nothing and accepts nothing.
 
-Pure: every method that needs the time is given it. `current_update.py` sets the timer.
+How the last updates ended is remembered, so that a late call learns why its update is gone and a
+repeated Begin or Commit of the last committed update is answered as the first one was.
+
+Who waits: nobody. The lease runs only while the server waits for the trainer, not while the server
+itself works on the update. A timer ends the update of a silent trainer and frees its memory; every
+call checks the lease first, so no update outlives it.
 """
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from treadle.rollout_server.clock import Clock
-from treadle.rollout_server.engine import CollectiveGroup, FilePlace, NamedTensor, TensorSpec
+from treadle.rollout_server.clock import Clock, Timer
 from treadle.rollout_server.errors import (
     InvalidField,
     UpdateIncomplete,
+    UpdateInProgress,
     UpdateUnknown,
 )
-from treadle.rollout_server.updates.assemble import Assembler
-from treadle.rollout_server.updates.delta import Delta
-from treadle.rollout_server.updates.files import WeightFiles
-from treadle.rollout_server.updates.tensor_queue import TensorQueue
+from treadle.rollout_server.updates.begin import Begin
+from treadle.rollout_server.updates.incoming import IncomingTensors
+
+_REMEMBERED = 16
 
 
 class UpdateState(enum.Enum):
@@ -56,67 +58,32 @@ _ENDED = frozenset(
 
 
 class WeightUpdate:
-    """See the module docstring.
+    """One weight version on its way into one server. See the module docstring.
+
+    Pure: every method that needs the time is given it. `CurrentUpdate` sets the timer.
 
     Args:
-        update_id: The trainer's name for it.
-        weight_version: What the weights become.
-        tensors: What was announced, already compared with the engine's.
-        lease_s: How long the server waits for its trainer.
-        max_chunk_bytes: Longest chunk taken.
-        now: When it begins.
-        in_place: Whether tensors go to the engine one by one.
-        split_tensors: Whether it takes them in parts, in place.
-        source: What they come from: files, or a group in which the engine's workers receive them
-            themselves; None: they are pushed.
-        delta: How the bytes that come are encoded; None: they are the tensors.
-        keep_base: Whether the weights stay here as the base of a delta.
+        begin: What was announced; its tensors match the engine's.
+        incoming: Takes the bytes.
+        now: Start of the lease.
 
     Attributes:
-        tensor_queue: Where the engine gets them from then.
-        when_dropped: Called when the session ends otherwise than by a commit.
+        when_dropped: Called when the update ends without a commit.
     """
 
-    def __init__(
-        self,
-        *,
-        update_id: str,
-        weight_version: int,
-        tensors: Sequence[TensorSpec],
-        lease_s: float,
-        max_chunk_bytes: int,
-        now: float,
-        in_place: bool = False,
-        split_tensors: bool = False,
-        source: CollectiveGroup | WeightFiles | None = None,
-        delta: Delta | None = None,
-        keep_base: bool = False,
-    ) -> None:
-        self.update_id = update_id
-        self.weight_version = weight_version
-        self.tensors = tuple(tensors)
-        self._lease_s = lease_s
-        self._lease_end = now + lease_s
-        self._working = 0
-        comes = () if isinstance(source, CollectiveGroup) else self.tensors
-        self._assembler: Assembler | None = Assembler(
-            comes,
-            max_chunk_bytes=max_chunk_bytes,
-            releasable=in_place,
-            sizes=None if delta is None else delta.encoded_bytes,
-        )
-        self.source = source
-        self.delta = delta
-        self.keep_base = keep_base
-        self.tensor_queue = TensorQueue() if in_place else None
-        self.split_tensors = in_place and split_tensors
-        self._begun: dict[int, bytes] = {}  # tensor -> bytes of an element that has not come whole
+    def __init__(self, begin: Begin, incoming: IncomingTensors, *, now: float) -> None:
+        self.begin = begin
+        self.incoming = incoming
         self.when_dropped: Callable[[], None] | None = None
-        for index, spec in enumerate(comes):
-            if not spec.size_bytes:
-                self._pass_on(index)
-        self._ended: UpdateState | None = None
+        self._lease_end = now + begin.lease_s
+        self._working = 0
         self._committing = False
+        self._ended: UpdateState | None = None
+
+    @property
+    def update_id(self) -> str:
+        """The trainer's name for the update."""
+        return self.begin.update_id
 
     @property
     def state(self) -> UpdateState:
@@ -125,45 +92,33 @@ class WeightUpdate:
             return self._ended
         if self._committing:
             return UpdateState.COMMITTING
-        return UpdateState.COMPLETE if self.assembler.complete else UpdateState.OPEN
-
-    @property
-    def assembler(self) -> Assembler:
-        """The staged bytes.
-
-        Raises:
-            UpdateUnknown: The session ended.
-        """
-        if self._assembler is None:
-            assert self._ended is not None
-            raise UpdateUnknown(self.update_id, self._ended.value)
-        return self._assembler
+        return UpdateState.COMPLETE if self.incoming.complete else UpdateState.OPEN
 
     @property
     def received(self) -> tuple[int, ...]:
-        """Bytes held of each tensor; of a committed update all.
+        """Number of bytes received per tensor; all of them once committed.
 
         Raises:
-            UpdateUnknown: The session ended otherwise.
+            UpdateUnknown: The update ended without a commit.
         """
         if self._ended is not UpdateState.COMMITTED:
-            return self.assembler.received
-        if self.delta is not None:
-            return self.delta.encoded_bytes
-        return tuple(spec.size_bytes for spec in self.tensors)
+            return self.incoming.received
+        if self.begin.delta is not None:
+            return self.begin.delta.encoded_bytes
+        return tuple(spec.size_bytes for spec in self.begin.tensors)
 
     def lease_left_s(self, now: float) -> float:
-        """Seconds until the update is dropped for want of news."""
+        """Returns the seconds until the update is dropped unless the trainer calls again."""
         stopped = self._working or self._committing
-        return self._lease_s if stopped else max(0.0, self._lease_end - now)
+        return self.begin.lease_s if stopped else max(0.0, self._lease_end - now)
 
     def renew(self, now: float) -> None:
-        """Starts the lease anew: the trainer gave news."""
-        self._lease_end = now + self._lease_s
+        """Restarts the lease: the trainer has called."""
+        self._lease_end = now + self.begin.lease_s
 
     @contextmanager
     def working(self, clock: Clock) -> Iterator[None]:
-        """Stops the lease while the server itself works on the update."""
+        """Stops the lease while the server itself works on the update; restarts it afterwards."""
         self._working += 1
         try:
             yield
@@ -171,173 +126,169 @@ class WeightUpdate:
             self._working -= 1
             self.renew(clock.time())
 
-    def check_pushed(self) -> None:
-        """Whether bytes may be pushed.
-
-        Raises:
-            InvalidField: They come otherwise, and would meet those.
-        """
-        if self.source is not None:
-            expected = "an update whose bytes are pushed; this one's come otherwise"
-            raise InvalidField("update_id", repr(self.update_id), expected)
-
-    def accept(
-        self, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview, *, now: float
-    ) -> None:
-        """Takes one chunk, which may be held, and renews the lease; see `Assembler.accept`.
-
-        Raises:
-            UpdateUnknown: The session ended.
-        """
-        if self.split_tensors:
-            self.assembler.verify(tensor_index, offset, crc32, data)
-            writable = memoryview(bytearray(data))
-            self._pass_part(tensor_index, offset, writable, place=None, done=_nothing)
-        elif self.assembler.accept(tensor_index, offset, crc32, data):
-            self._pass_on(tensor_index)
-        self.renew(now)
-
-    def filled(self, tensor_index: int) -> None:
-        """Takes a tensor that a transport has put into `Assembler.write` and checked.
-
-        Raises:
-            UpdateUnknown: The session ended.
-        """
-        self.assembler.filled(tensor_index)
-        if self.tensors[tensor_index].size_bytes:  # Else it was passed on at the start.
-            self._pass_on(tensor_index)
-
-    def lend(
-        self,
-        tensor_index: int,
-        offset: int,
-        data: memoryview,
-        place: FilePlace,
-        *,
-        done: Callable[[], None],
-        now: float,
-    ) -> None:
-        """Takes bytes that lie in memory of the sender, in place only.
-
-        Args:
-            tensor_index: Which tensor.
-            offset: Of the data in it: what has come of it so far.
-            data: Not copied; all of the tensor, unless `split_tensors`.
-            place: Where they are found by the engine's workers.
-            done: Called when the sender may write over them.
-            now: Renews the lease.
-
-        Raises:
-            UpdateUnknown: The session ended.
-            InvalidField: There is no such tensor, or `data` is none, past its end, or not all
-                of it.
-            ChunkOutOfOrder: `data` does not start at the first missing byte.
-        """
-        assert self.tensor_queue is not None, "a staged update copies"
-        assembler = self.assembler
-        assembler.check(tensor_index, offset, len(data))
-        whole = self.tensors[tensor_index].size_bytes
-        if not self.split_tensors and len(data) != whole:
-            raise InvalidField(
-                "length", len(data), f"{whole}: in place, this engine takes whole tensors"
-            )
-        self._pass_part(tensor_index, offset, data, place=place, done=done)
-        self.renew(now)
-
-    async def room(self) -> None:
-        """Waits, in place, until the engine has taken every whole tensor.
-
-        Raises:
-            UpdateUnknown: The session ended.
-        """
-        if self.tensor_queue is not None:
-            await self.tensor_queue.room()
-
     def begin_commit(self) -> None:
-        """From COMPLETE to COMMITTING.
+        """Moves from COMPLETE to COMMITTING.
 
         Raises:
             UpdateIncomplete: Bytes are missing.
-            UpdateUnknown: The session ended.
+            UpdateUnknown: The update ended.
         """
         assert not self._committing, "one commit at a time"
-        missing = self.assembler.missing()
+        missing = self.incoming.missing()
         if missing:
             raise UpdateIncomplete(missing)
         self._committing = True
-        if self.tensor_queue is not None:
-            self.tensor_queue.finish()
+        self.incoming.finish()
 
     def commit_failed(self) -> None:
-        """From COMMITTING back to COMPLETE: the engine kept its old weights."""
+        """Moves from COMMITTING back to COMPLETE: the engine kept its old weights."""
         assert self._committing
         self._committing = False
 
+    def end(self, state: UpdateState) -> None:
+        """Ends the update and, unless it was committed, frees its bytes."""
+        assert self._ended is None, f"already {self._ended}"
+        assert self._committing or state is not UpdateState.COMMITTED
+        assert not (self._committing and state is UpdateState.ABORTED), "a commit runs to its end"
+        self._ended = state
+        self._committing = False
+        dropped = state is not UpdateState.COMMITTED
+        self.incoming.close(state.value, dropped=dropped)
+        if dropped and self.when_dropped is not None:
+            self.when_dropped()
+
+
+class CurrentUpdate:
+    """Room for one update at a time. See the module docstring.
+
+    Args:
+        clock: Times the leases.
+        max_chunk_bytes: Maximum length of a chunk.
+    """
+
+    def __init__(self, clock: Clock, *, max_chunk_bytes: int) -> None:
+        self._max_chunk_bytes = max_chunk_bytes
+        self._clock = clock
+        self._live: WeightUpdate | None = None
+        self._committed: WeightUpdate | None = None
+        self._timer: Timer | None = None
+        self._ended: OrderedDict[str, tuple[UpdateState, int]] = OrderedDict()
+        self._observers: list[Callable[[WeightUpdate], None]] = []
+
+    def observe(self, observer: Callable[[WeightUpdate], None]) -> None:
+        """Calls `observer` with every update that ends."""
+        self._observers.append(observer)
+
+    @property
+    def live(self) -> WeightUpdate | None:
+        """The live update."""
+        if self._live is not None and self._live.lease_left_s(self._clock.time()) <= 0:
+            self._end(UpdateState.EXPIRED)
+        return self._live
+
+    def begin(self, begin: Begin, *, split_tensors: bool = False) -> WeightUpdate:
+        """Opens an update, or returns the one that `begin` repeats with its lease renewed.
+
+        Args:
+            begin: What is announced.
+            split_tensors: Whether the engine takes parts of tensors in place.
+
+        Raises:
+            UpdateInProgress: Another update is live.
+            InvalidField: The id was begun with another version, other tensors, or another way of
+                transport.
+        """
+        now = self._clock.time()
+        live = self.begun(begin) or self.live
+        if live is None:
+            # An id that is used anew means the new update only.
+            self._ended.pop(begin.update_id, None)
+            incoming = IncomingTensors(
+                begin, max_chunk_bytes=self._max_chunk_bytes, split_tensors=split_tensors
+            )
+            self._live = WeightUpdate(begin, incoming, now=now)
+            self._watch()
+            return self._live
+        if live.update_id != begin.update_id:
+            raise UpdateInProgress(live.update_id, live.lease_left_s(now))
+        if not begin.repeats(live.begin):
+            raise InvalidField(
+                "update_id",
+                repr(begin.update_id),
+                "a new id: its version, its tensors or how they come are others",
+            )
+        live.renew(now)
+        return live
+
+    def begun(self, begin: Begin) -> WeightUpdate | None:
+        """Returns the update of this id and version if it is live or was committed last."""
+        for update in (self.live, self._committed):
+            if update is not None and update.update_id == begin.update_id:
+                same = update.begin.weight_version == begin.weight_version
+                return update if same else None
+        return None
+
+    def find(self, update_id: str) -> WeightUpdate:
+        """Returns the live update of this id, its lease renewed.
+
+        Raises:
+            UpdateUnknown: It was never begun, or it ended.
+        """
+        live = self.live
+        if live is None or live.update_id != update_id:
+            state, _ = self._ended.get(update_id, (None, 0))
+            raise UpdateUnknown(update_id, "was never begun" if state is None else state.value)
+        live.renew(self._clock.time())
+        return live
+
+    def committed_version(self, update_id: str) -> int | None:
+        """Returns the version that the update of this id brought, if it was committed."""
+        state, version = self._ended.get(update_id, (None, 0))
+        return version if state is UpdateState.COMMITTED else None
+
+    def abort(self, update_id: str) -> None:
+        """Drops the update of this id; does nothing if it was aborted before.
+
+        Raises:
+            UpdateUnknown: It was never begun, or it ended in another way.
+        """
+        if self._ended.get(update_id, (None, 0))[0] is UpdateState.ABORTED:
+            return
+        self.find(update_id)
+        self._end(UpdateState.ABORTED)
+
     def committed(self) -> None:
-        """From COMMITTING to COMMITTED."""
-        assert self._committing
+        """Ends the live update: the engine serves its weights."""
+        self._committed = self._live
         self._end(UpdateState.COMMITTED)
 
     def failed(self) -> None:
-        """The engine did not take the tensors of a session in place."""
+        """Ends the live update: the engine did not take its weights."""
         self._end(UpdateState.FAILED)
 
-    def abort(self) -> None:
-        """Drops everything."""
-        assert not self._committing, "a commit runs to its end"
-        self._end(UpdateState.ABORTED)
-
-    def tick(self, now: float) -> bool:
-        """Ends the session when its lease ran out; returns whether it did just now."""
-        if self._ended is not None or self.lease_left_s(now) > 0:
-            return False
-        self._end(UpdateState.EXPIRED)
-        return True
+    def close(self) -> None:
+        """Drops the live update, unless it is being committed."""
+        live = self.live
+        if live is not None and live.state is not UpdateState.COMMITTING:
+            self.abort(live.update_id)
 
     def _end(self, state: UpdateState) -> None:
-        assert self._ended is None, f"already {self._ended}"
-        self._ended = state
-        self._committing = False
-        assembler, self._assembler = self._assembler, None
-        if state is UpdateState.COMMITTED:
-            return
-        if assembler is not None:
-            assembler.clear()
-        if self.tensor_queue is not None:
-            self.tensor_queue.close(UpdateUnknown(self.update_id, state.value))
-        if self.when_dropped is not None:
-            self.when_dropped()
+        update, self._live = self._live, None
+        assert update is not None
+        update.end(state)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._ended[update.update_id] = (state, update.begin.weight_version)
+        self._ended.move_to_end(update.update_id)
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        for observer in self._observers:
+            observer(update)
 
-    def _pass_on(self, tensor_index: int) -> None:
-        """Hands a whole tensor to the engine, in place."""
-        if self.tensor_queue is not None:
-            assembler = self.assembler
-            done = partial(assembler.release, tensor_index)
-            self.tensor_queue.put(assembler.named_tensor(tensor_index), done)
-
-    def _pass_part(
-        self,
-        tensor_index: int,
-        offset: int,
-        data: memoryview,
-        *,
-        place: FilePlace | None,
-        done: Callable[[], None],
-    ) -> None:
-        """Hands the whole elements among the next bytes of a tensor to the engine."""
-        assert self.tensor_queue is not None
-        spec = self.tensors[tensor_index]
-        self.assembler.advance(tensor_index, len(data))
-        if begun := self._begun.pop(tensor_index, b""):
-            offset, data, place = offset - len(begun), memoryview(bytearray(begun + data)), None
-        rest = len(data) % spec.element_type.size_bytes
-        if rest:
-            self._begun[tensor_index] = bytes(data[-rest:])
-            data = data[:-rest]
-        if data:
-            part = NamedTensor(spec=spec, data=data, place=place, offset=offset)
-            self.tensor_queue.put(part, done)
-
-
-def _nothing() -> None:
-    """Says nothing: the bytes go with who holds them."""
+    def _watch(self) -> None:
+        """Checks the lease when it would end; a renewed lease only postpones the next check."""
+        update = self.live
+        if update is not None:
+            now = self._clock.time()
+            self._timer = self._clock.call_at(now + update.lease_left_s(now), self._watch)

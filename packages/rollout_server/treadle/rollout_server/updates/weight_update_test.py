@@ -1,4 +1,4 @@
-"""The update slot and its session as one state machine, against a model kept in the open."""
+"""The transaction of an update as a state machine, against a model kept in the open."""
 
 import zlib
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from treadle.rollout_server.engine import ElementType, TensorSpec
+from treadle.rollout_server.engine import ElementType, InFlightPolicy, TensorSpec
 from treadle.rollout_server.errors import (
     InvalidField,
     UpdateIncomplete,
@@ -15,14 +15,19 @@ from treadle.rollout_server.errors import (
     UpdateUnknown,
 )
 from treadle.rollout_server.testing import FakeClock
-from treadle.rollout_server.updates.current_update import CurrentUpdate
-from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
+from treadle.rollout_server.updates.begin import Begin
+from treadle.rollout_server.updates.weight_update import CurrentUpdate, UpdateState, WeightUpdate
 
 TENSORS = tuple(
     TensorSpec(name=name, element_type=ElementType.FLOAT32, shape=(1,)) for name in "ab"
 )
 LEASE_S = 10.0
 IDS = st.sampled_from(["u", "v"])
+
+
+def announced(update_id: str = "u", **changes: Any) -> Begin:
+    values: dict[str, Any] = {"weight_version": 1, "tensors": TENSORS, "lease_s": LEASE_S}
+    return Begin(update_id=update_id, **values | changes)
 
 
 class UpdateMachine(RuleBasedStateMachine):
@@ -43,16 +48,16 @@ class UpdateMachine(RuleBasedStateMachine):
     @rule(update_id=IDS)
     def begin(self, update_id: str) -> None:
         if update_id == self.serves:
-            known = self.current.begin(update_id, 1, TENSORS, LEASE_S)
+            known = self.current.begin(announced(update_id))
             assert (known.state, known.received) == (UpdateState.COMMITTED, (4, 4))
             return
         if self.live not in (None, update_id):
             with pytest.raises(UpdateInProgress) as caught:
-                self.current.begin(update_id, 1, TENSORS, LEASE_S)
+                self.current.begin(announced(update_id))
             assert caught.value.update_id == self.live
             assert 0 < caught.value.lease_left_s <= LEASE_S
             return
-        update = self.current.begin(update_id, 1, TENSORS, LEASE_S)
+        update = self.current.begin(announced(update_id))
         if self.live is None:
             self.held = set()
         else:
@@ -67,7 +72,7 @@ class UpdateMachine(RuleBasedStateMachine):
             return
         update = self.current.find(update_id)
         if index not in self.held and not self.committing:
-            update.accept(index, 0, zlib.crc32(b"abcd"), b"abcd", now=self.clock.time())
+            update.incoming.accept(index, 0, zlib.crc32(b"abcd"), b"abcd")
             self.held.add(index)
         self.news = self.clock.time()
 
@@ -80,7 +85,7 @@ class UpdateMachine(RuleBasedStateMachine):
                 self.update.begin_commit()
         else:
             self.update.begin_commit()
-            assert len(list(self.update.assembler.named_tensors())) == 2
+            assert len(list(self.update.incoming.assembler.named_tensors())) == 2
             self.committing = True
 
     @precondition(lambda self: self.committing)
@@ -115,7 +120,7 @@ class UpdateMachine(RuleBasedStateMachine):
             self.live = None
 
     @invariant()
-    def one_session_or_none(self) -> None:
+    def one_update_or_none(self) -> None:
         live = self.current.live
         assert (None if live is None else live.update_id) == self.live
         if self.update is None:
@@ -123,7 +128,7 @@ class UpdateMachine(RuleBasedStateMachine):
         if self.live is None:
             assert self.update.state.ended
             with pytest.raises(UpdateUnknown):
-                _ = self.update.assembler
+                _ = self.update.incoming.assembler
         elif self.committing:
             assert self.update.state is UpdateState.COMMITTING
         else:
@@ -137,9 +142,9 @@ TestUpdateMachine = UpdateMachine.TestCase
 def test_a_silent_trainer_loses_its_update_by_the_timer_alone() -> None:
     clock = FakeClock()
     current = CurrentUpdate(clock, max_chunk_bytes=64)
-    update = current.begin("u", 1, TENSORS, 10.0)
+    update = current.begin(announced())
     clock.advance(6.0)
-    update.accept(0, 0, zlib.crc32(b"abcd"), b"abcd", now=clock.time())
+    current.find("u").incoming.accept(0, 0, zlib.crc32(b"abcd"), b"abcd")
     states = []
     for seconds in (6.0, 4.0):
         clock.advance(seconds)
@@ -153,7 +158,7 @@ def test_a_silent_trainer_loses_its_update_by_the_timer_alone() -> None:
 def test_the_lease_stands_still_while_the_server_works() -> None:
     clock = FakeClock()
     current = CurrentUpdate(clock, max_chunk_bytes=64)
-    update = current.begin("u", 1, TENSORS, 10.0)
+    update = current.begin(announced())
     with update.working(clock):
         clock.advance(100.0)
         assert update.state is UpdateState.OPEN
@@ -162,11 +167,18 @@ def test_the_lease_stands_still_while_the_server_works() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"weight_version": 2}, {"keep_base": True}, {"in_place": True}]
+    "changed", [{"weight_version": 2}, {"keep_base": True}, {"in_place": InFlightPolicy.DRAIN}]
 )
 def test_an_id_cannot_be_used_for_another_update(changed: dict[str, Any]) -> None:
     current = CurrentUpdate(FakeClock(), max_chunk_bytes=64)
-    announced: dict[str, Any] = {"weight_version": 1, "tensors": TENSORS, "lease_s": 10.0}
-    current.begin("u", **announced)
+    current.begin(announced())
     with pytest.raises(InvalidField, match="update_id is 'u', expected a new id"):
-        current.begin("u", **announced | changed)
+        current.begin(announced(**changed))
+
+
+@pytest.mark.parametrize("in_place", [None, InFlightPolicy.DRAIN])
+def test_a_repeat_may_name_another_lease_and_policy(in_place: InFlightPolicy | None) -> None:
+    current = CurrentUpdate(FakeClock(), max_chunk_bytes=64)
+    update = current.begin(announced(in_place=in_place))
+    other = in_place and InFlightPolicy.INTERRUPT
+    assert current.begin(announced(in_place=other, lease_s=2 * LEASE_S)) is update

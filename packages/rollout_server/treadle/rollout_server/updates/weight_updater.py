@@ -1,29 +1,26 @@
-"""The switch: from the weights that serve to those of one update.
+"""The weight updater: applies updates to the engine.
 
-Invariant: at most one update is live, and at most one task tells the engine to load. A staged
-update changes nothing before its commit, and a commit that the engine refuses changes nothing
-either. An update in place begins by pausing; see `in_place.py`.
+`weight_update.py` owns the transaction; this module owns its effect: it opens updates, reads their
+files, has the engine load on commit, keeps the base of deltas, and reports how each update ended.
 
-Who waits: `commit` for the engine, together with every other caller of it; the engine goes on
-when they give up. `begin` for the pause in place and for the files to be read, likewise. The
-tasks are owned here, and `aclose` waits for them.
+Invariant: at most one task tells the engine to load. A staged update changes nothing before its
+commit, and a commit that the engine refuses changes nothing either. An update in place begins with
+a pause; see `in_place.py`.
+
+Who waits: `commit` for the engine, together with every other caller of it; the engine goes on when
+they give up. `begin` for the pause in place and for the files to be read, likewise. The tasks are
+owned here, and `aclose` waits for them.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
 from treadle.rollout_server.clock import Clock
 from treadle.rollout_server.config.schema import WeightsConfig
-from treadle.rollout_server.engine import (
-    CollectiveGroup,
-    Engine,
-    InFlightPolicy,
-    NamedTensor,
-    TensorSpec,
-)
+from treadle.rollout_server.engine import InFlightPolicy, NamedTensor
 from treadle.rollout_server.errors import (
     EngineFailed,
     StateConflict,
@@ -33,12 +30,12 @@ from treadle.rollout_server.errors import (
 from treadle.rollout_server.scheduling.engine_controller import EngineController
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.tensors import check_tensors
-from treadle.rollout_server.updates.assemble import Assembler
-from treadle.rollout_server.updates.current_update import CurrentUpdate
-from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base
+from treadle.rollout_server.updates.begin import Begin
+from treadle.rollout_server.updates.delta import DeltaBase, as_base
 from treadle.rollout_server.updates.files import WeightFiles, stage_files
 from treadle.rollout_server.updates.in_place import InPlaceUpdate
-from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
+from treadle.rollout_server.updates.staging import Assembler
+from treadle.rollout_server.updates.weight_update import CurrentUpdate, UpdateState, WeightUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +44,12 @@ class WeightUpdater:
     """See the module docstring.
 
     Args:
-        controller: Of the engine.
+        controller: Controls the engine.
         config: Bounds of updates.
         clock: Times leases.
+
+    Attributes:
+        current: The transaction.
     """
 
     def __init__(self, controller: EngineController, config: WeightsConfig, clock: Clock) -> None:
@@ -64,137 +64,54 @@ class WeightUpdater:
         controller.lifecycle.observe(self._drop_with_engine)
 
     def refuse_while_in_place(self, call: str) -> None:
-        """Raises `StateConflict` while an update holds the engine."""
-        update = self._in_place
-        if update is not None and not update.done:
-            name = update.update.update_id
+        """Raises `StateConflict` while an update in place holds the engine."""
+        in_place = self._in_place
+        if in_place is not None and not in_place.done:
+            name = in_place.update.update_id
             raise StateConflict(
                 call, f"being updated in place by {name!r}", "commit or abort that update first"
             )
 
-    async def begin(
-        self,
-        update_id: str,
-        weight_version: int,
-        tensors: Sequence[TensorSpec],
-        lease_s: float,
-        *,
-        in_place: InFlightPolicy | None = None,
-        source: CollectiveGroup | WeightFiles | None = None,
-        delta: Delta | None = None,
-        keep_base: bool = False,
-    ) -> WeightUpdate:
-        """Opens an update, or finds it: the live one, or the one that serves, which has ended.
+    async def begin(self, begin: Begin) -> WeightUpdate:
+        """Opens an update, or returns the live or last committed one that `begin` repeats.
 
-        In place, waits for the engine to pause. Reads the files, or waits for whoever does: a
-        failure drops the update, and no base.
-
-        Args:
-            update_id: The trainer's name for it.
-            weight_version: What the weights become.
-            tensors: All of the engine's.
-            lease_s: How long to wait for the trainer.
-            in_place: What becomes of the sequences in flight; None: the update is staged.
-            source: Where the tensors come from; None: they are pushed. A group: in place only.
-            delta: Changes of what; None: all of the bytes come. Staged only, like `keep_base`.
-            keep_base: Whether to hold on to the bytes, for a delta. A delta's result is held.
+        In place, waits for the engine to pause. From files, waits until they are read; if that
+        fails the update is dropped, but no base.
 
         Raises:
             WeightVersionBehind: The version is not newer than the one that serves.
             TensorMismatch: The tensors are not the engine's.
             UpdateInProgress: Another update is live.
-            StateConflict: In place, the weights' memory is given away.
+            StateConflict: In place, the weights' memory is released.
             CapabilityMissing: The engine does not know the policy.
             DeltaBaseMismatch: The base of the delta is not held.
             RolloutServerError: The files do not hold what was announced.
         """
         controller = self._controller
-        check_tensors(controller.engine.info.parameters, tensors)
-        if self.current.begun(update_id, weight_version) is None or controller.mixed:
-            self._check(weight_version, tensors, in_place, delta)
-        update = self.current.begin(
-            update_id,
-            weight_version,
-            tensors,
-            lease_s,
-            in_place=in_place is not None,
-            split_tensors=controller.engine.info.capabilities.split_tensors,
-            source=source,
-            delta=delta,
-            keep_base=keep_base,
-        )
+        info = controller.engine.info
+        check_tensors(info.parameters, begin.tensors)
+        if self.current.begun(begin) is None or controller.mixed:
+            self._check(begin)
+        update = self.current.begin(begin, split_tensors=info.capabilities.split_tensors)
         if update.state is UpdateState.COMMITTED:
             return update
-        if delta is None:  # Two copies are not held.
+        if begin.delta is None:  # Two copies are not held.
             self._base = None
-        if in_place is not None:
+        if begin.is_in_place:
             if self._in_place is None or self._in_place.update is not update:
-                load = partial(_load, update)
-                self._in_place = InPlaceUpdate(controller, self.current, update, in_place, load)
+                self._in_place = InPlaceUpdate(controller, self.current, update)
             with update.working(self._clock):
                 await self._in_place.opened()
-        if isinstance(source, WeightFiles):
-            reading = self._readings.get(update)
-            if reading is None and update.state is UpdateState.OPEN:
-                name = f"reading the files of {update_id}"
-                reading = asyncio.create_task(self._read(update, source), name=name)
-                self._readings[update] = reading
-                reading.add_done_callback(partial(self._forget_reading, update))
-            if reading is not None:
-                await asyncio.shield(reading)
+        if isinstance(begin.source, WeightFiles):
+            await self._ensure_read(update, begin.source)
         return update
 
-    def _check(
-        self,
-        weight_version: int,
-        tensors: Sequence[TensorSpec],
-        in_place: InFlightPolicy | None,
-        delta: Delta | None,
-    ) -> None:
-        """Whether an update that is new may begin; raises as `begin`."""
-        controller = self._controller
-        if weight_version <= controller.weight_version:
-            fix = "the trainer is behind, stop it"
-            raise WeightVersionBehind(controller.weight_version, weight_version, fix)
-        if in_place is not None:
-            controller.check_update("BeginUpdate", in_place)
-        if delta is not None:
-            as_base(tensors, self._base, delta)
+    async def commit(self, update_id: str, policy: InFlightPolicy | None) -> int:
+        """Switches to the weights of an update; joins a commit that is under way.
 
-    async def _read(self, update: WeightUpdate, files: WeightFiles) -> None:
-        """Reads the files of an update in a thread."""
-        try:
-            with update.working(self._clock):
-                await asyncio.to_thread(
-                    stage_files,
-                    files,
-                    update.assembler,
-                    root=self._config.directory,
-                    filled=_filled(update),
-                    delta=update.delta,
-                )
-        except BaseException:
-            if not update.state.ended:
-                self.current.abort(update.update_id)
-            raise
-
-    def is_in_place(self, update_id: str) -> bool:
-        """Whether this is the live update, and in place."""
-        live = self.current.live
-        return live is not None and live.update_id == update_id and live.tensor_queue is not None
-
-    async def commit_in_place(self) -> int:
-        """Ends the live update in place, or joins the end that is under way.
-
-        Returns:
-            The version that serves now.
-        """
-        assert self._in_place is not None
-        self.current.find(self._in_place.update.update_id)
-        return await self._in_place.commit()
-
-    async def commit(self, update_id: str, policy: InFlightPolicy) -> int:
-        """Switches to the weights of a staged update; joins a switch that is under way.
+        Args:
+            update_id: The live update, or one that was committed.
+            policy: What to do with in-flight completions; ignored in place, where Begin said so.
 
         Returns:
             The version that serves now.
@@ -202,7 +119,13 @@ class WeightUpdater:
         version = self.current.committed_version(update_id)
         if version is not None:
             return version
+        live = self.current.live
+        if live is not None and live.update_id == update_id and live.begin.is_in_place:
+            assert self._in_place is not None
+            self.current.find(update_id)
+            return await self._in_place.commit()
         if self._commit is None or self._commit[1].done():
+            assert policy is not None
             update = self.current.find(update_id)
             self._controller.engine_for(policy)
             task = asyncio.create_task(self._switch(update, policy), name=f"commit {update_id}")
@@ -217,7 +140,7 @@ class WeightUpdater:
 
         Raises:
             StateConflict: It is being committed, or it was.
-            UpdateUnknown: It was never begun, or it ended otherwise.
+            UpdateUnknown: It was never begun, or it ended in another way.
         """
         live = self.current.live
         committing = self._commit is not None and self._commit[0] == update_id
@@ -231,7 +154,7 @@ class WeightUpdater:
             await self._in_place.ended()
 
     async def aclose(self) -> None:
-        """Waits for a commit, drops the update, and waits for whoever reads its files."""
+        """Waits for a commit, drops the live update, and waits until its files are closed."""
         if self._commit is not None:
             await asyncio.wait({self._commit[1]})
         self.current.close()
@@ -240,8 +163,48 @@ class WeightUpdater:
         if self._in_place is not None:
             await self._in_place.ended()
 
-    async def _switch(self, update: WeightUpdate, policy: InFlightPolicy) -> int:
+    def _check(self, begin: Begin) -> None:
+        """Checks that a new update may begin; raises as `begin`."""
         controller = self._controller
+        if begin.weight_version <= controller.weight_version:
+            fix = "the trainer is behind, stop it"
+            raise WeightVersionBehind(controller.weight_version, begin.weight_version, fix)
+        if begin.in_place is not None:
+            controller.check_update("BeginUpdate", begin.in_place)
+        if begin.delta is not None:
+            as_base(begin.tensors, self._base, begin.delta)
+
+    async def _ensure_read(self, update: WeightUpdate, files: WeightFiles) -> None:
+        """Waits until the files of an update are read, by this call or an earlier one."""
+        reading = self._readings.get(update)
+        if reading is None and update.state is UpdateState.OPEN:
+            name = f"reading the files of {update.update_id}"
+            reading = asyncio.create_task(self._read(update, files), name=name)
+            self._readings[update] = reading
+            reading.add_done_callback(partial(self._forget_reading, update))
+        if reading is not None:
+            await asyncio.shield(reading)
+
+    async def _read(self, update: WeightUpdate, files: WeightFiles) -> None:
+        """Reads the files of an update in a thread."""
+        try:
+            with update.working(self._clock):
+                await asyncio.to_thread(
+                    stage_files,
+                    files,
+                    update.incoming.assembler,
+                    root=self._config.directory,
+                    filled=_filled(update),
+                    delta=update.begin.delta,
+                )
+        except BaseException:
+            if not update.state.ended:
+                self.current.abort(update.update_id)
+            raise
+
+    async def _switch(self, update: WeightUpdate, policy: InFlightPolicy) -> int:
+        """Has the engine load a staged update; returns the version that serves now."""
+        controller, begin = self._controller, update.begin
         with update.working(self._clock):  # Also while it waits for its turn.
             async with controller.control:
                 controller.check_update("CommitUpdate", policy)
@@ -250,36 +213,38 @@ class WeightUpdater:
                 try:
                     engine = await controller.enter_update(policy)
                     stream = _stream(weights.named_tensors())
-                    await engine.load_weights(stream, version=update.weight_version)
+                    await engine.load_weights(stream, version=begin.weight_version)
                 except Exception as error:
-                    if update.delta is not None and self._base is not None:
-                        await asyncio.to_thread(self._base.undo, update.assembler)
+                    if begin.delta is not None and self._base is not None:
+                        await asyncio.to_thread(self._base.undo, update.incoming.assembler)
                     update.commit_failed()
                     failure = controller.fail(error)
                     if isinstance(failure, EngineFailed):
-                        self.current.close()  # It may have failed while the commit kept the update.
+                        # It may have failed while the commit kept the update.
+                        self.current.close()
                     else:  # What was there is still there.
                         await controller.leave_update(mixed=controller.mixed)
                     raise failure from error
-                controller.weight_version = update.weight_version
-                kept = update.keep_base or update.delta is not None
-                self._base = DeltaBase(update.weight_version, weights) if kept else None
+                controller.weight_version = begin.weight_version
+                kept = begin.keep_base or begin.delta is not None
+                self._base = DeltaBase(begin.weight_version, weights) if kept else None
                 self.current.committed()
                 await controller.leave_update(mixed=False)
-                return update.weight_version
+                return begin.weight_version
 
     async def _decode(self, update: WeightUpdate) -> Assembler:
-        """The weights of an update that is complete.
+        """Returns the weights of an update that is complete.
 
         Raises:
             DeltaBaseMismatch: Its delta does not lead to what was announced; the update is
                 dropped, and so is the base.
         """
-        if update.delta is None:
-            return update.assembler
+        begin = update.begin
+        if begin.delta is None:
+            return update.incoming.assembler
         try:
-            base = as_base(update.tensors, self._base, update.delta)
-            await asyncio.to_thread(base.apply, update.delta, update.assembler)
+            base = as_base(begin.tensors, self._base, begin.delta)
+            await asyncio.to_thread(base.apply, begin.delta, update.incoming.assembler)
         except Exception:
             self._base = None
             update.commit_failed()
@@ -292,13 +257,13 @@ class WeightUpdater:
         _warn(task)
 
     def _forget_commit(self, task: asyncio.Task[int]) -> None:
-        """Lets a commit that ended go: its error would hold what the engine was given."""
+        """Drops a commit that ended: its error would hold what the engine was given."""
         if self._commit is not None and self._commit[1] is task:
             self._commit = None
         _warn(task)
 
     def _drop_with_engine(self, state: ServerState) -> None:
-        """An update for an engine that broke, or its base, holds memory for nothing."""
+        """Frees an update and a base that an engine that broke cannot use."""
         if state is ServerState.FAILED:
             self._base = None
             self.current.close()
@@ -307,32 +272,26 @@ class WeightUpdater:
 
 
 def _warn(task: asyncio.Task[Any]) -> None:
-    """Says why a task failed: whoever waited for it may have left."""
+    """Logs why a task failed: its callers may have left."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.warning("%s failed: %s", task.get_name(), error)
 
 
-async def _load(update: WeightUpdate, engine: Engine) -> None:
-    """Has the engine overwrite its weights by what comes for a session in place."""
-    version = update.weight_version
-    if isinstance(update.source, CollectiveGroup):
-        await engine.receive_weights(update.source, update.tensors, version=version)
-        return
-    assert update.tensor_queue is not None
-    await engine.load_weights(update.tensor_queue.tensors(), version=version, in_place=True)
-
-
 def _filled(update: WeightUpdate) -> Callable[[int], None]:
-    """Tells a session from another thread which tensors are there; waits for room, in place."""
+    """Returns what tells an update, from another thread, that a tensor was read.
+
+    In place it waits for room.
+    """
     loop = asyncio.get_running_loop()
+    incoming = update.incoming
 
     async def take(index: int) -> None:
-        update.filled(index)
-        await update.room()
+        incoming.filled(index)
+        await incoming.room()
 
     def filled(index: int) -> None:
-        if update.tensor_queue is None:
-            update.filled(index)
+        if incoming.queue is None:
+            incoming.filled(index)
         else:
             asyncio.run_coroutine_threadsafe(take(index), loop).result()
 

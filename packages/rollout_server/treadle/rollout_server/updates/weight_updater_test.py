@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -19,11 +20,13 @@ from treadle.rollout_server.errors import CapabilityMissing, EngineFailed, Rollo
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import FakeClock
+from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.weight_update import UpdateState, WeightUpdate
 
 TENSORS = (TensorSpec(name="a", element_type=ElementType.FLOAT32, shape=(4096,)),)
 LEASE_S = 10.0
 DRAIN = InFlightPolicy.DRAIN
+STAGED = Begin(update_id="u", weight_version=1, tensors=TENSORS, lease_s=LEASE_S)
 
 
 class Engine(FakeEngine):
@@ -69,10 +72,10 @@ def start() -> tuple[Replica, Engine, FakeClock]:
 
 async def staged(replica: Replica, clock: FakeClock) -> WeightUpdate:
     """An update whose bytes are there."""
-    update = await replica.updates.begin("u", 1, TENSORS, LEASE_S)
+    update = await replica.updates.begin(STAGED)
     data = bytes(range(256)) * 64
-    update.assembler.write(0, 0, data)
-    update.filled(0)
+    update.incoming.assembler.write(0, 0, data)
+    update.incoming.filled(0)
     assert update.state is UpdateState.COMPLETE
     return update
 
@@ -82,7 +85,7 @@ async def test_a_paused_server_stays_paused_whenever_its_update_in_place_is_abor
     for turns in range(8):
         replica, engine, _ = start()
         await replica.pause(DRAIN)
-        begin = asyncio.create_task(replica.updates.begin("u", 1, TENSORS, LEASE_S, in_place=DRAIN))
+        begin = asyncio.create_task(replica.updates.begin(replace(STAGED, in_place=DRAIN)))
         await asyncio.sleep(0)  # Now there is an update.
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -139,7 +142,7 @@ async def test_an_engine_that_breaks_during_a_commit_leaves_no_update() -> None:
 async def test_the_bytes_of_a_refused_update_go_with_it_though_its_error_stays() -> None:
     replica, engine, clock = start()
     update = await staged(replica, clock)
-    place = next(update.assembler.named_tensors()).place
+    place = next(update.incoming.assembler.named_tensors()).place
     assert place is not None
     engine.error = CapabilityMissing("fake", "float32")
     with pytest.raises(RolloutServerError) as caught:

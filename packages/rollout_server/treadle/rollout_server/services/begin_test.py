@@ -5,7 +5,8 @@ import pytest
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.engine import CollectiveGroup
 from treadle.rollout_server.errors import InvalidField
-from treadle.rollout_server.services.collective_group import decode_group
+from treadle.rollout_server.services.begin import decode_begin
+from treadle.rollout_server.services.conftest import begin_request
 
 VALUES: dict[str, Any] = {
     "backend": "gloo",
@@ -20,8 +21,18 @@ VALUES: dict[str, Any] = {
 
 def decode(*, loopback_only: bool = True, **changes: Any) -> CollectiveGroup:
     """The group of `VALUES`, some of them changed, for an engine of two workers."""
-    transport = pb.CollectiveTransport(**VALUES | changes)
-    return decode_group(transport, num_tensors=3, num_workers=2, loopback_only=loopback_only)
+    request = begin_request(
+        tensors=[
+            pb.TensorSpec(name=name, element_type=pb.ELEMENT_TYPE_FLOAT32, shape=[1])
+            for name in "abc"
+        ],
+        inline=None,
+        collective=pb.CollectiveTransport(**VALUES | changes),
+        in_place=pb.InPlace(in_flight=pb.IN_FLIGHT_POLICY_DRAIN),
+    )
+    begin = decode_begin(request, max_lease_s=60, num_workers=2, loopback_only=loopback_only)
+    assert isinstance(begin.source, CollectiveGroup)
+    return begin.source
 
 
 def test_a_group_is_taken_as_it_is() -> None:
