@@ -10,24 +10,21 @@ pytestmark = pytest.mark.timeout(600)
 Train = Callable[..., Trainer]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("rollout.multi_stage_wake_up=true", "sync.in_place=true"),
-        ("rollout.multi_stage_wake_up=false", "sync.in_flight=interrupt"),
-    ],
-    ids=["in stages, in place", "at once, staged"],
-)
-def test_memory_changes_hands_in_every_step_and_nothing_else_changes(
-    train: Train, arguments: tuple[str, ...]
-) -> None:
-    colocated = train("rollout.release_memory=true", *arguments, name="colocated")
-    assert "released while the policy trains" in colocated.output
+_COLOCATED = {
+    "in stages, in place": ("rollout.multi_stage_wake_up=true", "sync.in_place=true"),
+    "at once, staged": ("rollout.multi_stage_wake_up=false", "sync.in_flight=interrupt"),
+}
+
+
+def test_memory_changes_hands_in_every_step_and_nothing_else_changes(train: Train) -> None:
     apart = train(name="apart")
-    for one, two in zip(colocated.metrics(), apart.metrics(), strict=True):
-        assert one.get("val/accuracy") == two.get("val/accuracy")
-        if one["step"]:
-            assert one["time/release_s"] > 0
-            assert "time/release_s" not in two
-            assert one["tokens/sampled"] == two["tokens/sampled"]
-            assert one["rollout/logprob_diff_max"] < 1e-4
+    for name, arguments in _COLOCATED.items():
+        colocated = train("rollout.release_memory=true", *arguments, name=name)
+        assert "released while the policy trains" in colocated.output, name
+        for one, two in zip(colocated.metrics(), apart.metrics(), strict=True):
+            assert one.get("val/accuracy") == two.get("val/accuracy"), name
+            if one["step"]:
+                assert one["time/release_s"] > 0, name
+                assert "time/release_s" not in two
+                assert one["tokens/sampled"] == two["tokens/sampled"], name
+                assert one["rollout/logprob_diff_max"] < 1e-4, name

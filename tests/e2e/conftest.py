@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ class Trainer:
         """The lines of metrics.jsonl."""
         text = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
+
+    def mean(self, name: str, steps: Sequence[int]) -> float:
+        """The mean of a metric over steps that all have it."""
+        by_step = {line["step"]: line for line in self.metrics()}
+        return fmean(by_step[step][name] for step in steps)
 
     def trajectories(self) -> list[Mapping[str, Any]]:
         """The lines of trajectories.jsonl."""

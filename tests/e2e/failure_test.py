@@ -81,17 +81,22 @@ def test_a_run_goes_on_without_a_server_that_died_until_none_is_left(
     assert [line["rollout/num_failed"] for line in steps] == [0] * len(steps)
 
 
-def test_the_only_server_is_started_again_with_the_present_weights(
+def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     start_trainer: StartTrainer,
 ) -> None:
-    trainer = start_trainer(_ENDLESS, *_UNVALIDATED)
+    trainer = start_trainer(_ENDLESS, *_UNVALIDATED, "schedule.save_every=2")
     trainer.read_until(" 2/1000")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
     trainer.read_until("started again: rollout-0")
     for _ in range(2):  # The second one has begun since.
         trainer.read_until("/1000")
+    server = os.pidfd_open(trainer.pid_of("rollout-0-restart-1"))
     trainer.process.send_signal(signal.SIGINT)
     assert trainer.wait() == 130, trainer.output
+    assert f"to go on: run.dir={trainer.run_dir}" in trainer.output
+    assert "Traceback" not in trainer.output
+    _await_end(server)
+    # The server that was started again sampled with the present weights.
     for line in trainer.trajectories():
         for sample in line["samples"]:
             sampled = [span for span in sample["spans"] if span["origin"] == "sampled"]
@@ -104,14 +109,3 @@ def test_a_policy_rank_that_dies_ends_the_run_and_is_named(start_trainer: StartT
     os.kill(trainer.pid_of("policy-0"), signal.SIGKILL)
     assert trainer.wait() == 1
     assert "policy rank 0 was ended by SIGKILL" in trainer.output
-
-
-def test_an_interrupt_ends_everything_and_says_how_to_go_on(start_trainer: StartTrainer) -> None:
-    trainer = start_trainer(_ENDLESS, "schedule.save_every=2")
-    trainer.read_until(" 1/1000")
-    server = os.pidfd_open(trainer.pid_of("rollout-0"))
-    trainer.process.send_signal(signal.SIGINT)
-    assert trainer.wait() == 130
-    assert f"to go on: run.dir={trainer.run_dir}" in trainer.output
-    assert "Traceback" not in trainer.output
-    _await_end(server)

@@ -6,18 +6,13 @@ the way. The thresholds are those of `learning_test.py` for a run of this length
 
 import os
 import signal
-from statistics import fmean
 
 import pytest
 
-from .conftest import StartTrainer, Trainer, server_command
+from .conftest import StartTrainer, server_command
 
 pytestmark = pytest.mark.timeout(1800)
 _STEPS = 20
-
-
-def _mean(trainer: Trainer, name: str, first: int, last: int) -> float:
-    return fmean(line[name] for line in trainer.metrics() if first <= line["step"] <= last)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -38,10 +33,10 @@ def test_the_demo_learns_with_two_servers_of_which_one_is_killed(
     os.kill(trainer.pid_of("rollout-1"), signal.SIGKILL)
     assert trainer.wait() == 0, trainer.output
 
-    assert _mean(trainer, "tool/call_rate", 1, 5) <= 0.65
-    assert _mean(trainer, "tool/call_rate", _STEPS - 3, _STEPS) >= 0.9
-    assert _mean(trainer, "val/accuracy", 0, 0) <= 0.75
-    assert _mean(trainer, "val/accuracy", _STEPS, _STEPS) >= 0.95
+    assert trainer.mean("tool/call_rate", range(1, 6)) <= 0.65
+    assert trainer.mean("tool/call_rate", range(_STEPS - 3, _STEPS + 1)) >= 0.9
+    assert trainer.mean("val/accuracy", [0]) <= 0.75
+    assert trainer.mean("val/accuracy", [_STEPS]) >= 0.95
 
     steps = [line for line in trainer.metrics() if line["step"]]
     assert [line["weights/version"] for line in steps] == list(range(1, _STEPS + 1))

@@ -1,13 +1,14 @@
 import importlib.metadata
+import pickle
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from treadle.trainer.policy.megatron import device
-from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import sequences, write_model
 
 # Where a training step and a checkpoint reach the facade. If one is gone, Megatron has moved: read
@@ -25,26 +26,33 @@ SITES = {
 }
 
 
-def trace(task: RankTask) -> Counter[tuple[str, str]]:
+def trace(folder: Path) -> Counter[tuple[str, str]]:
     """Every site that a bfloat16 step, a float32 step and a checkpoint reach."""
     assert device.install(trace=True)
     from treadle.trainer.algorithms.losses import NegativeLogLikelihood
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.megatron.backend import MegatronPolicy
 
-    write_model(task.folder / "model")
+    write_model(folder / "model")
     for dtype in ("bfloat16", "float32"):
-        policy = MegatronPolicy(PolicyConfig(dtype=dtype), task.folder / "model")
+        policy = MegatronPolicy(PolicyConfig(dtype=dtype), folder / "model")
         policy.train_step(sequences(), NegativeLogLikelihood())
-        policy.save(task.folder / dtype)
-        policy.load(task.folder / dtype)
+        policy.save(folder / dtype)
+        policy.load(folder / dtype)
         policy.close()
     return device.patched_sites()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the facade stands aside for CUDA")
-def test_megatron_still_reaches_the_facade_where_it_was_written_for() -> None:
-    (seen,) = run_ranks(f"{__name__}:trace", 1, None)
+def test_megatron_still_reaches_the_facade_where_it_was_written_for(tmp_path: Path) -> None:
+    # In an interpreter that has not imported Megatron: the facade is installed before it.
+    code = (
+        f"import importlib, pathlib, pickle, sys; sys.path[:] = {sys.path!r}\n"
+        f"seen = importlib.import_module({__name__!r}).trace(pathlib.Path({str(tmp_path)!r}))\n"
+        f"pathlib.Path({str(tmp_path / 'seen')!r}).write_bytes(pickle.dumps(seen))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    seen = pickle.loads((tmp_path / "seen").read_bytes())
     assert SITES - seen.keys() == set()
 
 
