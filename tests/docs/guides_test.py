@@ -10,8 +10,9 @@ GUIDES = ("write_a_tool.md", "write_your_own_loop.md")
 DOCS = Path(__file__).parents[2] / "docs"
 SOURCES = ("packages", "proto")
 NAMES_PATHS = ("docs/architecture.md", "CONTRIBUTING.md", "AGENTS.md")
-# Metrics, and folders that a run or a command makes.
+# Metrics, folders that a run or a command makes, and what Pants hides from its tests.
 NO_PATHS = {
+    ".ci/run",
     "rollout/kl",
     "rollout/logprob_diff_{mean,p99,max}",
     "rollout/stale_tokens",
