@@ -22,8 +22,12 @@ from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSp
 from treadle.rollout_server.engines.common import collective as receiving
 from treadle.rollout_server.engines.common import collective_group as receiving_group
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.common.collective_group import Membership, Stop, fail_group
-from treadle.rollout_server.engines.common.collective_message import encode_group
+from treadle.rollout_server.engines.common.collective_group import (
+    Membership,
+    StopSignal,
+    encode_group,
+    fail_group,
+)
 from treadle.rollout_server.errors import CollectiveBroken
 from treadle.trainer.policy import types as policy
 from treadle.trainer.policy.commands import Broadcast, BroadcastReport, OpenGroup
@@ -45,7 +49,7 @@ WORKER = """
 import sys
 import torch
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.common.collective_message import decode_group
+from treadle.rollout_server.engines.common.collective_group import decode_group
 
 for spec, _ in CollectiveMember(worker=1, device=torch.device("cpu")).receive(
     *decode_group(sys.argv[1])
@@ -238,7 +242,7 @@ def test_a_group_is_kept_until_another_is_named(
     joined: list[str] = []
     join = Membership.join
 
-    def counted(self: Membership, stop: Stop) -> None:
+    def counted(self: Membership, stop: StopSignal) -> None:
         joined.append(self.announced.group_name)
         join(self, stop)
 
@@ -376,7 +380,7 @@ def test_a_group_that_ends_while_its_members_connect_leaves_no_thread_behind(
     fail_group(groups[0], "its lease ran out")
     for future in futures:
         assert "its lease ran out" in failed(future)
-    for thread in tuple(receiving_group._left_alone):
+    for thread in tuple(receiving_group._detached):
         thread.join()
 
 

@@ -41,7 +41,10 @@ from treadle.agent_loop.testing import ByteRenderer, ScriptedTool
 from treadle.rollout_server.engine import ElementType, Engine, ModelInfo, PromptImage
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
-from treadle.rollout_server.engines.torch.vision_harness import Transformers, write_vision_model
+from treadle.rollout_server.engines.torch.testing.vision_model import (
+    Transformers,
+    write_vision_model,
+)
 from treadle.rollout_server.testing.serving import serve_in_process
 
 SPECIALS = [

@@ -42,10 +42,11 @@ _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _PROBE_S = 300
-# Runs by itself: what breaks here ends no doctor. On a CPU, sglang is imported with its shims.
+# Runs in a separate process: an import that crashes must not end the doctor. On a CPU, sglang is
+# imported with its stubs.
 _PROBE = """
 import importlib, json, os, sys
-sys.path[:], modules, with_shims, memfd = json.loads(sys.argv[1])
+sys.path[:], modules, with_stubs, memfd = json.loads(sys.argv[1])
 said = {"imports": {}, "cuda_build": None, "cuda_devices": 0}
 try:
     open(memfd, "rb").close()
@@ -57,12 +58,12 @@ for name in modules:
         module = importlib.import_module(name)
         if name == "torch":
             said["cuda_build"] = module.version.cuda
-            # Counting asks the driver alone; whether this torch can use it is another question.
+            # device_count asks only the driver, not whether this torch can use its GPUs.
             said["cuda_devices"] = module.cuda.device_count() if module.cuda.is_available() else 0
-            if with_shims and not said["cuda_devices"]:
-                from treadle.rollout_server.engines.sglang import shims
+            if with_stubs and not said["cuda_devices"]:
+                from treadle.rollout_server.engines.sglang.startup import install_stubs
                 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-                shims.install()
+                install_stubs()
         said["imports"][name] = ""
     except BaseException as error:
         said["imports"][name] = f"{type(error).__name__}: {error}"

@@ -1,1 +1,1 @@
-"""Engines, one module each, imported by `registry.py` when chosen."""
+"""Engines, one package each; `registry.py` imports the selected one."""

@@ -1,5 +1,4 @@
-"""What several engines share: sampling, start-up, collective groups, staged weights.
+"""Code that several engines share: sampling, start-up, collective groups, staged weights.
 
-Here lives code for the processes of an engine. An engine's own rules belong to its folder, and
-nothing outside `engines/` imports from here.
+Only engines import from here. Code for a single engine belongs in the folder of that engine.
 """

@@ -1,8 +1,8 @@
-"""Engine arguments: our keys and the user's own, merged into one call, or refused.
+"""Engine arguments: our configuration keys merged with the user's `engine_args`, or rejected.
 
-Invariant: nothing that the configuration sets is silently dropped. A key that an engine
-cannot honour is refused with what to do instead; an argument of `engine_args` must exist in
-the engine's own argument class and must not be one that a key of ours decides.
+Invariant: no setting is silently dropped. A key that an engine does not support is rejected with
+the alternative; an argument in `engine_args` must exist in the engine library's argument class
+and must not be managed by the server.
 """
 
 import difflib
@@ -16,62 +16,63 @@ from treadle.rollout_server.config.schema import ServerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnArgument:
-    """One argument of the engine's library that we decide.
+class ManagedArgument:
+    """An argument of the engine's library that the server sets; `engine_args` may not.
 
     Attributes:
-        value: What it is given; None leaves it to the library, and to nobody else.
-        key: The configuration key that decides it; "" when the adapter needs it as it is.
+        value: Its value; None means the library's default.
+        key: The configuration key that sets it; "" if the adapter needs a fixed value.
     """
 
     value: Any
     key: str = ""
 
 
-def refuse_unhonoured(config: ServerConfig, engine: str, unhonoured: Mapping[str, str]) -> None:
-    """Refuses keys that differ from their default and that the engine cannot honour.
+def reject_unsupported(config: ServerConfig, engine: str, unsupported: Mapping[str, str]) -> None:
+    """Rejects keys that the engine does not support and that differ from their default.
 
     Args:
-        config: What was asked for.
-        engine: For the message.
-        unhonoured: Path of the key -> what to do instead.
+        config: The configuration.
+        engine: Engine name, for the message.
+        unsupported: Path of the key -> what to do instead.
 
     Raises:
-        ValueError: One of them is set.
+        ValueError: An unsupported key is set.
     """
-    for key, fix in unhonoured.items():
+    for key, fix in unsupported.items():
         value, default = _value(config, key), _value(ServerConfig(), key)
         if value != default:
-            raise ValueError(f"{key} is {value!r}, which engine {engine!r} cannot honour: {fix}")
+            raise ValueError(f"{key} is {value!r}, which engine {engine!r} does not support: {fix}")
 
 
-def merged_arguments(
-    own: Mapping[str, OwnArgument],
+def merge_arguments(
+    managed: Mapping[str, ManagedArgument],
     given: Mapping[str, Any],
     *,
     known: Collection[str],
     argument_class: str,
 ) -> dict[str, Any]:
-    """The arguments for the engine's library.
+    """Returns the arguments for the engine's library.
 
     Args:
-        own: Those that we decide, by their names there.
+        managed: Arguments that the server sets, by their names in the library.
         given: `ServerConfig.engine_args`.
-        known: Every name that there is.
-        argument_class: The library's class, for the message.
+        known: All argument names of the library.
+        argument_class: The library's argument class, for the message.
 
     Raises:
-        ValueError: A given name is not known, or is one of ours.
+        ValueError: A given name is unknown or is managed by the server.
     """
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ValueError(f"engine_args.{name} is not an argument of {argument_class}{hint}")
-        if name in own:
-            fix = f"set {own[name].key}" if own[name].key else "leave it out, the adapter needs it"
-            raise ValueError(f"engine_args.{name} is decided by this server: {fix}")
-    ours = {name: argument.value for name, argument in own.items() if argument.value is not None}
+        if name in managed:
+            key = managed[name].key
+            fix = f"set {key}" if key else "leave it out, the adapter needs a fixed value"
+            raise ValueError(f"engine_args.{name} is set by this server: {fix}")
+    ours = {name: own.value for name, own in managed.items() if own.value is not None}
     return ours | dict(given)
 
 

@@ -6,7 +6,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from treadle.rollout_server.engines.common.cancellable_startup import built
+from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -20,9 +20,9 @@ async def test_what_is_built_is_returned_and_what_fails_is_raised() -> None:
     def fail() -> int:
         raise ValueError("no room")
 
-    assert await built(lambda: 3, discard=keep) == 3
+    assert await cancellable_startup(lambda: 3, discard=keep) == 3
     with pytest.raises(ValueError, match="no room"):
-        await built(fail, discard=keep)
+        await cancellable_startup(fail, discard=keep)
 
 
 @pytest.mark.asyncio
@@ -40,7 +40,7 @@ async def test_processes_started_after_the_waiting_was_given_up_are_ended() -> N
             processes[-1].join()
         raise RuntimeError("its processes ended")
 
-    waiting = asyncio.create_task(built(build, discard=keep))
+    waiting = asyncio.create_task(cancellable_startup(build, discard=keep))
     await begun.wait()
     waiting.cancel()
     given_up.set()
@@ -63,7 +63,7 @@ async def test_what_was_built_in_the_same_instant_is_discarded() -> None:
     async def discard(number: int) -> None:
         discarded.append(number)
 
-    waiting = asyncio.create_task(built(build, discard=discard))
+    waiting = asyncio.create_task(cancellable_startup(build, discard=discard))
     await begun.wait()
     waiting.cancel()
     given_up.set()

@@ -1,20 +1,19 @@
-"""Collective transport, the receiving side: a worker, and the buckets that it is sent.
+"""Collective transport, the receiving side: a worker receives buckets of tensors.
 
-Invariant: all members make the same list of buckets of one announcement (`schedule`) and take
-part in them in that order, each exactly once. At most two buckets exist on a worker: one that
-is being written into the weights, one that is on its way.
+Invariant: all members compute the same list of buckets from one announcement (`schedule`) and
+take part in them in that order, each exactly once. A worker holds at most two buckets: one that
+is being written into the weights and one that is in flight.
 
-Nobody waits in a circle: the first bucket of the list that is not yet everywhere is waited for
-by everyone, and its sender waits for nothing but its own earlier buckets and the ranks that
-share its layers.
+There is no deadlock: all members wait for the first bucket that has not arrived everywhere, and
+its sender waits only for its own earlier buckets and the ranks that share its layers.
 
-Lifecycle: the group is made when an update names it and kept for the updates after it, since
-making one can take longer than an update. It ends by the first failure of any member, by an
-update that names another one, or by `close`, and never comes back: the trainer gives the next
-one another name, which counts generations. A member that died, or came, is a new generation.
+Lifecycle: a group is created when an update names it and kept for later updates, since creation
+can take longer than an update. It ends at the first failure of any member, at an update that
+names another group, or at `close`. An ended group is never reused: the trainer gives the next
+one a new name with a generation number, as it does when a member died or joined.
 
-Who waits: a worker for all members to come, then for each bucket; `collective_group.py` says
-what ends these waits.
+Who waits: a worker waits for all members to join, then for each bucket; `collective_group.py`
+lists what ends these waits.
 
 Example, in a worker::
 
@@ -32,7 +31,7 @@ import torch
 
 from treadle.rollout.collective_schedule import Part, schedule
 from treadle.rollout_server.engine import CollectiveGroup, TensorSpec
-from treadle.rollout_server.engines.common.collective_group import Membership, Stop
+from treadle.rollout_server.engines.common.collective_group import Membership, StopSignal
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.errors import CollectiveBroken
 
@@ -42,63 +41,63 @@ Received = tuple[TensorSpec, torch.Tensor]
 
 
 class CollectiveMember:
-    """One worker of a server, in at most one group at a time.
+    """One worker of a server, a member of at most one group at a time.
 
     Args:
-        worker: Its number among the server's workers.
-        device: Where its weights are; "gloo" brings the bytes to host memory all the same.
+        worker: Index among the server's workers.
+        device: Device of its weights; "gloo" receives into host memory regardless.
     """
 
     def __init__(self, *, worker: int, device: torch.device) -> None:
         self._worker = worker
         self._device = device
         self._membership: Membership | None = None
-        self._stop = Stop()
+        self._stop = StopSignal()
 
     def receive(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec]
     ) -> Generator[Received, None, None]:
-        """As `receive_buckets`, tensor by tensor; each is good until the next is asked for."""
+        """Yields tensors instead of buckets; each is valid until the next is requested."""
         buckets = self.receive_buckets(group, tensors)
         return (received for bucket in buckets for received in bucket)
 
     def receive_buckets(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec]
     ) -> Generator[list[Received], None, None]:
-        """Takes part in one update; the tensors of each bucket, as it comes.
+        """Takes part in one update; yields the tensors of each bucket when it arrives.
 
-        They are good until the next bucket is asked for, which says that they were written: on
-        CUDA, in the order of the asking thread's current stream at the latest. Run the iterator
-        to its end; to close it before ends the group for everyone, as an error does.
+        They are valid until the next bucket is requested; the request confirms that they are
+        written, on CUDA at the latest in the order of the calling thread's current stream. Run
+        the iterator to its end: closing it early ends the group for everyone, as an error does.
 
         Args:
-            group: The one of the update before goes on if it is the same.
+            group: The group; reused if it is the same as in the previous update.
             tensors: As announced; `group.senders[i]` sends `tensors[i]`.
 
         Raises:
-            CollectiveBroken: From the iterator; the weights are a mixture.
+            CollectiveBroken: Raised by the iterator; the weights are a mixture.
         """
-        self._stop = Stop()
+        self._stop = StopSignal()
         return self._receive(group, tuple(tensors), self._stop)
 
     def abort(self, cause: str) -> None:
-        """Ends the update that is under way, from any thread; nothing if there is none."""
+        """Ends the running update, from any thread; does nothing if there is none."""
         self._stop.set(cause)
 
     def close(self) -> None:
-        """Leaves the group. Idempotent; not while an update is under way."""
+        """Leaves the group. Idempotent; must not be called during an update."""
         if self._membership is not None:
             self._membership.leave()
             self._membership = None
 
     def _receive(
-        self, group: CollectiveGroup, tensors: tuple[TensorSpec, ...], stop: Stop
+        self, group: CollectiveGroup, tensors: tuple[TensorSpec, ...], stop: StopSignal
     ) -> Generator[list[Received], None, None]:
         try:
             membership = self._joined(group, stop)
             yield from _buckets(membership, tensors, stop)
             membership.written(stop)
-        except RuntimeError as error:  # What torch raises for everything that can happen here.
+        except RuntimeError as error:  # torch raises it for every failure here.
             cause = self._cause(error)
             self._give_up(cause, at_fault=bool(stop.cause))
             raise CollectiveBroken(f"group {group.group_name!r}: {cause}") from error
@@ -106,7 +105,7 @@ class CollectiveMember:
             self._give_up(stop.cause or "it could not write what it received", at_fault=True)
             raise
 
-    def _joined(self, group: CollectiveGroup, stop: Stop) -> Membership:
+    def _joined(self, group: CollectiveGroup, stop: StopSignal) -> Membership:
         if self._membership is None or self._membership.announced != group:
             self.close()
             rank = group.first_rank + self._worker
@@ -115,7 +114,7 @@ class CollectiveMember:
         return self._membership
 
     def _cause(self, error: RuntimeError) -> str:
-        """What another member said before it left, rather than that a connection was closed."""
+        """Prefers the cause that another member recorded to the error of a lost connection."""
         if self._membership is not None:
             with suppress(RuntimeError):
                 return self._membership.failure() or str(error)
@@ -128,7 +127,7 @@ class CollectiveMember:
 
 
 def _buckets(
-    membership: Membership, tensors: tuple[TensorSpec, ...], stop: Stop
+    membership: Membership, tensors: tuple[TensorSpec, ...], stop: StopSignal
 ) -> Iterator[list[Received]]:
     group = membership.announced
     plan = schedule([spec.size_bytes for spec in tensors], group.senders, group.bucket_bytes)
@@ -143,7 +142,7 @@ def _buckets(
     for number, bucket in enumerate(plan):
         membership.wait(work, stop)
         if number + 1 < len(plan):
-            work = post(number + 1)  # Into the memory of the one before, which was written.
+            work = post(number + 1)  # Into the memory of the previous bucket, which is written.
         yield [_received(memory[number % 2], part, tensors[part.index]) for part in bucket.parts]
 
 

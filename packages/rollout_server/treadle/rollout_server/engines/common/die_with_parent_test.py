@@ -19,11 +19,11 @@ if __name__ == "__main__":
 
 def late(came: str, goes_on: str) -> None:
     """A child whose imports take longer than its parent lives."""
-    from treadle.rollout_server.engines.common.die_with_parent import end_with_parent
+    from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
 
     Path(came).write_text("")
     Path(goes_on).read_text()
-    end_with_parent()
+    die_with_parent()
     signal.pause()
 
 

@@ -1,4 +1,4 @@
-"""Element types as torch has them."""
+"""The element types of torch."""
 
 import torch
 
@@ -10,4 +10,4 @@ TORCH_DTYPES = {
     ElementType.FLOAT16: torch.float16,
     ElementType.FLOAT8_E4M3FN: torch.float8_e4m3fn,
 }
-"""Ours -> torch's."""
+"""Element type -> torch dtype."""

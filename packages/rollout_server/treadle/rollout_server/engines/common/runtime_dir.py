@@ -1,8 +1,9 @@
-"""The scratch directory: where an engine's processes meet, by sockets and notes.
+"""The runtime directory: sockets and error reports of an engine's processes.
 
-Invariant: it lives as long as its engine, and one that a killed server left behind goes when the
-next engine starts on this host. A lock tells them apart, which the kernel takes back however a
-process ends; a directory gets its name only once it is locked. Nobody waits for a lock.
+Invariant: it lives as long as its engine. A directory that a killed server left behind is
+removed when the next engine starts on this host. A file lock tells them apart, which the kernel
+releases however a process ends; a directory gets its final name only once it is locked. Nothing
+waits for a lock.
 """
 
 import fcntl
@@ -11,12 +12,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "treadle-engine-"  # Short: a socket's path has 107 bytes at most.
+_PREFIX = "treadle-engine-"  # Short: the path of a socket has at most 107 bytes.
 _UNNAMED = "treadle-new-"
 
 
-class Scratch:
-    """A directory of this process; made and locked here, removed by `close`."""
+class RuntimeDir:
+    """A directory of this process, created and locked here, removed by `close`."""
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -29,7 +30,7 @@ class Scratch:
         self._open = True
 
     def close(self) -> None:
-        """Removes it, with what is in it. Idempotent."""
+        """Removes the directory with its contents. Idempotent."""
         if self._open:
             self._open = False
             shutil.rmtree(self.path, ignore_errors=True)
@@ -37,12 +38,12 @@ class Scratch:
 
 
 def _sweep(parent: Path) -> None:
-    """Removes what no process holds any more."""
+    """Removes directories that no process has locked."""
     for left in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # It has just gone, or is somebody else's.
+            continue  # It was just removed, or belongs to another user.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)

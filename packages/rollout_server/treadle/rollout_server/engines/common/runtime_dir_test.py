@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from treadle.rollout_server.engines.common.runtime_dir import Scratch
+from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 
 KILLED = """
 import os, signal, sys, tempfile
 sys.path[:] = eval(sys.argv[2])
 tempfile.tempdir = sys.argv[1]
-from treadle.rollout_server.engines.common.runtime_dir import Scratch
-(Scratch().path / "note").write_text("left")
+from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
+(RuntimeDir().path / "note").write_text("left")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -23,20 +23,20 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_there_until_it_is_closed(parent: Path) -> None:
-    scratch = Scratch()
-    (scratch.path / "socket").touch()
-    assert list(parent.iterdir()) == [scratch.path]
-    scratch.close()
-    scratch.close()
+    runtime_dir = RuntimeDir()
+    (runtime_dir.path / "socket").touch()
+    assert list(parent.iterdir()) == [runtime_dir.path]
+    runtime_dir.close()
+    runtime_dir.close()
     assert not list(parent.iterdir())
 
 
 def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(parent: Path) -> None:
-    used = Scratch()
+    used = RuntimeDir()
     words = [sys.executable, "-c", KILLED, str(parent), repr(sys.path)]
     assert subprocess.run(words, check=False).returncode == -9
     assert len(list(parent.glob("*/note"))) == 1
-    mine = Scratch()
+    mine = RuntimeDir()
     assert sorted(parent.iterdir()) == sorted([used.path, mine.path])
     used.close()
     mine.close()

@@ -1,14 +1,13 @@
-"""The sampler: logits of all rows to one token and its log-prob each, in one vectorised pass.
+"""The sampler: one token and its log-prob per row of logits, in one vectorised pass.
 
-Invariant: what a row draws depends on its logits, its settings, its seed and the position
-of the token, and on nothing else in the batch. There is no generator with a state to share
-or to lose: the uniform number of a token is a hash of (seed, position), SplitMix64 (Steele
-et al. 2014, doi 10.1145/2660193.2660195), and the token is where the cumulative
-distribution passes it.
+Invariant: the token of a row depends only on its logits, its settings, its seed and its
+position, not on the rest of the batch. There is no generator state: the uniform number of a
+token is a hash of (seed, position), SplitMix64 (Steele et al. 2014, doi
+10.1145/2660193.2660195), and the token is where the cumulative distribution passes it.
 
 Order of the transforms, as in transformers: repetition penalty, temperature, top-k, top-p,
-min-p. The log-prob is that of the resulting distribution; at temperature 0 it is one point
-and the log-prob 0.
+min-p. The log-prob is that of the resulting distribution; at temperature 0 the distribution is
+a single point and the log-prob is 0.
 
 Shapes: B rows, V vocabulary.
 """
@@ -28,14 +27,14 @@ _LARGEST = torch.finfo(torch.float32).max
 _UNIFORM_BITS = 48  # u * total < total then holds in float64, so no id of weight 0 is drawn.
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """One token per row; ``[B]`` each, on the logits' device, log-probs in nats."""
 
     ids_B: torch.Tensor
     logprobs_B: torch.Tensor
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token per row; ``[B]`` each, log-probs in nats."""
 
     token_ids: list[int]
@@ -43,12 +42,12 @@ class Sampled(NamedTuple):
 
 
 class SamplingBatch:
-    """Settings of the rows of a step as tensors; made anew when the rows change.
+    """The sampling settings of a batch as tensors; rebuilt when the rows change.
 
     Args:
         settings: ``[B]``.
         seeds: ``[B]``, 64 bits each.
-        device: Of the logits.
+        device: Device of the logits.
     """
 
     def __init__(
@@ -76,16 +75,16 @@ class SamplingBatch:
         ]
         self._truncation = _Truncation.of(truncated, device) if truncated else None
 
-    def sample(self, logits_BV: torch.Tensor, histories: Sequence[Sequence[int]]) -> Sampled:
-        """Draws one token per row, after the repetition penalty.
+    def sample(self, logits_BV: torch.Tensor, histories: Sequence[Sequence[int]]) -> SampledTokens:
+        """Applies the repetition penalty and samples one token per row.
 
         Args:
             logits_BV: float32; overwritten.
-            histories: ``[B]``, the ids before the new token, prompt first; its length is
-                the position that is hashed.
+            histories: ``[B]``, ids before the new token, prompt first; the length is the
+                position that is hashed.
 
         Raises:
-            FloatingPointError: A row's logits are not finite.
+            FloatingPointError: The logits of a row are not finite.
         """
         for row, penalty in self._penalised:
             _penalise(logits_BV[row], histories[row], penalty)
@@ -93,21 +92,21 @@ class SamplingBatch:
         if self._all_greedy:
             _check_finite(logits_BV.gather(1, drawn.ids_B.unsqueeze(1)))
         _check_finite(drawn.logprobs_B)
-        return Sampled(drawn.ids_B.tolist(), drawn.logprobs_B.tolist())
+        return SampledTokens(drawn.ids_B.tolist(), drawn.logprobs_B.tolist())
 
-    def draw(self, logits_BV: torch.Tensor, positions: Sequence[int]) -> Drawn:
-        """Draws one token per row from logits that are penalised already; waits for no device.
+    def draw(self, logits_BV: torch.Tensor, positions: Sequence[int]) -> DrawnTokens:
+        """Samples one token per row from penalised logits; does not wait for the device.
 
         Args:
-            logits_BV: float32; overwritten. Where a row's are not finite, its log-prob is not
-                either, unless it is greedy.
-            positions: ``[B]``, how many ids come before the new token.
+            logits_BV: float32; overwritten. If the logits of a row are not finite, its log-prob
+                is not finite either, unless the row is greedy.
+            positions: ``[B]``, number of ids before the new token.
         """
         greedy_ids_B = logits_BV.argmax(-1)
         if self._all_greedy:
-            return Drawn(greedy_ids_B, torch.zeros_like(greedy_ids_B, dtype=torch.float32))
+            return DrawnTokens(greedy_ids_B, torch.zeros_like(greedy_ids_B, dtype=torch.float32))
         if self._temperature_B1 is not None:
-            # From the top, or the quotients of a temperature near zero would be infinite.
+            # Subtract the maximum first: a temperature near zero would give infinite quotients.
             logits_BV -= logits_BV.amax(-1, keepdim=True)
             logits_BV /= self._temperature_B1
         if self._truncation is not None:
@@ -120,7 +119,7 @@ class SamplingBatch:
         if self._greedy_B is not None:
             broken_B = logprobs_B.isnan()
             logprobs_B = logprobs_B.masked_fill(self._greedy_B & ~broken_B, 0.0)
-        return Drawn(ids_B, logprobs_B)
+        return DrawnTokens(ids_B, logprobs_B)
 
     def _draw(self, logprobs_BV: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))
@@ -128,14 +127,14 @@ class SamplingBatch:
         cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
         target_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
         ids_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-        # Beyond the end only where the row is NaN, which the caller then reports.
+        # Beyond the end only if the row is NaN, which the caller reports.
         return ids_B1.squeeze(1).clamp_(max=logprobs_BV.shape[1] - 1)
 
 
 def uniform(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), one per (seed, position): output `position` of SplitMix64(seed)."""
+    """Returns a number in [0, 1) per (seed, position): output `position` of SplitMix64(seed)."""
     with np.errstate(over="ignore"):
         z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -147,9 +146,9 @@ def uniform(
 
 
 def penalised(logits: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Logits of ids seen before, float32 of any shape, less likely by a penalty; a new tensor."""
+    """Returns logits, float32 of any shape, after a repetition penalty; a new tensor."""
     values = torch.where(logits > 0, logits / penalty, logits * penalty)
-    # Extreme penalties must not give infinity, which the softmax would turn into NaN.
+    # Extreme penalties must not give infinity: the softmax would turn it into NaN.
     return values.clamp_(-_LARGEST, _LARGEST)
 
 
@@ -159,7 +158,7 @@ def _penalise(logits_V: torch.Tensor, history: Sequence[int], penalty: float) ->
 
 
 class _Truncation(NamedTuple):
-    """What top-k, top-p and min-p keep of some rows; ``[R]`` and ``[R, 1]``."""
+    """Settings of top-k, top-p and min-p for some rows; ``[R]`` and ``[R, 1]``."""
 
     rows_R: torch.Tensor
     top_k_R1: torch.Tensor
@@ -181,7 +180,7 @@ class _Truncation(NamedTuple):
         )
 
     def apply(self, logits_BV: torch.Tensor) -> None:
-        """Sets what is dropped to minus infinity; the likeliest id stays."""
+        """Sets the logits of dropped ids to minus infinity; always keeps the most likely id."""
         sorted_RV, order_RV = logits_BV[self.rows_R].sort(descending=True, stable=True)
         rank_V = torch.arange(sorted_RV.shape[1], device=logits_BV.device)
         sorted_RV = sorted_RV.masked_fill(rank_V >= self.top_k_R1, -torch.inf)
@@ -197,5 +196,5 @@ class _Truncation(NamedTuple):
 def _check_finite(values: torch.Tensor) -> None:
     if not bool(values.isfinite().all()):
         raise FloatingPointError(
-            "the model's logits are not finite: the weights are broken, start again with others"
+            "the model's logits are not finite: the weights are broken, load other weights"
         )

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import Sampling
-from treadle.rollout_server.engines.common.sampling import Sampled, SamplingBatch, uniform
+from treadle.rollout_server.engines.common.sampling import SampledTokens, SamplingBatch, uniform
 
 CPU = torch.device("cpu")
 
 
-def draw(logits: torch.Tensor, settings: list[Sampling], *, position: int = 3) -> Sampled:
+def draw(logits: torch.Tensor, settings: list[Sampling], *, position: int = 3) -> SampledTokens:
     seeds = [s.seed or 0 for s in settings]
     histories = [[0] * position for _ in settings]
     return SamplingBatch(settings, seeds, CPU).sample(logits.clone().float(), histories)

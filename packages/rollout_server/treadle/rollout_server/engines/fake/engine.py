@@ -41,7 +41,7 @@ from treadle.rollout_server.engine import (
     TensorSpec,
     Tokens,
 )
-from treadle.rollout_server.engines.common.arguments import refuse_unhonoured
+from treadle.rollout_server.engines.common.arguments import reject_unsupported
 from treadle.rollout_server.engines.fake.model import (
     BLOCK_TOKENS,
     Prefix,
@@ -375,7 +375,7 @@ async def create(config: ServerConfig) -> FakeEngine:
     Raises:
         ValueError: `engine_args` is set.
     """
-    refuse_unhonoured(config, "fake", {"engine_args": "leave it out, it has none"})
+    reject_unsupported(config, "fake", {"engine_args": "leave it out, it has none"})
     path = config.model.path
     if path is None:
         model = ModelInfo(

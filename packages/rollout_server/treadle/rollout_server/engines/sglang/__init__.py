@@ -1,11 +1,11 @@
-"""The SGLang engine, chosen as ``sglang``: its scheduler in processes of its own.
+"""The SGLang engine, selected as ``sglang``: SGLang's schedulers in separate processes.
 
-`launch.py` makes `engine.py`, which is what the server sees; `process.py` starts SGLang and
-hears of its end; `worker.py` is what we add to its scheduler, which draws with `sampling.py`
-and takes weights as `weights.py` says; `arguments.py` and `sequence.py` translate;
-`startup.py` prepares the processes, and `shims.py` lets them do without what has no CPU build.
+`launch.py` builds `engine.py`, which implements `Engine`; `process.py` starts SGLang and watches
+it; `worker.py` extends its scheduler, which samples with `sampling.py` and loads weights with
+`weights.py`; `arguments.py` and `sequence.py` translate between our types and SGLang's;
+`startup.py` prepares the processes and installs stubs for kernels without a CPU build.
 
-Only `process.py` and `worker.py` import sglang, when an engine is made.
+Only `process.py` and `worker.py` import sglang, when an engine is created.
 """
 
 from treadle.rollout_server.engines.sglang.engine import SglangEngine

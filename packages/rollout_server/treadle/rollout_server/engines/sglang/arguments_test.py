@@ -88,11 +88,11 @@ def test_a_model_whose_cache_cannot_be_counted_says_what_to_set(path: Path) -> N
 def test_engine_args_win_over_defaults_and_not_over_keys(path: Path) -> None:
     assert arguments(path, given={"attention_backend": "triton"})["attention_backend"] == "triton"
     assert arguments(path, given={"stream_interval": 4})["stream_interval"] == 4
-    with pytest.raises(ValueError, match=r"engine_args\.model_path is decided .* set model\.path"):
+    with pytest.raises(ValueError, match=r"engine_args\.model_path is set by .*: set model\.path"):
         arguments(path, given={"model_path": "x"})
     with pytest.raises(ValueError, match=r"atention_backend is not .* mean attention_backend"):
         arguments(path, given={"atention_backend": "x"})
-    with pytest.raises(ValueError, match=r"engine_args\.speculative_algorithm cannot be used here"):
+    with pytest.raises(ValueError, match=r"engine_args\.speculative_algorithm is not supported"):
         arguments(path, given={"speculative_algorithm": "EAGLE"})
 
 
@@ -106,6 +106,8 @@ def test_engine_args_win_over_defaults_and_not_over_keys(path: Path) -> None:
         ("data_parallel_size", 2),
     ],
 )
-def test_what_a_cpu_cannot_honour_is_refused(path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"model\.{key} is {value}, which engine 'sglang' cannot"):
+def test_what_a_cpu_does_not_support_is_refused(path: Path, key: str, value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"model\.{key} is {value}, which engine 'sglang' does not support"
+    ):
         arguments(path, **{key: value})

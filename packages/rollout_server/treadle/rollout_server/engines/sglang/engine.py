@@ -1,14 +1,14 @@
-"""The SGLang engine: what the server sees of SGLang's schedulers.
+"""The SGLang engine: an `Engine` over SGLang's schedulers.
 
-Invariant: a sequence is with SGLang exactly while it holds a place here, so what waits for a
-place can be ordered by priority and kept back by a pause. A pause takes every sequence off the
-device and ends when its last token is here; what CONTINUE kept reads its ids again, with the
-weights that are there by then, so nothing old is ever continued from.
+Invariant: SGLang has a sequence exactly while it holds a slot here, so waiting requests can be
+ordered by priority and held back by a pause. A pause removes every sequence from the device and
+returns once their last tokens have arrived. A sequence kept by CONTINUE is prefilled again with
+the weights of that time, so it never continues from old keys and values.
 
-Who waits: `generate` for a place, then for answers, which SGLang's parent part collects (at
-most one completion's worth); `pause` for the sequences that its policy ends and for one
-answer of the schedulers; `load_weights` for an answer per batch. Whoever waits is woken by
-the failure of a scheduler too, with `EngineFailed`.
+Who waits: `generate` waits for a slot, then for answers, which SGLang's tokenizer manager
+buffers (at most one completion). `pause` waits for the sequences that its policy ends and for
+one answer of the schedulers; `load_weights` waits for an answer per batch. The failure of a
+scheduler wakes every waiter with `EngineFailed`.
 """
 
 import asyncio
@@ -33,8 +33,7 @@ from treadle.rollout_server.engine import (
     Started,
     TensorSpec,
 )
-from treadle.rollout_server.engines.common.collective_group import fail_group
-from treadle.rollout_server.engines.common.collective_message import encode_group
+from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
 from treadle.rollout_server.engines.common.staging import Staging, staging
 from treadle.rollout_server.engines.sglang import sequence, weights
 from treadle.rollout_server.errors import EngineFailed, ShuttingDown
@@ -43,26 +42,28 @@ from treadle.rollout_server.scheduling.request_queue import RequestQueue
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
 _log = logging.getLogger(__name__)
-_BATCH_BYTES = 256 << 20  # Of staged tensors that the workers are told of at once.
+_BATCH_BYTES = 256 << 20  # Maximum of staged tensors in one message to the workers.
 _ALL = sys.maxsize
 
 
 class SglangEngine:
-    """An `Engine` over SGLang's schedulers. Made by `launch.create`.
+    """An `Engine` over SGLang's schedulers. Created by `launch.create`.
 
     Args:
-        info: What it is.
+        info: Description of the engine.
         schedulers: A `process.Schedulers`.
-        places: Sequences that run at once.
-        host_cache: Whether the KV cache lies in host memory.
+        max_running: Maximum number of running sequences.
+        host_cache: Whether the KV cache is in host memory.
     """
 
-    def __init__(self, info: EngineInfo, schedulers: Any, *, places: int, host_cache: bool) -> None:
+    def __init__(
+        self, info: EngineInfo, schedulers: Any, *, max_running: int, host_cache: bool
+    ) -> None:
         self.info = info
         self._schedulers = schedulers
         self._host_cache = host_cache
         loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(Admission(max_in_flight=places, max_queued=_ALL), loop)
+        self._queue = RequestQueue(Admission(max_in_flight=max_running, max_queued=_ALL), loop)
         self._failure: asyncio.Future[Exception] = loop.create_future()
         self._calls: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
@@ -79,12 +80,12 @@ class SglangEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled from."""
+        """Version of the weights that sample the next token."""
         return self._weight_version
 
     @property
     def counters(self) -> EngineCounters:
-        """What became of the sequences so far."""
+        """Numbers of sequences since the start, by outcome."""
         return EngineCounters(
             started=self._started,
             finished=self._finished,
@@ -95,9 +96,9 @@ class SglangEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
         self._check()
-        turned_away = self._closed
+        rejected = self._closed
         try:
-            if not turned_away:
+            if not rejected:
                 async with (
                     self._queue.slot(request.priority) as slot,
                     aclosing(self._run(request)) as events,
@@ -106,8 +107,8 @@ class SglangEngine:
                     async for event in events:
                         yield event
         except ShuttingDown:
-            turned_away = True
-        if turned_away:
+            rejected = True
+        if rejected:
             self._started += 1
             self._finished += 1
             yield Started(0)
@@ -139,15 +140,15 @@ class SglangEngine:
                     self._leave(running, finished=False)
 
     async def pause(self, policy: InFlightPolicy) -> None:
-        """Stops sampling; see `Engine.pause`."""
+        """Pauses sampling; see `Engine.pause`."""
         self._queue.pause_admission()
-        # Nothing may be drawn from a mixture: what is kept then is kept further.
+        # Nothing may be sampled from a mixture, so sequences kept by CONTINUE stay kept.
         if policy is InFlightPolicy.DRAIN and not self._mixed:
             if self._stopped:
-                self._go_on()
+                self._continue_generation()
             await self._idle.wait()
         self._stopped = True
-        await self._unless_failed(self._schedulers.stop())
+        await self._unless_failed(self._schedulers.pause_generation())
         if policy is InFlightPolicy.INTERRUPT:
             for running in self._sequences.values():
                 running.interrupted = True
@@ -156,7 +157,7 @@ class SglangEngine:
         self._check()
 
     async def resume(self) -> None:
-        """Goes on; see `Engine.resume`."""
+        """Resumes sampling; see `Engine.resume`."""
         if self._mixed:
             raise RuntimeError("the weights are a mixture: load all of them before resuming")
         if self._released:
@@ -164,7 +165,7 @@ class SglangEngine:
             raise RuntimeError(f"memory is released ({names}): restore it before resuming")
         self._check()
         if self._stopped:
-            self._go_on()
+            self._continue_generation()
         self._queue.resume_admission()
 
     async def load_weights(
@@ -172,8 +173,8 @@ class SglangEngine:
     ) -> None:
         """Replaces all weights; see `Engine.load_weights`.
 
-        Not in place, it fails for good when a worker cannot take a tensor: SGLang has
-        overwritten others by then.
+        If not in place, a tensor that a worker cannot load breaks the engine: SGLang has
+        overwritten other tensors by then.
         """
         check = TensorCheck(self.info.parameters)
         with staging() as memory:
@@ -192,7 +193,7 @@ class SglangEngine:
             check.finish()
             try:
                 await self._begin_load()
-                for batch in weights.batches(staged, _BATCH_BYTES):
+                for batch in weights.split_batches(staged, _BATCH_BYTES):
                     await self._load(batch, memory)
                 await self._end_load(version)
             except (RuntimeError, OSError) as error:
@@ -209,7 +210,7 @@ class SglangEngine:
         try:
             await asyncio.shield(receiving)
         except asyncio.CancelledError:
-            # The workers hear nothing while they receive.
+            # The workers process no messages while they receive.
             await asyncio.to_thread(fail_group, group, "its server gave the update up")
             await asyncio.wait({receiving})
             self._forget(receiving)
@@ -217,27 +218,27 @@ class SglangEngine:
         await self._end_load(version)
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives device memory away; see `Engine.release_memory`."""
+        """Releases device memory; see `Engine.release_memory`."""
         kinds -= self._released
         if not kinds:
             return
         self._released |= kinds
-        await self._unless_failed(self._schedulers.release(_tags(kinds)))
+        await self._unless_failed(self._schedulers.release_memory(_tags(kinds)))
         if self._host_cache and MemoryKind.KV_CACHE in kinds:
             await self._unless_failed(self._schedulers.command("release_host_cache"))
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes device memory back; see `Engine.restore_memory`."""
+        """Restores device memory; see `Engine.restore_memory`."""
         kinds &= self._released
         if not kinds:
             return
         if self._host_cache and MemoryKind.KV_CACHE in kinds:
             await self._unless_failed(self._schedulers.command("restore_host_cache"))
-        await self._unless_failed(self._schedulers.restore(_tags(kinds)))
+        await self._unless_failed(self._schedulers.restore_memory(_tags(kinds)))
         self._released -= kinds
 
     async def wait_failed(self) -> Exception:
-        """Waits for a scheduler to break; see `Engine.wait_failed`."""
+        """Waits for a scheduler to fail; see `Engine.wait_failed`."""
         return await asyncio.shield(self._failure)
 
     async def aclose(self) -> None:
@@ -248,7 +249,7 @@ class SglangEngine:
         for running in self._sequences.values():
             running.interrupted = True
         self._queue.reject_waiting(ShuttingDown())
-        self._schedulers.cut_off()
+        self._schedulers.abort_locally()
         await self._schedulers.aclose()
 
     async def _begin_load(self) -> None:
@@ -256,11 +257,11 @@ class SglangEngine:
         self._mixed = True
 
     async def _load(self, batch: list[NamedTensor], memory: Staging) -> None:
-        # Every worker has read the batch before, so its place is free.
+        # Every worker has read the previous batch, so its memory can be reused.
         entries = await asyncio.to_thread(
             lambda: [memory.entry(tensor, reuse=index == 0) for index, tensor in enumerate(batch)]
         )
-        await self._command("load", weights.encode(entries))
+        await self._command("load", weights.encode_batch(entries))
 
     async def _end_load(self, version: int) -> None:
         await self._command("end_load")
@@ -274,15 +275,15 @@ class SglangEngine:
         await self._unless_failed(self._schedulers.command(name, message))
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits for an answer of the schedulers, which comes even if nobody waits any more.
+        """Waits for an answer of the schedulers; a cancelled wait leaves the call running.
 
         Raises:
-            EngineFailed: A scheduler broke before.
+            EngineFailed: A scheduler failed first.
         """
         call = asyncio.create_task(work)
         self._calls.add(call)
         call.add_done_callback(self._forget)
-        # A cancelled wait must not cancel the call: its answer would be taken for the next.
+        # A cancelled wait must not cancel the call: the next call would receive its answer.
         waits: set[asyncio.Future[Any]] = {call, self._failure}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
@@ -293,10 +294,10 @@ class SglangEngine:
     def _forget(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled():
-            call.exception()  # Asked for, or asyncio complains where nobody waited any more.
+            call.exception()  # Retrieved, or asyncio would log it if nothing waits any more.
 
-    def _go_on(self) -> None:
-        self._schedulers.go_on()
+    def _continue_generation(self) -> None:
+        self._schedulers.continue_generation()
         self._stopped = False
 
     def _leave(self, running: sequence.Sequence, *, finished: bool) -> None:
@@ -318,9 +319,9 @@ class SglangEngine:
         self._failure.set_result(error)
         self._queue.pause_admission()
         self._queue.reject_waiting(EngineFailed("sglang", error))
-        self._schedulers.cut_off()
+        self._schedulers.abort_locally()
 
 
 def _tags(kinds: frozenset[MemoryKind]) -> list[str]:
-    """SGLang's words."""
+    """Returns SGLang's names of memory kinds."""
     return sorted(kind.value for kind in kinds)

@@ -22,13 +22,15 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.sglang.engine import SglangEngine
-from treadle.rollout_server.engines.sglang.harness import Schedulers
+from treadle.rollout_server.engines.sglang.testing import Schedulers
 from treadle.rollout_server.errors import EngineFailed, TensorMismatch
 
 SPEC = TensorSpec(name="w", element_type=ElementType.FLOAT32, shape=(1,))
 
 
-def engine_over(schedulers: Schedulers, *, places: int = 4, host: bool = False) -> SglangEngine:
+def engine_over(
+    schedulers: Schedulers, *, max_running: int = 4, host: bool = False
+) -> SglangEngine:
     info = EngineInfo(
         name="sglang",
         version="0",
@@ -36,7 +38,7 @@ def engine_over(schedulers: Schedulers, *, places: int = 4, host: bool = False) 
         model=ModelInfo(architecture="A", vocab_size=100, context_length=64),
         parameters=(SPEC,),
     )
-    return SglangEngine(info, schedulers, places=places, host_cache=host)
+    return SglangEngine(info, schedulers, max_running=max_running, host_cache=host)
 
 
 def request(*, max_tokens: int = 100, priority: int = 0) -> EngineRequest:
@@ -82,7 +84,7 @@ async def test_a_sequence_is_started_tokens_and_an_end() -> None:
 @pytest.mark.asyncio
 async def test_closing_ends_what_runs_and_what_waits() -> None:
     schedulers = Schedulers()
-    engine = engine_over(schedulers, places=1)
+    engine = engine_over(schedulers, max_running=1)
     running = asyncio.create_task(read(engine, request()))
     await settle()
     schedulers.step()
@@ -108,7 +110,7 @@ async def test_interrupt_delivers_what_was_sampled_before() -> None:
     schedulers.step()
     schedulers.step()
     await engine.pause(InFlightPolicy.INTERRUPT)
-    assert schedulers.log == ["stop", "abort_all"]
+    assert schedulers.log == ["pause_generation", "abort_all"]
     assert (await reading)[-2:] == [Tokens((0, 1), (), 0), Finished(FinishReason.INTERRUPTED)]
 
 
@@ -159,7 +161,7 @@ async def test_a_sequence_that_ended_before_an_update_is_all_old() -> None:
 @pytest.mark.asyncio
 async def test_nothing_starts_while_paused_and_the_highest_priority_first_afterwards() -> None:
     schedulers = Schedulers()
-    engine = engine_over(schedulers, places=1)
+    engine = engine_over(schedulers, max_running=1)
     await engine.pause(InFlightPolicy.DRAIN)
     low = asyncio.create_task(read(engine, request()))
     high = asyncio.create_task(read(engine, request(priority=1)))
@@ -167,7 +169,7 @@ async def test_nothing_starts_while_paused_and_the_highest_priority_first_afterw
     assert not schedulers.streams
     await engine.resume()
     await settle()
-    schedulers.cut_off()
+    schedulers.abort_locally()
     await asyncio.wait({low, high}, return_when=asyncio.FIRST_COMPLETED)
     assert high.done() and not low.done()
     low.cancel()
@@ -184,12 +186,12 @@ async def test_drain_lets_go_on_what_continue_kept() -> None:
     await engine.pause(InFlightPolicy.CONTINUE)
     draining = asyncio.create_task(engine.pause(InFlightPolicy.DRAIN))
     await settle()
-    assert schedulers.log == ["stop", "go_on"] and not draining.done()
+    assert schedulers.log == ["pause_generation", "continue_generation"] and not draining.done()
     schedulers.step()
     schedulers.end_all({"type": "length"})
     await draining
     assert (await reading)[-1] == Finished(FinishReason.LENGTH)
-    assert schedulers.log == ["stop", "go_on", "stop"]
+    assert schedulers.log == ["pause_generation", "continue_generation", "pause_generation"]
 
 
 @pytest.mark.asyncio
@@ -247,7 +249,7 @@ async def test_a_mixture_is_not_sampled_from_to_drain_what_was_kept() -> None:
     with pytest.raises(RuntimeError):
         await engine.load_weights(tensors(SPEC), version=1, in_place=True)
     await engine.pause(InFlightPolicy.DRAIN)
-    assert "go_on" not in schedulers.log and not reading.done()
+    assert "continue_generation" not in schedulers.log and not reading.done()
     await engine.aclose()
     await reading
 
@@ -278,7 +280,7 @@ async def test_memory_goes_and_comes_once_per_kind() -> None:
 @pytest.mark.asyncio
 async def test_a_scheduler_that_ends_wakes_everyone() -> None:
     schedulers = Schedulers()
-    engine = engine_over(schedulers, places=1)
+    engine = engine_over(schedulers, max_running=1)
     watch = asyncio.create_task(engine.wait_failed())
     running = asyncio.create_task(read(engine, request()))
     await settle()
@@ -303,12 +305,12 @@ async def test_a_cancelled_pause_does_not_cancel_its_message() -> None:
     schedulers = Schedulers()
     stopped, answered = asyncio.Event(), asyncio.Event()
 
-    async def stop() -> None:
+    async def pause_generation() -> None:
         stopped.set()
         await answered.wait()
         schedulers.log.append("answered")
 
-    schedulers.stop = stop  # type: ignore[method-assign]
+    schedulers.pause_generation = pause_generation  # type: ignore[method-assign]
     engine = engine_over(schedulers)
     pausing = asyncio.create_task(engine.pause(InFlightPolicy.CONTINUE))
     await stopped.wait()
@@ -317,4 +319,4 @@ async def test_a_cancelled_pause_does_not_cancel_its_message() -> None:
     answered.set()
     await settle()
     await engine.resume()
-    assert schedulers.log == ["answered", "go_on"]
+    assert schedulers.log == ["answered", "continue_generation"]

@@ -1,55 +1,60 @@
-"""The launch: a configuration -> an SGLang engine that is ready, or the reason why there is none.
+"""Starts an SGLang engine from a configuration.
 
-Invariant: the event loop never waits: sglang is imported and started on a thread of its own,
-which lives as long as the engine. Whoever gives up, by an error or by cancelling, leaves no
-process behind.
+Invariant: the event loop never blocks: sglang is imported and started on a separate thread,
+which lives as long as the engine. A start that fails or is cancelled leaves no process behind.
+Only this module of the engine writes the environment, before any code of SGLang runs.
 """
 
+import asyncio
+import importlib.util
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import EngineCapabilities, EngineInfo, ModelInfo
-from treadle.rollout_server.engines.common.cancellable_startup import built
-from treadle.rollout_server.engines.common.parameters import held_parameters
-from treadle.rollout_server.engines.common.runtime_dir import Scratch
-from treadle.rollout_server.engines.sglang import startup
+from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
+from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
+from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.sglang.arguments import server_arguments
 from treadle.rollout_server.engines.sglang.engine import SglangEngine
+from treadle.rollout_server.engines.sglang.startup import ProcessSetup
 from treadle.rollout_server.model_files import read_model
 
-_KNOWN_VERSION = "0.5.21"  # Its scheduler is extended, not only called.
+_KNOWN_VERSION = "0.5.21"  # Exact, because its scheduler is subclassed.
 _INSTALL = "pip install 'treadle-rollout-server[sglang]' into an environment of its own"
 
 
 async def create(config: ServerConfig) -> SglangEngine:
-    """Builds the engine that a configuration asks for.
+    """Builds the engine of a configuration.
 
     Raises:
-        ValueError: No model is named, sglang is not there, or it cannot be had as configured.
-        OSError: The model's files are not there.
+        ValueError: `model.path` is not set, sglang is not installed, or SGLang does not support
+            the configuration.
+        OSError: The model files are missing.
     """
     settings = config.model
     if settings.path is None:
-        raise ValueError("engine 'sglang' needs a model: give --model.path DIRECTORY")
+        raise ValueError("engine 'sglang' needs a model: set --model.path DIRECTORY")
     model = read_model(settings.path, context_length=settings.context_length)
-    parameters = held_parameters(settings.path, settings.dtype)
+    parameters = checkpoint_parameters(settings.path, settings.dtype)
     version = _known_version()
     cpu = _computes_on_cpu(config)
-    startup.set_environment(
-        architecture=model.architecture, cpu=cpu, num_threads=settings.num_threads
-    )
-    schedulers = await _started(config, model, cpu=cpu)
+    set_environment(architecture=model.architecture, cpu=cpu, num_threads=settings.num_threads)
+    schedulers = await _start_schedulers(config, model, cpu=cpu)
     if schedulers.max_prompt_tokens < model.context_length:
         await schedulers.aclose()
         raise ValueError(
-            f"the KV cache has room for a prompt of {schedulers.max_prompt_tokens} tokens, and "
-            f"model.context_length is {model.context_length}: lower it, or raise "
+            f"model.context_length is {model.context_length}, but the KV cache only fits a prompt "
+            f"of {schedulers.max_prompt_tokens} tokens: lower it, or raise "
             "model.kv_cache_bytes (without a GPU) or model.gpu_memory_utilization"
         )
     info = EngineInfo(
@@ -66,41 +71,45 @@ async def create(config: ServerConfig) -> SglangEngine:
         parameters=parameters,
         num_workers=settings.tensor_model_parallel_size * settings.data_parallel_size,
     )
-    places = settings.max_num_seqs * settings.data_parallel_size
-    return SglangEngine(info, schedulers, places=places, host_cache=cpu)
+    max_running = settings.max_num_seqs * settings.data_parallel_size
+    return SglangEngine(info, schedulers, max_running=max_running, host_cache=cpu)
 
 
 def _known_version() -> str:
     try:
         version = package_version("sglang")
     except PackageNotFoundError:
-        raise ValueError(f"engine 'sglang' needs sglang, which is not here: {_INSTALL}") from None
+        raise ValueError(
+            f"engine 'sglang' needs sglang, which is not installed: {_INSTALL}"
+        ) from None
     if version != _KNOWN_VERSION:
-        raise ValueError(f"sglang is {version}, this adapter knows {_KNOWN_VERSION}: {_INSTALL}")
+        raise ValueError(
+            f"sglang is {version}, but this adapter needs {_KNOWN_VERSION}: {_INSTALL}"
+        )
     return version
 
 
 def _computes_on_cpu(config: ServerConfig) -> bool:
     device = config.model.device
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
         raise ValueError(
-            "model.device is 'cuda' and torch sees no GPU: check nvidia-smi and that this "
+            "model.device is 'cuda', but torch finds no GPU: check nvidia-smi and that this "
             "environment has a CUDA build of torch, or set model.device=cpu"
         )
-    return device == "cpu" or not there
+    return device == "cpu" or not available
 
 
-async def _started(config: ServerConfig, model: ModelInfo, *, cpu: bool) -> Any:
-    """A `process.Schedulers`; cancelled, it ends what it started."""
-    scratch = Scratch()
+async def _start_schedulers(config: ServerConfig, model: ModelInfo, *, cpu: bool) -> Any:
+    """Returns a `process.Schedulers`; on cancellation ends the processes it started."""
+    runtime_dir = RuntimeDir()
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang")
-    build = partial(_build, config, model, cpu, scratch, thread)
+    build = partial(_build, config, model, cpu, runtime_dir, thread)
     try:
-        return await built(build, discard=_close, executor=thread)
+        return await cancellable_startup(build, discard=_close, executor=thread)
     except BaseException:
         thread.shutdown(wait=False)
-        scratch.close()
+        runtime_dir.close()
         raise
 
 
@@ -109,13 +118,68 @@ async def _close(schedulers: Any) -> None:
 
 
 def _build(
-    config: ServerConfig, model: ModelInfo, cpu: bool, scratch: Scratch, thread: ThreadPoolExecutor
+    config: ServerConfig,
+    model: ModelInfo,
+    cpu: bool,
+    runtime_dir: RuntimeDir,
+    thread: ThreadPoolExecutor,
 ) -> Any:
-    reports = scratch.path / "reports"  # Apart from SGLang's sockets.
+    reports = runtime_dir.path / "reports"  # Separate from SGLang's sockets.
     reports.mkdir()
     if config.model.tensor_model_parallel_size * config.model.data_parallel_size == 1:
-        startup.meet_at(scratch.path / "rank")
-    setup = startup.ProcessSetup(cpu, reports)
-    process = startup.import_process()
+        set_rendezvous_file(runtime_dir.path / "rank")
+    setup = ProcessSetup(cpu, reports)
+    process = import_process()
     arguments = server_arguments(config, model, cpu=cpu, known=process.ARGUMENT_NAMES)
-    return process.Schedulers(arguments, setup, thread, scratch)
+    return process.Schedulers(arguments, setup, thread, runtime_dir)
+
+
+def set_environment(*, architecture: str, cpu: bool, num_threads: int | None) -> None:
+    """Sets SGLang's environment variables, for this process and its children.
+
+    Args:
+        architecture: Architecture of the model, such as "Qwen2ForCausalLM".
+        cpu: Whether SGLang computes on the CPU.
+        num_threads: CPU threads per worker; None means the library's default.
+    """
+    if cpu:
+        # Otherwise its rotary embedding imports another library's kernels.
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # SGLang's limit is a few tokens above ours, see `arguments.CONTEXT_MARGIN`.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # Otherwise a worker imports all models, which doubles its start time.
+    others = modules_without(architecture, _models_directory())
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
+
+def set_rendezvous_file(path: Path) -> None:
+    """Makes the only rank of a server use a file for its process group's rendezvous.
+
+    Otherwise SGLang picks a free port in the server and listens on it only once its scheduler is
+    imported; by then another process may have taken it.
+    """
+    os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{path}")
+
+
+def modules_without(name: str, directory: Path) -> list[str]:
+    """Returns the modules in a directory without a name; none if no module contains it."""
+    texts = {path.stem: path.read_text() for path in sorted(directory.glob("*.py"))}
+    others = [module for module, text in texts.items() if name not in text]
+    return others if len(others) < len(texts) else []
+
+
+def _models_directory() -> Path:
+    spec = importlib.util.find_spec("sglang")  # Found, not imported.
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "srt" / "models"
+
+
+def import_process() -> ModuleType:
+    """Imports `process.py` with sglang, and restores the event loop policy that sglang replaces."""
+    policy = asyncio.get_event_loop_policy()
+    try:
+        return import_module("treadle.rollout_server.engines.sglang.process")
+    finally:
+        asyncio.set_event_loop_policy(policy)

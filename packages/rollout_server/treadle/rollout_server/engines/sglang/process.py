@@ -1,15 +1,15 @@
-"""SGLang's processes, started from ours: its engine without what would take ours over.
+"""Starts SGLang's processes, without the parts of SGLang that would take over ours.
 
-Invariant: SGLang handles no signal here, sets up no logging, ends no process that is not its
-own, and whatever happens to its schedulers is an exception here. Its parent part runs on the
-server's event loop; starting and ending block, and happen on a thread of their own.
+Invariant: SGLang installs no signal handler here, configures no logging and kills no process
+but its own; every failure of its schedulers becomes an exception here. Its tokenizer manager
+runs on the server's event loop; start and shutdown block, so they run on a separate thread.
 
-Who wakes whom: a message of a scheduler wakes the listening task, which wakes who waits for
-an answer or for tokens. A scheduler that ends wakes the loop through its descriptor, and so
-does the signal by which SGLang's processes say that they are in trouble.
+Who wakes whom: a message of a scheduler wakes the listening task, which wakes the waiters for
+answers and tokens. A scheduler that ends wakes the event loop through its pidfd, and so does
+the signal by which SGLang's processes report failures.
 
-The thread lives as long as the schedulers: the kernel ends them with the thread that started
-them, and so with the server, however it goes.
+The thread lives as long as the schedulers: the kernel kills them with the thread that started
+them, and so with the server, however it ends.
 """
 
 import asyncio
@@ -43,33 +43,33 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
-from treadle.rollout_server.engines.common.runtime_dir import Scratch
+from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.sglang.startup import ProcessSetup, run_scheduler
-from treadle.rollout_server.engines.sglang.weights import decode_problems
+from treadle.rollout_server.engines.sglang.weights import decode_errors
 from treadle.rollout_server.errors import CollectiveBroken
 
 _log = logging.getLogger(__name__)
-_END_S = 10.0  # A scheduler that is asked to end gets so long to leave its GPU.
+_SHUTDOWN_S = 10.0  # Time for a scheduler to release its GPU before it is killed.
 
 ARGUMENT_NAMES = frozenset(ServerArgs.__struct_fields__)
-"""What `ServerArgs` can be told."""
+"""The argument names of `ServerArgs`."""
 
 
-class SchedulerEnded(RuntimeError):
-    """A scheduler process is gone, or is in trouble."""
+class SchedulerDied(RuntimeError):
+    """A scheduler process ended, or reported a failure."""
 
 
 class Schedulers:
     """SGLang's scheduler processes, and messages to and from them.
 
     Args:
-        arguments: Of `ServerArgs`.
-        setup: How a process is prepared.
-        thread: On which this is made; ended by `aclose`.
-        scratch: For SGLang's sockets; closed by `aclose`.
+        arguments: Keywords of `ServerArgs`.
+        setup: Prepares each process.
+        thread: The thread that runs this constructor; ended by `aclose`.
+        runtime_dir: Directory of SGLang's sockets; closed by `aclose`.
 
     Raises:
-        ValueError: SGLang refuses the arguments, or cannot serve them.
+        ValueError: SGLang rejects the arguments, or fails to start with them.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Schedulers:
         arguments: Mapping[str, Any],
         setup: ProcessSetup,
         thread: ThreadPoolExecutor,
-        scratch: Scratch,
+        runtime_dir: RuntimeDir,
     ) -> None:
         self._setup = setup
         self._thread = thread
-        self._scratch = scratch
+        self._runtime_dir = runtime_dir
         before = set(multiprocessing.active_children())
         try:
-            with _logging_kept(), _files_in(scratch.path):
+            with _logging_kept(), _files_in(runtime_dir.path):
                 self._engine = _Engine(arguments, setup)
         except Exception as error:
             ended = set(multiprocessing.active_children()) - before
@@ -98,14 +98,14 @@ class Schedulers:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt that SGLang takes, as its context and its cache allow."""
+        """Maximum prompt length that SGLang's context and KV cache allow, in tokens."""
         return int(self._manager.max_req_input_len)
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Listens, from the running loop; calls `failed` when something breaks."""
+        """Starts to listen on the running event loop; calls `failed` on a failure."""
         loop = asyncio.get_running_loop()
         self._manager.listen(failed)
-        # With data parallelism these are also the children of one of ours.
+        # With data parallelism, children of children are included.
         for pid in self._engine.get_all_child_pids():
             try:
                 descriptor = os.pidfd_open(pid)
@@ -114,15 +114,15 @@ class Schedulers:
                 continue
             self._watched.append(descriptor)
             loop.add_reader(descriptor, self._on_end, descriptor, pid, failed)
-        trouble = SchedulerEnded("a process of SGLang reported trouble by SIGQUIT; see its log")
-        with contextlib.suppress(ValueError):  # A signal comes to the main thread only.
+        trouble = SchedulerDied("a process of SGLang reported a failure by SIGQUIT; see its log")
+        with contextlib.suppress(ValueError):  # Only the main thread can handle signals.
             loop.add_signal_handler(signal.SIGQUIT, failed, trouble)
             self._signalled = True
 
     async def generate(
         self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The answers to a request; it is with SGLang when the first is asked for."""
+        """Returns the answers to a request, which is sent when the first one is awaited."""
         answers: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
             input_ids=list(prompt),
             sampling_params=sampling,
@@ -133,12 +133,12 @@ class Schedulers:
         return answers
 
     def received(self, rid: str) -> int | None:
-        """Tokens that have come of a request that has not ended; None: it has, or is unknown."""
+        """Number of tokens received for a running request; None if it ended or is unknown."""
         state = self._manager.rid_to_state.get(rid)
         return None if state is None else len(state.output_ids)
 
     async def abort(self, rid: str) -> None:
-        """Ends a request; returns when its place is free. Nothing if it has ended."""
+        """Aborts a request; returns when it has left the batch. Does nothing if it has ended."""
         state = self._manager.rid_to_state.get(rid)
         if state is None:
             return
@@ -148,51 +148,51 @@ class Schedulers:
             await state.event.wait()
 
     def abort_all(self) -> None:
-        """Ends every request that the schedulers have; each still gets its last answer."""
+        """Aborts every request in the schedulers; each still gets its last answer."""
         self._manager._dispatch_to_scheduler(AbortReq(rid="", abort_all=True))
 
-    def cut_off(self) -> None:
-        """Gives every request its last answer from here: no scheduler will."""
+    def abort_locally(self) -> None:
+        """Gives every request its last answer without the schedulers, which have ended."""
         for rid in list(self._manager.rid_to_state):
             self._manager._handle_abort_req(AbortReq(rid=rid))
 
-    async def stop(self) -> None:
-        """Takes all sequences off the device; returns when every token of theirs is here."""
+    async def pause_generation(self) -> None:
+        """Removes all sequences from the device; returns once all their tokens have arrived."""
         self._manager._dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
         await self.command("settle")
 
-    def go_on(self) -> None:
-        """Ends `stop`."""
+    def continue_generation(self) -> None:
+        """Undoes `pause_generation`."""
         self._manager._dispatch_to_scheduler(ContinueGenerationReqInput())
 
     async def command(self, name: str, message: str = "") -> None:
-        """Has every worker obey; see `worker.py`.
+        """Runs a command in every worker; see `worker.py`.
 
         Raises:
-            CollectiveBroken: The group ended from which they received; nothing else is wrong.
-            RuntimeError: One could not.
+            CollectiveBroken: The collective group ended; the workers themselves still work.
+            RuntimeError: The command failed in a worker.
         """
         order = UpdateWeightsFromIPCReqInput(zmq_handles={name: message})
         answers = await self._manager.update_weights_from_ipc_communicator(order)
-        problems = [one for answer in answers for one in decode_problems(answer.message)]
-        causes = "; ".join(sorted({problem.cause for problem in problems}))
-        if problems and all(problem.broken_group for problem in problems):
+        errors = [one for answer in answers for one in decode_errors(answer.message)]
+        causes = "; ".join(sorted({error.cause for error in errors}))
+        if errors and all(error.broken_group for error in errors):
             raise CollectiveBroken(causes)
-        if problems:
-            raise RuntimeError(f"sglang cannot {name}: {causes}")
+        if errors:
+            raise RuntimeError(f"command {name} failed in sglang: {causes}")
 
-    async def release(self, tags: list[str]) -> None:
-        """Gives device memory of these kinds away; SGLang's words for them."""
+    async def release_memory(self, tags: list[str]) -> None:
+        """Releases device memory; `tags` are SGLang's names for the kinds."""
         order = ReleaseMemoryOccupationReqInput(tags=tags)
         await self._manager.release_memory_occupation_communicator(order)
 
-    async def restore(self, tags: list[str]) -> None:
-        """Takes it back."""
+    async def restore_memory(self, tags: list[str]) -> None:
+        """Restores released memory."""
         order = ResumeMemoryOccupationReqInput(tags=tags)
         await self._manager.resume_memory_occupation_communicator(order)
 
     async def aclose(self) -> None:
-        """Ends the processes, and what listened to them. Once."""
+        """Ends the processes and stops listening. Must be called at most once."""
         loop = asyncio.get_running_loop()
         for descriptor in self._watched:
             loop.remove_reader(descriptor)
@@ -205,35 +205,35 @@ class Schedulers:
         self._thread.shutdown(wait=False)
 
     def _end(self) -> None:
-        deadline = time.monotonic() + (0.0 if self._setup.cpu else _END_S)
+        deadline = time.monotonic() + (0.0 if self._setup.cpu else _SHUTDOWN_S)
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self._processes)
         self._engine.close()
-        self._scratch.close()
+        self._runtime_dir.close()
 
     def _on_end(self, descriptor: int, pid: int, failed: Callable[[Exception], None]) -> None:
-        asyncio.get_running_loop().remove_reader(descriptor)  # It would be readable for ever.
+        asyncio.get_running_loop().remove_reader(descriptor)  # It stays readable forever.
         self._ended(pid, failed)
 
     def _ended(self, pid: int, failed: Callable[[Exception], None]) -> None:
-        how = "is gone"
+        how = "ended"
         for process in self._processes:
             if process.pid == pid:
-                process.join()  # It is a zombie; this asks how it ended.
+                process.join()  # Reaps the zombie, which sets the exit code.
                 how = _end_of(process)
-        cause = self._reported() or "it left no word of why, see its log"
-        failed(SchedulerEnded(f"scheduler process {pid} {how}: {cause}"))
+        cause = self._reported() or "no cause was recorded, see its log"
+        failed(SchedulerDied(f"scheduler process {pid} {how}: {cause}"))
 
     def _reported(self) -> str:
-        """What schedulers left word of before they ended."""
+        """Returns the causes that schedulers recorded before they ended."""
         return "; ".join(path.read_text() for path in sorted(self._setup.reports.iterdir()))
 
 
 def _end_of(process: BaseProcess) -> str:
     code = process.exitcode
     if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
 
@@ -245,10 +245,10 @@ def _kill(processes: set[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def _logging_kept() -> Iterator[None]:
-    """SGLang sets up the root logger as if the process were its own."""
+    """Restores the root logger, which SGLang reconfigures."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    # It closes the handlers that it finds.
+    # It closes existing handlers.
     root.handlers.clear()
     try:
         yield
@@ -259,7 +259,7 @@ def _logging_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _files_in(directory: Path) -> Iterator[None]:
-    """SGLang makes its sockets where temporary files go, and leaves them there."""
+    """Redirects temporary files: SGLang creates its sockets there and never removes them."""
     before = tempfile.tempdir
     tempfile.tempdir = str(directory)
     try:
@@ -269,16 +269,16 @@ def _files_in(directory: Path) -> Iterator[None]:
 
 
 class _Manager(TokenizerManager):  # type: ignore[misc]
-    """SGLang's parent part, on a loop and among signal handlers that are not its own."""
+    """SGLang's tokenizer manager, without its own event loop and signal handlers."""
 
     _listening: asyncio.Task[None] | None = None
 
     def auto_create_handle_loop(self) -> None:
-        """Does nothing: SGLang would take over SIGTERM here, and end us when it fails."""
+        """Does nothing: SGLang would handle SIGTERM here, and kill this process on a failure."""
         assert self._listening is not None, "listen first"
 
     def listen(self, failed: Callable[[Exception], None]) -> None:
-        """Takes the schedulers' messages, from the running loop, until `unlisten`."""
+        """Receives the schedulers' messages on the running event loop, until `unlisten`."""
         self.event_loop = asyncio.get_running_loop()
         self._listening = self.event_loop.create_task(self._listen(failed), name="sglang listener")
 
@@ -296,7 +296,7 @@ class _Manager(TokenizerManager):  # type: ignore[misc]
 
 
 class _Engine(Engine):  # type: ignore[misc]
-    """SGLang's engine, with our scheduler and our manager, and without a detokenizer."""
+    """SGLang's engine with our scheduler and tokenizer manager, and without a detokenizer."""
 
     def __init__(self, arguments: Mapping[str, Any], setup: ProcessSetup) -> None:
         self.run_scheduler_process_func = partial(run_scheduler, setup)
@@ -304,20 +304,20 @@ class _Engine(Engine):  # type: ignore[misc]
             init_tokenizer_manager, TokenizerManagerClass=_Manager
         )
         super().__init__(**arguments)
-        # It would end this process with the first scheduler that ends; `Schedulers` watches.
+        # It would kill this process when a scheduler ends; `Schedulers` watches them instead.
         self.tokenizer_manager._subprocess_watchdog.stop()
 
     @classmethod
     def _launch_detokenizer_subprocesses(
         cls, *_: object, **__: object
     ) -> tuple[list[BaseProcess], list[str]]:
-        return [], []  # Ids go straight from the scheduler to us.
+        return [], []  # Token ids go directly from the scheduler to the server.
 
     def shutdown(self) -> None:
-        """Does nothing: SGLang would end every child of this process, at its exit at the latest."""
+        """Does nothing: SGLang would kill every child of this process, at exit at the latest."""
 
     def close(self) -> None:
-        """Closes the sockets when the processes have ended."""
+        """Closes the sockets once the processes have ended."""
         manager = self.tokenizer_manager
         for socket in (self.send_to_rpc, manager.recv_from_detokenizer, manager.send_to_scheduler):
             socket.close(linger=0)

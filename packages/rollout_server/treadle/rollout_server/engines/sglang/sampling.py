@@ -1,14 +1,14 @@
-"""The draw in a worker: which rows a batch has, where each stands, and what it has seen.
+"""Sampling in a worker: the rows of a batch, their positions and the ids they have seen.
 
-Invariant: what a row draws depends on its logits, its settings, its seed and its place, and on
-nothing else in the batch; `engines/sampling.py` draws, for this engine as for the others.
-SGLang's own sampler is not used because it reports log-probs from before the truncation, ends
-its process when a seed meets min-p, takes penalties up to 2 only, and counts the completion
-without the prompt for them.
+Invariant: the token of a row depends only on its logits, its settings, its seed and its
+position, not on the rest of the batch; `engines/common/sampling.py` samples, as for the other
+engines. SGLang's own sampler is not used because it reports log-probs from before truncation,
+crashes if a seed is combined with min-p, supports penalties up to 2 only, and applies them to
+the completion without the prompt.
 
-A row knows its place by counting its draws, and what was seen stays on the logits' device, so
-that nothing here waits for a GPU and its scheduler can run ahead. Who calls: the sampler of
-`worker.py`, once per step.
+A row counts its samples to know its position, and the seen ids stay on the logits' device, so
+nothing here waits for a GPU and the scheduler can run ahead. The sampler of `worker.py` calls
+this once per step.
 
 Shapes: B rows of a batch, V vocabulary.
 """
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from treadle.rollout_server.engine import Sampling
-from treadle.rollout_server.engines.common.sampling import Drawn, SamplingBatch, penalised
+from treadle.rollout_server.engines.common.sampling import DrawnTokens, SamplingBatch, penalised
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def to_wire(sampling: Sampling, seed: int) -> dict[str, Any]:
-    """What a worker needs to know of a request's settings, as it travels with the request.
+    """Encodes the sampling settings that a worker needs; they travel with the request.
 
     Args:
-        sampling: The request's.
-        seed: 64 bits; drawn for it if it has none.
+        sampling: Sampling settings of the request.
+        seed: 64 bits; random if the request has none.
     """
     return {name: getattr(sampling, name) for name in _SETTINGS} | {"seed": seed}
 
@@ -38,10 +38,10 @@ class Row:
     """One sequence in a batch.
 
     Args:
-        settings: Of `to_wire`.
+        settings: Result of `to_wire`.
         history: Ids so far, prompt first.
-        vocab_size: Every id is below it.
-        device: Of the logits.
+        vocab_size: Upper bound of token ids.
+        device: Device of the logits.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Row:
             self.seen_V[torch.tensor(sorted(set(history)), device=device)] = True
 
     def penalise(self, logits_V: torch.Tensor) -> None:
-        """Makes the ids seen less likely, in place."""
+        """Applies the repetition penalty to the seen ids, in place."""
         assert self.seen_V is not None
         penalised_V = penalised(logits_V, self.sampling.repetition_penalty)
         logits_V.copy_(torch.where(self.seen_V[: len(logits_V)], penalised_V, logits_V))
 
 
 class Rows:
-    """The rows of a batch; made anew when the batch changes."""
+    """The rows of a batch; rebuilt when the batch changes."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
@@ -77,19 +77,19 @@ class Rows:
         self._batch: SamplingBatch | None = None
 
     def kept(self, indices: Sequence[int]) -> "Rows":
-        """These rows of it, in this order."""
+        """Returns the rows with these indices, in this order."""
         return Rows([self.rows[index] for index in indices])
 
     def joined(self, others: "Rows") -> "Rows":
-        """The rows of both."""
+        """Returns these rows, then the others."""
         return Rows([*self.rows, *others.rows])
 
-    def draw(self, logits_BV: torch.Tensor) -> Drawn:
-        """Draws one token per row, which then counts as seen; waits for no device.
+    def draw(self, logits_BV: torch.Tensor) -> DrawnTokens:
+        """Samples one token per row and marks it as seen; does not wait for the device.
 
         Args:
-            logits_BV: Overwritten if float32. Where a row's are not finite, its log-prob is
-                not either.
+            logits_BV: Overwritten if float32. If the logits of a row are not finite, its
+                log-prob is not finite either.
         """
         logits_BV = logits_BV.float()
         if self._batch is None:
@@ -105,5 +105,5 @@ class Rows:
         for index, row in self._penalised:
             assert row.seen_V is not None
             row.seen_V.index_fill_(0, drawn.ids_B[index : index + 1], True)
-        # Greedy rows have 0 whatever their logits are.
-        return Drawn(drawn.ids_B, drawn.logprobs_B + (peak_B - peak_B))
+        # The log-prob of a greedy row is 0 even if its logits are not finite.
+        return DrawnTokens(drawn.ids_B, drawn.logprobs_B + (peak_B - peak_B))

@@ -1,11 +1,11 @@
-"""A sequence: one request as SGLang takes it, and SGLang's answers as events.
+"""A sequence: translates a request for SGLang, and SGLang's answers to events.
 
-Invariant: what is yielded is `Started`, then every token once and in order, then `Finished`.
-SGLang's answers are cumulative, and answers that nobody read yet are replaced by later ones,
-so only the number of tokens already given out is kept here. A token carries the version that
-sampled it, even when it is read after the next update: `mark` says how many were there before.
+Invariant: the events are `Started`, then every token once and in order, then `Finished`.
+SGLang's answers are cumulative, and later answers replace unread ones, so only the number of
+emitted tokens is kept here. A token carries the version that sampled it, even if it is read
+after the next update: `mark` records how many tokens there were before.
 
-Pure; `engine.py` feeds it on the event loop.
+Pure; `engine.py` calls it on the event loop.
 """
 
 import math
@@ -24,23 +24,23 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.sglang.sampling import to_wire
 
 SETTINGS_KEY = "treadle"
-"""Of our settings among the request's own parameters; see `sampling.to_wire`."""
+"""Key of our settings in a request's custom parameters; see `sampling.to_wire`."""
 
 _SEED_BITS = 64
 
 
 def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """What SGLang is told of a request's sampling: where to end, and how we draw.
+    """Returns SGLang's sampling parameters of a request: where it ends, and how we sample.
 
     Args:
-        request: What was asked for.
-        eos_token_ids: The model's; SGLang itself is told of none.
+        request: The request.
+        eos_token_ids: End-of-sequence ids of the model; SGLang itself does not know them.
     """
     sampling = request.sampling
     stops = sampling.stop_token_ids
     if not sampling.ignore_eos:
         stops |= eos_token_ids
-    # Drawn here and not by the workers, which must all draw the same.
+    # Drawn here and not by the workers, which must all use the same seed.
     seed = secrets.randbits(_SEED_BITS) if sampling.seed is None else sampling.seed
     return {
         "max_new_tokens": sampling.max_tokens,
@@ -53,9 +53,9 @@ class Sequence:
     """Reads the answers to one request.
 
     Attributes:
-        request: What was asked for.
-        rid: SGLang's name of it.
-        interrupted: Whether it was told to end, so that an abort is what was wanted.
+        request: The request.
+        rid: SGLang's id of the request.
+        interrupted: Whether we interrupted it, so an abort by SGLang is expected.
     """
 
     def __init__(self, request: EngineRequest, rid: str) -> None:
@@ -63,22 +63,22 @@ class Sequence:
         self.rid = rid
         self.interrupted = False
         self._started = False
-        self._given = 0
+        self._num_emitted = 0
         self._marks: list[tuple[int, int]] = []
 
     def mark(self, count: int, version: int) -> None:
-        """Says that of all its tokens those up to `count` are from `version` or older ones."""
+        """Records that the first `count` tokens are from `version` or older weights."""
         self._marks.append((count, version))
 
     def read(self, answer: dict[str, Any], version: int) -> Iterator[EngineEvent]:
-        """The events that an answer of SGLang adds.
+        """Yields the events that an answer of SGLang adds.
 
         Args:
-            answer: Its cumulative ids and their meta information.
-            version: Of the weights after the last mark.
+            answer: Its cumulative token ids and meta information.
+            version: Version of the weights after the last mark.
 
         Raises:
-            RuntimeError: SGLang ended the sequence for a reason of its own.
+            RuntimeError: SGLang ended the sequence unexpectedly.
             FloatingPointError: A log-prob is not finite.
         """
         meta = answer["meta_info"]
@@ -91,20 +91,19 @@ class Sequence:
 
     def _tokens(self, answer: dict[str, Any], count: int, version: int) -> Iterator[Tokens]:
         entries = answer["meta_info"].get("output_token_logprobs", ())
-        while self._given < count:
+        while self._num_emitted < count:
             stop, sampled_by = count, version
             for mark, marked in self._marks:
-                if self._given < mark:
+                if self._num_emitted < mark:
                     stop, sampled_by = min(count, mark), marked
                     break
-            span = slice(self._given, stop)
+            span = slice(self._num_emitted, stop)
             logprobs = tuple(entry[0] for entry in entries[span])
             if not all(map(math.isfinite, logprobs)):
                 raise FloatingPointError(
-                    "the model's logits are not finite: the weights are broken, start again "
-                    "with others"
+                    "the model's logits are not finite: the weights are broken, load other weights"
                 )
-            self._given = stop
+            self._num_emitted = stop
             shown = logprobs if self.request.logprobs else ()
             yield Tokens(tuple(answer["output_ids"][span]), shown, sampled_by)
 
@@ -112,11 +111,11 @@ class Sequence:
         match reason["type"]:
             case "stop":
                 return FinishReason.STOP
-            case "length" if self._given == self.request.sampling.max_tokens:
+            case "length" if self._num_emitted == self.request.sampling.max_tokens:
                 return FinishReason.LENGTH
             case "abort" if self.interrupted:
                 return FinishReason.INTERRUPTED
         raise RuntimeError(
-            f"SGLang ended a sequence after {self._given} of "
+            f"SGLang ended a sequence after {self._num_emitted} of "
             f"{self.request.sampling.max_tokens} tokens: {reason}"
         )

@@ -1,7 +1,7 @@
-"""What SGLang's workers are told of weights, and what they make of it.
+"""Messages about weights between the server and SGLang's workers.
 
-Invariant: no byte of a tensor goes through a socket. A worker is told in which file a tensor
-lies (`engines/staging.py`) or which group sends it, as text, and maps or receives it.
+Invariant: no byte of a tensor goes through a socket. A worker gets the file of a tensor
+(`engines/common/staging.py`) or the group that sends it, and maps or receives it.
 """
 
 import json
@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from treadle.rollout_server.engine import NamedTensor
-from treadle.rollout_server.engines.common.mapped_files import MappedFiles
-from treadle.rollout_server.engines.common.staging import Entry
+from treadle.rollout_server.engines.common.staging import Entry, MappedFiles
 
 
-def batches(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Neighbours that together hold at most `max_bytes`; a larger tensor goes alone."""
+def split_batches(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Yields consecutive tensors of at most `max_bytes` in total; a larger tensor goes alone."""
     batch: list[NamedTensor] = []
     num_bytes = 0
     for tensor in tensors:
@@ -31,38 +30,38 @@ def batches(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[Nam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Why a worker could not do what it was told.
+class WorkerError:
+    """The failure of a command in a worker.
 
     Attributes:
-        cause: For people.
-        broken_group: Whether another member of a group, or nobody, is at fault.
+        cause: Human-readable cause.
+        broken_group: Whether a collective group ended; the worker itself still works.
     """
 
     cause: str
     broken_group: bool = False
 
 
-def encode_problems(problems: Iterable[Problem]) -> str:
-    """What a worker answers, for all of its ranks."""
-    return json.dumps([asdict(problem) for problem in problems])
+def encode_errors(errors: Iterable[WorkerError]) -> str:
+    """Encodes the errors of all ranks, as a worker's answer."""
+    return json.dumps([asdict(error) for error in errors])
 
 
-def decode_problems(message: str) -> list[Problem]:
-    """The same in the server."""
-    return [Problem(**problem) for problem in json.loads(message)]
+def decode_errors(message: str) -> list[WorkerError]:
+    """Decodes the answer of `encode_errors`, in the server."""
+    return [WorkerError(**error) for error in json.loads(message)]
 
 
-def encode(entries: Iterable[Entry]) -> str:
-    """What a worker is told of a batch."""
+def encode_batch(entries: Iterable[Entry]) -> str:
+    """Encodes the entries of a batch of tensors."""
     return json.dumps(list(entries))
 
 
-def mapped(message: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch, in host memory; each is good until the next is asked for.
+def map_batch(message: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a batch in host memory; each is valid until the next is requested.
 
     Raises:
-        OSError: A file cannot be mapped.
+        OSError: A file cannot be map_batch.
     """
     with closing(MappedFiles()) as files:
         for entry in json.loads(message):

@@ -11,12 +11,12 @@ from treadle.rollout_server.engine import (
 )
 from treadle.rollout_server.engines.common.staging import staging
 from treadle.rollout_server.engines.sglang.weights import (
-    Problem,
-    batches,
-    decode_problems,
-    encode,
-    encode_problems,
-    mapped,
+    WorkerError,
+    decode_errors,
+    encode_batch,
+    encode_errors,
+    map_batch,
+    split_batches,
 )
 
 
@@ -30,8 +30,8 @@ def named(name: str, tensor: torch.Tensor, place: FilePlace | None = None) -> Na
 def told(batch: list[NamedTensor]) -> dict[str, torch.Tensor]:
     """What a worker reads of a batch."""
     with staging() as memory:
-        message = encode(memory.entry(tensor) for tensor in batch)
-        return {name: tensor.clone() for name, tensor in mapped(message)}
+        message = encode_batch(memory.entry(tensor) for tensor in batch)
+        return {name: tensor.clone() for name, tensor in map_batch(message)}
 
 
 def test_tensors_in_no_file_arrive() -> None:
@@ -57,12 +57,12 @@ def test_an_empty_tensor_and_a_scalar_arrive() -> None:
 
 def test_batches_are_bounded_and_keep_the_order() -> None:
     tensors = [named(str(n), torch.zeros(n)) for n in (2, 2, 9, 1, 1)]
-    names = [[tensor.spec.name for tensor in batch] for batch in batches(tensors, 16)]
+    names = [[tensor.spec.name for tensor in batch] for batch in split_batches(tensors, 16)]
     assert names == [["2", "2"], ["9"], ["1", "1"]]
-    assert list(batches([], 16)) == []
+    assert list(split_batches([], 16)) == []
 
 
-def test_problems_arrive_as_they_were() -> None:
-    problems = [Problem(cause="no room"), Problem(cause="rank 1 left", broken_group=True)]
-    assert decode_problems(encode_problems(problems)) == problems
-    assert decode_problems(encode_problems([])) == []
+def test_errors_arrive_as_they_were() -> None:
+    errors = [WorkerError(cause="no room"), WorkerError(cause="rank 1 left", broken_group=True)]
+    assert decode_errors(encode_errors(errors)) == errors
+    assert decode_errors(encode_errors([])) == []

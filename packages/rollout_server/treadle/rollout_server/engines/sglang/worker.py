@@ -1,20 +1,20 @@
-"""The worker: SGLang's scheduler in its process, and what we add to it.
+"""The worker: SGLang's scheduler in its process, with our extensions.
 
-Invariant: sampled tokens, answers to requests and answers to commands leave through one
-socket in the order in which they came to be, so that who has the answer to a command has
-every token that was sampled before it. A paused scheduler holds no sequence on the device and
-owes no token.
+Invariant: sampled tokens, answers to requests and answers to commands leave through one socket
+in order, so a receiver of the answer to a command has every token that was sampled before it. A
+paused scheduler has no sequence on the device and has sent every token.
 
-Who waits: the scheduler for messages, also while it is paused; the server for a command's
-answer, which comes when every rank of the tensor-parallel group has obeyed it. An error in a
-command is its answer; an error anywhere else ends the process, which leaves the cause behind.
+Who waits: the scheduler waits for messages, also while it is paused. The server waits for the
+answer to a command, which comes once every rank of the tensor-parallel group has executed it.
+An error in a command is its answer; any other error ends the process, which records the cause.
 
-Drawing is `sampling.py`; the rows of a batch travel with SGLang's own settings of it, through
-the three methods that it leaves for such things.
+`sampling.py` samples. The rows of a batch travel with SGLang's own sampling settings, through
+the three hook methods that SGLang provides.
 """
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -32,82 +32,83 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.common.collective_message import decode_group
+from treadle.rollout_server.engines.common.collective_group import decode_group
 from treadle.rollout_server.engines.sglang import weights
 from treadle.rollout_server.engines.sglang.sampling import Row, Rows
 from treadle.rollout_server.engines.sglang.sequence import SETTINGS_KEY
-from treadle.rollout_server.engines.sglang.startup import ProcessSetup
-from treadle.rollout_server.engines.sglang.weights import Problem
+from treadle.rollout_server.engines.sglang.weights import WorkerError
 from treadle.rollout_server.errors import CollectiveBroken
 
 _log = logging.getLogger(__name__)
 
 
-def run(setup: ProcessSetup, *arguments: Any) -> None:
-    """Serves until the server says that it is over, or something breaks.
+def run(report: Callable[[BaseException], None], *arguments: Any) -> None:
+    """Runs the scheduler until the server ends it, or until it fails.
 
     Args:
-        setup: Where to leave the cause.
-        arguments: Of `run_scheduler_process`.
+        report: Records the cause of a failure for the server.
+        arguments: Arguments of `run_scheduler_process`.
     """
-    _carry_rows()
+    _patch_batch_info()
 
     class Reporting(Worker):
-        """A `Worker` that leaves the cause of its end."""
+        """A `Worker` that records why it fails."""
 
         def __init__(self, *args: Any) -> None:
             try:
                 super().__init__(*args)
             except Exception as error:
-                _end(setup, error)
+                _exit(report, error)
 
         def run_event_loop(self) -> None:
             try:
                 super().run_event_loop()
             except Exception as error:
-                _end(setup, error)
+                _exit(report, error)
 
     sglang_scheduler.Scheduler = Reporting
     sglang_scheduler.run_scheduler_process(*arguments)
 
 
-def _end(setup: ProcessSetup, error: Exception) -> NoReturn:
-    # SGLang would send the server a signal that ends it.
+def _exit(report: Callable[[BaseException], None], error: Exception) -> NoReturn:
+    # SGLang would send the server a signal that kills it.
     _log.exception("the scheduler broke", exc_info=error)
-    setup.report(error)
+    report(error)
     logging.shutdown()
     os._exit(1)
 
 
 class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
-    """See the module docstring."""
+    """SGLang's scheduler with our commands and sampler; see the module docstring."""
 
     ipc_channels: Any
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._member: CollectiveMember | None = None
-        # The server says which ids end a completion, the model's own among them.
+        # The server sends all stop ids, including the model's.
         self.model_config.hf_eos_token_id = set()
-        self._runner.sampler = DrawingSampler()
+        self._runner.sampler = SeededSampler()
 
     @property
     def _runner(self) -> Any:
         return self.tp_worker.model_runner
 
     def init_ipc_channels(self, port_args: Any) -> None:
-        """Sends tokens where answers go."""
+        """Sends tokens through the socket of the answers."""
         super().init_ipc_channels(port_args)
         channels = self.ipc_channels
         self.ipc_channels = replace(channels, send_to_detokenizer=channels.send_to_tokenizer)
 
     def init_request_dispatcher(self) -> None:
-        """Takes our commands in a message that carries text and is not used otherwise."""
+        """Receives our commands in a message type of SGLang that is otherwise unused."""
         super().init_request_dispatcher()
-        self._request_dispatcher._mapping[UpdateWeightsFromIPCReqInput] = self._obey
+        self._request_dispatcher._mapping[UpdateWeightsFromIPCReqInput] = (
+            self._handle_treadle_command
+        )
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
-        """Stops, and sends what was sampled and held back for a longer message."""
+        """Pauses, and sends tokens that were held back for a longer message."""
         super().pause_generation(recv_req)
         owing = [r for r in self.waiting_queue if len(r.output_ids) > r.send_token_offset]
         intervals = [req.sampling_params.stream_interval for req in owing]
@@ -121,38 +122,40 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
         super()._record_scheduler_state_for_paused_engine()
         self.maybe_sleep_on_idle()  # SGLang sleeps only when it is not paused.
 
-    def _obey(self, command: UpdateWeightsFromIPCReqInput) -> UpdateWeightsFromIPCReqOutput:
-        problem = None
+    def _handle_treadle_command(
+        self, command: UpdateWeightsFromIPCReqInput
+    ) -> UpdateWeightsFromIPCReqOutput:
+        failure = None
         try:
             for name, message in command.zmq_handles.items():
                 _COMMANDS[name](self, message)
         except CollectiveBroken as error:
-            problem = Problem(cause=str(error), broken_group=True)
+            failure = WorkerError(cause=str(error), broken_group=True)
         except Exception as error:
             _log.exception("a command failed", exc_info=error)
-            problem = Problem(cause=f"{type(error).__name__}: {error}")
-        problems = [rank for rank in self._gathered(problem) if rank is not None]
+            failure = WorkerError(cause=f"{type(error).__name__}: {error}")
+        errors = [rank for rank in self._gather(failure) if rank is not None]
         return UpdateWeightsFromIPCReqOutput(
-            success=not problems, message=weights.encode_problems(problems)
+            success=not errors, message=weights.encode_errors(errors)
         )
 
-    def _gathered(self, problem: Problem | None) -> list[Problem | None]:
-        """What became of a command at every rank."""
+    def _gather(self, failure: WorkerError | None) -> list[WorkerError | None]:
+        """Returns the failure of each rank, or None."""
         count = torch.distributed.get_world_size(group=self.tp_cpu_group)
-        problems: list[Problem | None] = [None] * count
-        torch.distributed.all_gather_object(problems, problem, group=self.tp_cpu_group)
-        return problems
+        errors: list[WorkerError | None] = [None] * count
+        torch.distributed.all_gather_object(errors, failure, group=self.tp_cpu_group)
+        return errors
 
     def begin_load(self, _: str) -> None:
-        """Undoes what SGLang did to the weights after loading them, as packing."""
+        """Undoes SGLang's processing of loaded weights, such as packing."""
         self._runner.weight_updater.begin_weight_update()
 
     def load(self, message: str) -> None:
-        """Writes a batch of tensors over the model's."""
-        self._runner.model.load_weights(weights.mapped(message))
+        """Overwrites weights with a batch of tensors."""
+        self._runner.model.load_weights(weights.map_batch(message))
 
     def receive(self, message: str) -> None:
-        """Writes what the senders of a group broadcast over the model's."""
+        """Overwrites weights with the broadcasts of a group's senders."""
         group, specs = decode_group(message)
         if self._member is None:
             parallel = get_parallel()
@@ -164,23 +167,23 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
                 self._runner.model.load_weights([(spec.name, tensor) for spec, tensor in bucket])
 
     def end_load(self, _: str) -> None:
-        """Prepares the weights for use and forgets what the old ones computed."""
+        """Prepares the new weights for use and flushes the KV cache."""
         self._runner.weight_updater.end_weight_update(run_post_load=False)
         if not self.flush_cache(empty_cache=False):
-            raise RuntimeError("sequences hold the KV cache, which can only be cleared without")
+            raise RuntimeError("sequences are using the KV cache, so it cannot be flushed")
 
     def settle(self, _: str) -> None:
-        """Does nothing: the answer says that all before it was done."""
+        """Does nothing; its answer confirms that everything before it is done."""
 
     def release_host_cache(self, _: str) -> None:
-        """Gives the KV cache's host memory back, which SGLang keeps on the CPU."""
+        """Frees the host memory of the KV cache, which SGLang keeps on the CPU."""
         storages = self._cache_storages()
         self._cache_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
 
     def restore_host_cache(self, _: str) -> None:
-        """Takes it again; what lay in it is gone."""
+        """Allocates the memory again; its contents are lost."""
         for storage, num_bytes in zip(self._cache_storages(), self._cache_bytes, strict=True):
             storage.resize_(num_bytes)
 
@@ -200,8 +203,8 @@ _COMMANDS = {
 }
 
 
-class DrawingSampler(Sampler):  # type: ignore[misc]
-    """SGLang's place for a sampler, with our draw in it."""
+class SeededSampler(Sampler):  # type: ignore[misc]
+    """Replaces SGLang's sampler; see `sampling.py`."""
 
     def forward(
         self,
@@ -212,17 +215,17 @@ class DrawingSampler(Sampler):  # type: ignore[misc]
         token_ids_logprobs: Any,
         positions: Any,
     ) -> torch.Tensor:
-        """Draws a token per row."""
+        """Samples one token per row."""
         rows: Rows = sampling_info.custom_params
         drawn = rows.draw(logits_output.next_token_logits)
         logits_output.next_token_logprobs = drawn.logprobs_B
         return drawn.ids_B.to(torch.int32)
 
 
-def _carry_rows() -> None:
-    """Lets the settings of a batch carry our rows wherever it goes.
+def _patch_batch_info() -> None:
+    """Makes the sampling settings of a batch carry our rows.
 
-    SGLang calls these after it has changed its own settings. It touches `custom_params` only
+    SGLang calls these hooks after it has changed its own settings. It uses `custom_params` only
     for logit processors, which no request has.
     """
 

@@ -1,8 +1,9 @@
-"""The embedded engine, chosen as ``torch``: a Hugging Face model in the server's process.
+"""The embedded engine, selected as ``torch``: a Hugging Face model in the server's process.
 
-`engine.py` is what the server sees; `compute_thread.py` is where it runs; `core.py` steps
-the batch that `scheduler.py` composes, over `kv_rows.py`, `prefix.py`, `attention.py`,
-`model.py` and `sampling.py`; `images.py` reads the images of prompts and `vision.py` places them.
+`engine.py` implements `Engine`; `compute_thread.py` is the thread on which it computes;
+`core.py` steps the batch that `scheduler.py` composes, with `model.py`, `attention.py`,
+`kv_cache.py` and `prefix_cache.py`; `images.py` decodes the images of prompts and `vision.py`
+encodes them.
 """
 
 from treadle.rollout_server.engines.torch.engine import TorchEngine, create

@@ -1,15 +1,14 @@
 """Attention of one step: tokens of many sequences in one flat row, against their cache rows.
 
-Invariant: a step is one forward pass over `[1, T]` ids. The linear layers see no padding
-at all; only attention pads, and only within a *group* of neighbouring rows, which ends
-where more padding would cost more than another kernel call. A sequence that reads its
-prompt and one that decodes differ in nothing but their number of query tokens, so prompts
-are read in chunks next to running sequences.
+Invariant: a step is one forward pass over `[1, T]` ids. The linear layers see no padding. Only
+attention pads, and only within a *group* of neighbouring rows, which ends where more padding
+would cost more than another kernel call. A sequence in prefill and one in decode differ only in
+their number of query tokens, so prompts are read in chunks next to decoding sequences.
 
-Rows that begin with the same ids hold the same keys and values there. Decoding is bound by
-reading them, so a group of decoding rows reads such a shared beginning once, from its first
-row, as one matrix product (Juravsky et al. 2024, arXiv 2402.05099). Measured on a CPU, 64
-rows of 210 positions of which 140 are shared: 2.7 times as fast.
+Rows that begin with the same ids have the same keys and values there. Decoding is bound by
+reading them, so a group of decoding rows reads such a shared prefix once, from its first row,
+as one matrix product (Juravsky et al. 2024, arXiv 2402.05099). Measured on a CPU with 64 rows
+of 210 positions, 140 of them shared: 2.7 times as fast.
 
 transformers calls `cached_attention` in every layer (its `AttentionInterface`), with the
 `StepLayout` passed through the model's keyword arguments.
@@ -25,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from treadle.rollout_server.engines.torch.kv_rows import KvRows
+from treadle.rollout_server.engines.torch.kv_cache import KvCache
 
 IMPLEMENTATION = "treadle_cached_rows"
-"""The name under which transformers knows `cached_attention`."""
+"""Name under which `cached_attention` is registered in transformers."""
 
-_CALL_COST = 1024  # Query-key pairs that cost as much as one more kernel call.
+_CALL_COST = 1024  # Cost of one more kernel call, in query-key pairs.
 
 
 class RowSpan(NamedTuple):
@@ -41,7 +40,7 @@ class RowSpan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the row."""
+        """Number of query tokens of the row."""
         return self.stop - self.start
 
 
@@ -52,36 +51,36 @@ class _Group:
     num_queries: int  # Q
     kv_length: int  # N
     mask: torch.Tensor  # [R, 1, 1 or G * Q, N], or shared [R * K, 1, N - shared]: of the scores.
-    shared: int  # Leading positions that are read from the first row only.
+    shared: int  # Number of leading positions that are read from the first row only.
     scatter: tuple[torch.Tensor, torch.Tensor] | None  # Row and query of each token; None: dense.
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where every token of a step stands; made once a step, read by every layer.
+    """The cache row and position of every token; built once per step, read by every layer.
 
     Attributes:
-        cache: What keys and values are written to and read from.
-        positions: ``[T]``, of each token in its sequence.
-        cache_rows: ``[T]``, the cache row of each token.
+        cache: Cache that keys and values are written to and read from.
+        positions: ``[T]``, position of each token in its sequence.
+        cache_rows: ``[T]``, cache row of each token.
     """
 
-    cache: KvRows
+    cache: KvCache
     positions: torch.Tensor
     cache_rows: torch.Tensor
     groups: tuple[_Group, ...]
 
     @classmethod
     def build(
-        cls, cache: KvRows, spans: Sequence[RowSpan], *, queries_per_head: int, shared: int
+        cls, cache: KvCache, spans: Sequence[RowSpan], *, queries_per_head: int, shared: int
     ) -> "StepLayout":
-        """Lays out a step.
+        """Builds the layout of a step.
 
         Args:
-            cache: Has room for every span.
-            spans: Of rows 0, 1, 2 and so on; each has at least one token.
+            cache: Cache with room for every span.
+            spans: Spans of rows 0, 1, 2 and so on; each has at least one token.
             queries_per_head: G.
-            shared: Leading positions that hold the same in every row, where they are filled.
+            shared: Number of leading positions that are equal in all rows that have them.
         """
         device = cache.shape.device
         rows = [row for row, span in enumerate(spans) for _ in range(span.num_tokens)]
@@ -103,7 +102,7 @@ class StepLayout:
 
 
 def _split(spans: Sequence[RowSpan]) -> list[tuple[int, int]]:
-    """Cuts rows into runs: a row starts a new one where joining would pad for more than a call."""
+    """Splits rows into runs; a row starts a new run where padding would cost more than a call."""
     runs: list[tuple[int, int]] = []
     first, queries, length = 0, spans[0].num_tokens, spans[0].stop
     for row, span in enumerate(spans[1:], start=1):
@@ -120,7 +119,7 @@ def _split(spans: Sequence[RowSpan]) -> list[tuple[int, int]]:
 
 
 def _make_group(
-    cache: KvRows,
+    cache: KvCache,
     spans: Sequence[RowSpan],
     first_row: int,
     first_token: int,
@@ -161,10 +160,10 @@ def _make_group(
 def _worth_sharing(
     shared: int, spans: Sequence[RowSpan], num_queries: int, dtype: torch.dtype
 ) -> int:
-    """How much of a shared beginning a group reads once; 0: none, it is not worth it.
+    """Returns how many shared leading positions a group reads once; 0 if it does not pay.
 
-    Half precision never shares: scores written out would be rounded, the fused kernel's are
-    not.
+    Half precision never shares: materialised scores would be rounded, unlike those of the fused
+    kernel.
     """
     if num_queries > 1 or dtype is not torch.float32:
         return 0
@@ -186,13 +185,13 @@ def cached_attention(
     """Writes the step's keys and values to the cache and attends to it.
 
     Args:
-        module: The attention layer; its `layer_idx` picks the cache layer.
+        module: The attention layer; its `layer_idx` selects the cache layer.
         query: ``[1, H, T, D]``, rotated.
         key: ``[1, K, T, D]``, rotated.
         value: ``[1, K, T, D]``.
         attention_mask: None; the step has its own masks.
-        scaling: Of the scores.
-        step: Where each token stands.
+        scaling: Factor of the scores.
+        step: Cache row and position of each token.
 
     Returns:
         ``[1, T, H, D]``, and None for the weights.
@@ -221,7 +220,7 @@ def _attend(
     scaling: float,
     group: _Group,
 ) -> torch.Tensor:
-    """Attention of one group, ``[its tokens, H, D]``.
+    """Returns the attention of one group, ``[number of its tokens, H, D]``.
 
     The G query heads of a key-value head are folded into the query axis, so that grouped
     heads need no repeated keys (Ainslie et al. 2023, arXiv 2305.13245).
@@ -250,9 +249,9 @@ def _attend_shared(
     scaling: float,
     group: _Group,
 ) -> torch.Tensor:
-    """Attention of decoding rows, one query each, that share their first `group.shared` keys.
+    """Returns the attention of decoding rows that share their first `group.shared` keys.
 
-    One softmax over the scores of both parts, so nothing has to be merged afterwards.
+    Each row has one query. One softmax covers the scores of both parts, so no merge follows.
     """
     shared, (num_rows, num_kv_heads) = group.shared, keys_RKND.shape[:2]
     num_heads, head_dim = query_RHD.shape[1:]

@@ -6,7 +6,7 @@ import torch
 
 from treadle.rollout_server.engines.torch import attention
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout, cached_attention
-from treadle.rollout_server.engines.torch.kv_rows import KvRows, KvShape
+from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -44,8 +44,8 @@ def test_every_token_sees_its_own_sequence_up_to_itself(
 ) -> None:
     monkeypatch.setattr(attention, "_CALL_COST", call_cost)
     torch.manual_seed(0)
-    cache = KvRows(
-        KvShape(
+    cache = KvCache(
+        KvCacheShape(
             num_layers=2,
             num_heads=KV_HEADS,
             head_dim=DIM,

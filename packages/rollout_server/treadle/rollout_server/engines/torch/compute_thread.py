@@ -1,17 +1,15 @@
-"""The compute thread: the one thread on which an engine's tensors live.
+"""The compute thread: the only thread that uses an engine's tensors.
 
-Invariant: calls and turns run one at a time, calls in the order in which they were made,
-all on this thread and in inference mode. Every call that has come is run before the next
-turn, so a call waits for at most one turn.
+Invariant: calls and steps run one at a time on this thread, calls in order, all in inference
+mode. Every pending call runs before the next step, so a call waits for at most one step.
 
-Who wakes whom: the event loop puts a call into the mailbox, which wakes the thread when it
-has nothing to do. The thread hands results and the outbox of its turns back by one
-`loop.call_soon_threadsafe` after the calls and one after the turn. Neither side holds a
-lock while the other works, and the mailbox holds at most the calls that are awaited.
+Who wakes whom: the event loop puts a call into the mailbox, which wakes the thread if it is
+idle. The thread returns results and the outbox of its steps by one `loop.call_soon_threadsafe`
+after the calls and one after the step. Neither side holds a lock while the other works, and
+the mailbox contains only calls that are awaited.
 
-A function given to `call` may raise: its caller gets the exception and the thread goes on.
-An exception from a turn breaks the thread for good: it ends, and every open and later call
-raises `EngineFailed`.
+A function passed to `call` may raise: its caller gets the exception and the thread continues.
+An exception from a step ends the thread, and every open and later call raises `EngineFailed`.
 """
 
 import asyncio
@@ -29,30 +27,30 @@ from treadle.rollout_server.errors import EngineFailed
 T = TypeVar("T")
 
 
-class Turns(Protocol):
-    """What the thread does when no call waits; all of it runs on the thread."""
+class Steppable(Protocol):
+    """Work that the thread does while no call is pending; all methods run on the thread."""
 
     @property
     def runnable(self) -> bool:
-        """Whether a turn has something to do."""
+        """Whether `step` has work."""
 
     def step(self) -> None:
-        """One turn."""
+        """Runs one step."""
 
     def take_outbox(self) -> list[Callable[[], None]]:
-        """What is to be called on the event loop, which is then forgotten here."""
+        """Removes and returns the callbacks for the event loop."""
 
     def fail(self, error: BaseException) -> None:
-        """The thread is broken: whom to tell goes into the outbox."""
+        """Puts the notifications of a failed thread into the outbox."""
 
 
 class ComputeThread:
-    """Starts at once, on the event loop that it serves; `aclose` ends and joins it."""
+    """A thread that serves the running event loop; `aclose` ends and joins it."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._turns: Turns | None = None
+        self._steps: Steppable | None = None
         self._failure: BaseException | None = None
         self._open_calls: set[asyncio.Future[Any]] = set()
         self._results: list[Callable[[], None]] = []
@@ -62,10 +60,10 @@ class ComputeThread:
     async def call(self, function: Callable[[], T]) -> T:
         """Runs a function on the thread; returns its result or raises its exception.
 
-        Once called it runs, even when the caller is cancelled.
+        The function runs even if the caller is cancelled.
 
         Raises:
-            EngineFailed: The thread is broken.
+            EngineFailed: The thread has failed.
         """
         self.check()
         with self.open_call() as future:
@@ -75,7 +73,7 @@ class ComputeThread:
 
     @contextlib.contextmanager
     def open_call(self) -> Iterator[asyncio.Future[Any]]:
-        """A future that fails when the thread breaks."""
+        """Yields a future that fails when the thread does."""
         future = self._loop.create_future()
         self._open_calls.add(future)
         try:
@@ -83,12 +81,12 @@ class ComputeThread:
         finally:
             self._open_calls.discard(future)
 
-    async def serve(self, turns: Turns) -> None:
-        """From now on takes these turns."""
-        await self.call(lambda: setattr(self, "_turns", turns))
+    async def run_steps(self, steps: Steppable) -> None:
+        """Starts to run steps whenever there is work."""
+        await self.call(lambda: setattr(self, "_steps", steps))
 
     def check(self) -> None:
-        """Raises `EngineFailed` if the thread is broken."""
+        """Raises `EngineFailed` if the thread has failed."""
         if self._failure is not None:
             raise EngineFailed("torch", self._failure) from self._failure
 
@@ -101,53 +99,53 @@ class ComputeThread:
         try:
             with torch.inference_mode():
                 while self._run_calls():
-                    self._hand_over()
-                    if self._turns is not None and self._turns.runnable:
-                        self._turns.step()
-                        self._hand_over()
+                    self._deliver()
+                    if self._steps is not None and self._steps.runnable:
+                        self._steps.step()
+                        self._deliver()
         except BaseException as error:
-            self._break(error)
+            self._fail(error)
 
     def _run_calls(self) -> bool:
-        """Runs the calls in the mailbox, waiting for one if there is nothing else to do.
+        """Runs the calls in the mailbox; waits for one if there is no other work.
 
         Returns:
-            False when the thread is to end.
+            False if the thread should end.
         """
-        idle = self._turns is None or not self._turns.runnable
+        idle = self._steps is None or not self._steps.runnable
         try:
             while (call := self._mailbox.get(block=idle)) is not None:
                 call()
                 idle = False
         except queue.Empty:
             return True
-        self._hand_over()
+        self._deliver()
         return False
 
     def _run(self, function: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:
-            settle = partial(_settle, future, function(), None)
+            resolve = partial(_resolve, future, function(), None)
         except Exception as error:
-            settle = partial(_settle, future, None, error)
-        self._results.append(settle)
+            resolve = partial(_resolve, future, None, error)
+        self._results.append(resolve)
 
-    def _hand_over(self) -> None:
-        outbox = [] if self._turns is None else self._turns.take_outbox()
+    def _deliver(self) -> None:
+        outbox = [] if self._steps is None else self._steps.take_outbox()
         results, self._results = self._results, []
         if outbox or results:
             self._loop.call_soon_threadsafe(_call_all, [*outbox, *results])
 
-    def _break(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._failure = error
-        if self._turns is not None:
-            self._turns.fail(error)
+        if self._steps is not None:
+            self._steps.fail(error)
         self._results.append(self._fail_open_calls)
-        self._hand_over()
+        self._deliver()
 
     def _fail_open_calls(self) -> None:
         assert self._failure is not None
         for future in self._open_calls:
-            _settle(future, None, EngineFailed("torch", self._failure))
+            _resolve(future, None, EngineFailed("torch", self._failure))
 
 
 def _call_all(callbacks: list[Callable[[], None]]) -> None:
@@ -155,8 +153,8 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
         callback()
 
 
-def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    if future.done():  # Its caller was cancelled.
+def _resolve(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.done():  # The caller was cancelled.
         return
     if error is None:
         future.set_result(result)

@@ -67,7 +67,7 @@ async def test_a_call_that_raises_fails_its_caller_only() -> None:
 @pytest.mark.asyncio
 async def test_turns_are_taken_until_there_is_nothing_to_do() -> None:
     thread, turns = ComputeThread("compute"), Countdown(3)
-    await thread.serve(turns)
+    await thread.run_steps(turns)
     await turns.ended.wait()
     assert turns.told == [2, 1, 0]
     await thread.aclose()
@@ -76,7 +76,7 @@ async def test_turns_are_taken_until_there_is_nothing_to_do() -> None:
 @pytest.mark.asyncio
 async def test_calls_come_between_turns() -> None:
     thread, turns = ComputeThread("compute"), Countdown(1_000_000_000)
-    await thread.serve(turns)
+    await thread.run_steps(turns)
     seen = [await thread.call(lambda: turns.left) for _ in range(5)]
     assert seen == sorted(seen, reverse=True)
     await thread.call(lambda: setattr(turns, "left", 0))
@@ -105,7 +105,7 @@ async def test_a_turn_that_raises_breaks_the_thread_and_every_call() -> None:
     thread, cause = ComputeThread("compute"), RuntimeError("out of memory")
     turns = Countdown(1, cause)
     with thread.open_call() as waiting:
-        await thread.serve(turns)
+        await thread.run_steps(turns)
         await turns.ended.wait()
         with pytest.raises(EngineFailed, match="out of memory"):
             await waiting

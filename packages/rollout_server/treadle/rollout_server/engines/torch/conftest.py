@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.rollout_server.engines.torch.harness import ModelDir, write_model
+from treadle.rollout_server.engines.torch.testing.text_model import ModelDir, write_model
 
 
 @pytest.fixture(scope="session")

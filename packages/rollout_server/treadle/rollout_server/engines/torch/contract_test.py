@@ -7,7 +7,7 @@ from treadle.conformance.contracts.collective_contract import CollectiveContract
 from treadle.conformance.contracts.engine_contract import EngineContract
 from treadle.rollout_server.engine import ElementType, Engine, NamedTensor
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
-from treadle.rollout_server.engines.torch.harness import ModelDir, named_tensors
+from treadle.rollout_server.engines.torch.testing.text_model import ModelDir, named_tensors
 
 
 class TestTorchEngine(EngineContract, CollectiveContract):

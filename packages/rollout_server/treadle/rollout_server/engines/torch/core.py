@@ -1,23 +1,23 @@
-"""The core: sequences, cache, model and sampler, stepped by one thread.
+"""The engine core: sequences, KV cache, model and sampler, stepped by one thread.
 
-Invariant: between two steps everything is consistent, and nothing else ever runs, so
-whatever comes in from outside (a request, an abort, a pause, new weights) is applied there.
-Sequences join and leave the running batch at every step.
+Invariant: the state is consistent between two steps, and all external input (a request, an
+abort, a pause, new weights) is applied only there. Sequences join and leave the running batch
+at every step.
 
-A step lets waiting sequences in, copies what the prefix cache has of their prompts, reads
-one flat row of tokens (one per decoding sequence, a chunk per prompt being read), and
-samples for each sequence whose ids are all read by then.
+A step admits waiting sequences, copies the cached prefixes of their prompts, runs the model on
+one flat row of tokens (one per decoding sequence, a chunk per prompt in prefill), and samples
+one token for each sequence whose ids are then all in the cache.
 
-New weights under a running sequence (`InFlightPolicy.CONTINUE`): it keeps the keys and
-values that the old weights computed, and its next tokens carry the new version. Nothing of
-such a row serves another sequence.
+When weights change under a running sequence (`InFlightPolicy.CONTINUE`), it keeps the keys and
+values that the old weights computed, and its next tokens carry the new version. Such a row is
+never shared with another sequence.
 
-Images (`vision.py`) are seen in the step that reads their place, by the vision tower; an
-image whose place a prefix covers is not seen again. Sequences with and without images run
+The vision tower encodes an image (`vision.py`) in the step that reads its placeholders; an
+image that a cached prefix covers is not encoded again. Sequences with and without images run
 in one batch.
 
-The core calls nobody: what the outside is to learn waits in `take_outbox`. Not thread-safe;
-the compute thread owns it.
+The core calls nothing outside: callbacks for the event loop wait in `take_outbox`. Not
+thread-safe; the compute thread owns it.
 """
 
 import secrets
@@ -41,25 +41,25 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.common.sampling import SamplingBatch
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
 from treadle.rollout_server.engines.torch.images import PlacedImage
-from treadle.rollout_server.engines.torch.kv_rows import KvRows
+from treadle.rollout_server.engines.torch.kv_cache import KvCache
 from treadle.rollout_server.engines.torch.model import CachedModel
-from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens
-from treadle.rollout_server.engines.torch.scheduler import Scheduler, Work
+from treadle.rollout_server.engines.torch.prefix_cache import PrefixCache, common_tokens
+from treadle.rollout_server.engines.torch.scheduler import ScheduledIds, Scheduler
 from treadle.rollout_server.engines.torch.sequence import Sequence, Sink
-from treadle.rollout_server.engines.torch.vision import Sight
+from treadle.rollout_server.engines.torch.vision import VisionInputs
 
 _STEP_TOKENS = 2048
-_FLUSH_S = 0.02  # Tokens wait at most so long, and cost one hand-over together.
+_FLUSH_S = 0.02  # Maximum wait of a token; tokens are emitted in groups to save callbacks.
 
 
 class EngineCore:
     """See the module docstring.
 
     Args:
-        model: What generates.
-        max_num_seqs: Most sequences in one step.
-        prefix_cache_bytes: For the caches of sequences that ended.
-        clock: Seconds; when tokens are handed out.
+        model: The model.
+        max_num_seqs: Maximum number of sequences in one step.
+        prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
+        clock: Returns seconds; decides when tokens are emitted.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EngineCore:
         self.weight_version = 0
         self.counters = EngineCounters()
         self._model = model
-        self._kv = KvRows(model.kv_shape(max_rows=max_num_seqs))
+        self._kv = KvCache(model.kv_shape(max_rows=max_num_seqs))
         self._prefixes: PrefixCache[Sequence | torch.Tensor] = PrefixCache(prefix_cache_bytes)
         self._scheduler = Scheduler(
             max_rows=max_num_seqs, max_step_tokens=max(_STEP_TOKENS, max_num_seqs)
@@ -90,13 +90,13 @@ class EngineCore:
 
     @property
     def runnable(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has work."""
         if self._policy is None:
             return bool(self._scheduler.running or self._scheduler.num_waiting)
         return self._policy is InFlightPolicy.DRAIN and bool(self._scheduler.running)
 
     def take_outbox(self) -> list[Callable[[], None]]:
-        """What to call on the event loop, in this order; the counters already include it."""
+        """Returns the callbacks for the event loop, in order; updates the counters first."""
         self.counters = EngineCounters(
             started=self._started,
             finished=self._finished,
@@ -109,7 +109,7 @@ class EngineCore:
     def new_sequence(
         self, request: EngineRequest, sink: Sink, images: tuple[PlacedImage, ...] = ()
     ) -> Sequence:
-        """Makes a sequence; touches no state, so any thread may call it."""
+        """Creates a sequence; changes no state, so any thread may call it."""
         sampling = request.sampling
         stop_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
@@ -118,11 +118,11 @@ class EngineCore:
         return Sequence(request=request, sink=sink, seed=seed, stop_ids=stop_ids, images=images)
 
     def submit(self, sequence: Sequence) -> None:
-        """Takes a sequence on."""
+        """Queues a sequence."""
         self._scheduler.submit(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forgets a sequence, whatever it was doing; nothing if it ended."""
+        """Aborts a sequence, waiting or running; does nothing if it has ended."""
         if sequence.ended:
             return
         sequence.ended = True
@@ -130,11 +130,11 @@ class EngineCore:
             self._scheduler.withdraw(sequence)
             return
         self._aborted += 1
-        self._leave(sequence)
+        self._free_row(sequence)
         self._notify_drained()
 
     def pause(self, policy: InFlightPolicy, done: Callable[[], None]) -> None:
-        """Stops sampling; `done` goes to the outbox when the policy is fulfilled."""
+        """Stops sampling; puts `done` into the outbox once the policy is fulfilled."""
         self._policy = policy
         if policy is InFlightPolicy.INTERRUPT:
             for sequence in list(self._scheduler.running):
@@ -147,18 +147,22 @@ class EngineCore:
             self._notify_drained()
 
     def resume(self) -> None:
-        """Goes on; what was released must be restored."""
+        """Resumes sampling.
+
+        Raises:
+            RuntimeError: Memory is still released.
+        """
         if self._released:
             names = ", ".join(sorted(kind.value for kind in self._released))
             raise RuntimeError(f"memory is released ({names}): restore it before resuming")
         self._policy = None
 
     def apply_weights(self, tensors: Iterable[NamedTensor], version: int) -> None:
-        """Replaces the weights and forgets every prefix; running rows keep what they hold.
+        """Replaces the weights and clears the prefix cache; running rows keep their contents.
 
         Args:
-            tensors: Those that are not written yet.
-            version: What the weights are from now on.
+            tensors: Tensors that are not written yet.
+            version: Version of the new weights.
         """
         self._flush()
         for tensor in tensors:
@@ -168,7 +172,11 @@ class EngineCore:
         self._prefixes.clear()
 
     def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives memory away; there must be no running sequence."""
+        """Releases memory.
+
+        Raises:
+            RuntimeError: A sequence is running.
+        """
         if self._scheduler.running:
             raise RuntimeError(
                 f"{len(self._scheduler.running)} sequences are in flight: pause with DRAIN or "
@@ -184,13 +192,13 @@ class EngineCore:
             torch.cuda.empty_cache()
 
     def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes memory back; the cache takes its own when the next sequence starts."""
+        """Restores memory; the KV cache is allocated when the next sequence starts."""
         self._released -= kinds
         if MemoryKind.WEIGHTS in kinds:
             self._model.restore_weights()
 
     def close(self) -> None:
-        """Ends every sequence as INTERRUPTED, the waiting ones too."""
+        """Ends every sequence as INTERRUPTED, including waiting ones."""
         self._policy = InFlightPolicy.INTERRUPT
         for sequence in list(self._scheduler.running):
             self._finish(sequence, FinishReason.INTERRUPTED)
@@ -201,17 +209,17 @@ class EngineCore:
         self._notify_drained()
 
     def fail(self, error: BaseException) -> None:
-        """Gives the error to every sequence."""
+        """Sends the error to every sequence."""
         for sequence in [*self._scheduler.running, *self._scheduler.drain_waiting()]:
             self._outbox.append(partial(sequence.sink, error))
 
     def step(self) -> None:
-        """Runs one step; call it while `runnable`."""
+        """Runs one step. Requires `runnable`."""
         if self._policy is None:
             for sequence in self._scheduler.admit(lambda key: self._prefixes.longest(key)[0]):
-                self._begin(sequence)
+                self._start(sequence)
         work = self._scheduler.plan()
-        logits_BV, sampling = self._read(work)
+        logits_BV, sampling = self._forward(work)
         if sampling:
             if self._batch is None or self._batch[0] != sampling:
                 settings = [sequence.request.sampling for sequence in sampling]
@@ -222,7 +230,7 @@ class EngineCore:
             ended = [
                 (sequence, reason)
                 for sequence, token_id, logprob in tokens
-                if (reason := self._accept(sequence, token_id, logprob)) is not None
+                if (reason := self._append(sequence, token_id, logprob)) is not None
             ]
             for sequence, reason in ended:
                 self._finish(sequence, reason)
@@ -230,12 +238,12 @@ class EngineCore:
         if self._clock() - self._last_flush >= _FLUSH_S:
             self._flush()
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Fills the row of an admitted sequence with what is known of its prompt."""
+    def _start(self, sequence: Sequence) -> None:
+        """Copies the longest cached prefix of the prompt into the row of an admitted sequence."""
         assert sequence.row is not None
         self._kv.reserve(sequence.row + 1, len(sequence.ids))
         shared, holder = self._prefixes.longest(sequence.prompt_key)
-        # The last id is always read: its logits are what is sampled from.
+        # The last id is always read: the first token is sampled from its logits.
         cached = min(shared, len(sequence.ids) - 1)
         if cached and isinstance(holder, Sequence):
             assert holder.row is not None
@@ -247,8 +255,8 @@ class EngineCore:
         self._started += 1
         self._emit(sequence, Started(cached))
 
-    def _read(self, work: list[Work]) -> tuple[torch.Tensor, list[Sequence]]:
-        """Runs the model; returns logits ``[B, vocab]`` of the sequences that sample, and them."""
+    def _forward(self, work: list[ScheduledIds]) -> tuple[torch.Tensor, list[Sequence]]:
+        """Runs the model; returns the sequences that sample and their logits ``[B, vocab]``."""
         ids: list[int] = []
         spans = []
         sampling: list[Sequence] = []
@@ -268,55 +276,55 @@ class EngineCore:
             queries_per_head=self._model.queries_per_head,
             shared=self._shared_tokens([sequence for sequence, _ in work]),
         )
-        sight = None
+        vision_inputs = None
         if any(sequence.images for sequence, _ in work):
-            sight = self._look([sequence for sequence, _ in work], spans)
-        return self._model.forward(ids, layout, wanted, sight), sampling
+            vision_inputs = self._vision_inputs([sequence for sequence, _ in work], spans)
+        return self._model.forward(ids, layout, wanted, vision_inputs), sampling
 
-    def _look(self, sequences: list[Sequence], spans: list[RowSpan]) -> Sight:
-        """What a step sees: positions of all its ids, vectors of the images among them."""
+    def _vision_inputs(self, sequences: list[Sequence], spans: list[RowSpan]) -> VisionInputs:
+        """Returns the positions of all ids of a step and the embeddings of its images."""
         parts: list[torch.Tensor] = []
-        vectors: list[tuple[int, torch.Tensor]] = []
+        embeddings: list[tuple[int, torch.Tensor]] = []
         first = 0
         for sequence, span in zip(sequences, spans, strict=True):
             if sequence.positions is None:
                 parts.append(torch.arange(*span).expand(3, -1))
             else:
                 parts.append(sequence.positions.within(*span))
-                vectors += self._vectors(sequence, span, first)
+                embeddings += self._image_embeddings(sequence, span, first)
             first += span.num_tokens
-        return Sight(torch.cat(parts, dim=1).to(self._model.device), vectors)
+        return VisionInputs(torch.cat(parts, dim=1).to(self._model.device), embeddings)
 
-    def _vectors(
+    def _image_embeddings(
         self, sequence: Sequence, span: RowSpan, first: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parts of a sequence's images within a span, and where in the step they go.
+        """Yields the image embeddings within a span, each with its index in the step.
 
-        An image that a step reads only in part is kept until the rest was read.
+        The embeddings of an image that a step reads only in part are kept for the next step.
         """
         for placed in sequence.images:
             start, stop = max(placed.start, span.start), min(placed.stop, span.stop)
             if start >= stop:
                 continue
-            seen = sequence.vectors.pop(placed.start, None)
-            if seen is None:
-                seen = self._model.see(placed)
+            embeddings = sequence.image_embeddings.pop(placed.start, None)
+            if embeddings is None:
+                embeddings = self._model.encode_image(placed)
             if stop < placed.stop:
-                sequence.vectors[placed.start] = seen
-            part = seen[start - placed.start : stop - placed.start]
+                sequence.image_embeddings[placed.start] = embeddings
+            part = embeddings[start - placed.start : stop - placed.start]
             yield first + start - span.start, part
 
     def _shared_tokens(self, sequences: list[Sequence]) -> int:
-        """How many leading ids, and so cache entries, these sequences have in common."""
+        """Returns the number of leading ids, and so cache entries, that sequences share."""
         if any(sequence.epoch != self._epoch for sequence in sequences):
             return 0
         keys = [sequence.prompt_key for sequence in sequences]
         return common_tokens(min(keys), max(keys))
 
-    def _accept(self, sequence: Sequence, token_id: int, logprob: float) -> FinishReason | None:
-        """Appends a sampled token; says whether it is the last."""
+    def _append(self, sequence: Sequence, token_id: int, logprob: float) -> FinishReason | None:
+        """Appends a sampled token; returns the finish reason if it is the last one."""
         if not sequence.num_sampled:
-            self._scheduler.prompt_read(sequence)
+            self._scheduler.prefill_done(sequence)
             if sequence.epoch == self._epoch:
                 self._prefixes.add_live(sequence.prompt_key, sequence)
         sequence.ids.append(token_id)
@@ -334,12 +342,12 @@ class EngineCore:
         sequence.ended = True
         self._finished += 1
         if sequence.row is not None:
-            self._leave(sequence)
+            self._free_row(sequence)
         self._flush_sequence(sequence)
         self._emit(sequence, Finished(reason))
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Frees the row, keeping a copy of it for later prompts that begin alike."""
+    def _free_row(self, sequence: Sequence) -> None:
+        """Frees the row; retains a copy for later prompts with the same prefix."""
         assert sequence.row is not None
         self._batch = None
         self._prefixes.remove_live(sequence.prompt_key, sequence)

@@ -1,13 +1,13 @@
-"""The torch engine: a Hugging Face model in the server's process, batched continuously.
+"""The torch engine: a Hugging Face model in the server's process, with continuous batching.
 
-Invariant: the event loop never computes. Every method here posts to the compute thread,
-which steps an `EngineCore`, and awaits what comes back; see `compute_thread.py` for who
-wakes whom.
+Invariant: the event loop never computes. Every method here posts to the compute thread, which
+steps an `EngineCore`, and awaits the result; see `compute_thread.py` for who wakes whom.
 
-Who waits: `generate` for the images of its prompt, which threads read and lay out, then for
-events, which its own queue holds (at most one completion's worth: the engine does not wait
-for a slow reader); `pause` for the running sequences; the rest for at most one step. Closing
-a generator returns when the sequence's row is free again.
+Who waits: `generate` waits for threads that decode the images of its prompt, then for events,
+which its own queue buffers (at most one completion: the engine does not wait for a slow
+reader). `pause` waits for the running sequences. `receive_weights` waits for all buckets; to
+cancel it ends the group for all its members. All other methods wait for at most one step.
+Closing a generator returns once the cache row of its sequence is free.
 """
 
 import asyncio
@@ -37,9 +37,8 @@ from treadle.rollout_server.engine import (
     Started,
     TensorSpec,
 )
-from treadle.rollout_server.engines.common.arguments import refuse_unhonoured
-from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.torch.collective import receive
+from treadle.rollout_server.engines.common.arguments import reject_unsupported
+from treadle.rollout_server.engines.common.collective import CollectiveMember, Received
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.core import EngineCore
 from treadle.rollout_server.engines.torch.images import PlacedImage
@@ -47,19 +46,19 @@ from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 from treadle.rollout_server.errors import EngineFailed
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
-_UNHONOURED = {
+_UNSUPPORTED = {
     "model.tensor_model_parallel_size": "use engine vllm or sglang",
     "model.data_parallel_size": "start one server per copy, or use engine vllm or sglang",
-    "model.gpu_memory_utilization": "its cache grows as sequences need it; lower max_num_seqs",
-    "model.kv_cache_bytes": "its cache grows as sequences need it; lower max_num_seqs",
+    "model.gpu_memory_utilization": "its KV cache grows on demand; lower max_num_seqs",
+    "model.kv_cache_bytes": "its KV cache grows on demand; lower max_num_seqs",
     "model.max_num_batched_tokens": "leave it out",
     "model.enable_prefix_caching": "set model.prefix_cache_bytes to 0 instead",
-    "engine_args": "leave it out, all of this engine's settings are keys of model",
+    "engine_args": "leave it out, all settings of this engine are keys of model",
 }
 
 
 class TorchEngine:
-    """An `Engine` over a Hugging Face causal LM. Made by `load`, never directly."""
+    """An `Engine` over a Hugging Face causal LM. Created by `load`, never directly."""
 
     def __init__(self, thread: ComputeThread, model: CachedModel, core: EngineCore) -> None:
         self.info = EngineInfo(
@@ -92,17 +91,17 @@ class TorchEngine:
         prefix_cache_bytes: int,
         num_threads: int | None = None,
     ) -> "TorchEngine":
-        """Loads a model and starts to serve it.
+        """Loads a model and starts the compute thread.
 
         Args:
             source: The model.
-            max_num_seqs: Most sequences in one step.
-            prefix_cache_bytes: Most memory for the caches of sequences that ended.
-            num_threads: CPU threads of a step; None: torch's own choice.
+            max_num_seqs: Maximum number of sequences in one step.
+            prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
+            num_threads: CPU threads of a step; None means torch's default.
 
         Raises:
-            ValueError: The model is of a kind that is not taken.
-            OSError: Its files are not there.
+            ValueError: The model is not supported.
+            OSError: The model files are missing.
         """
         thread = ComputeThread("torch-engine")
         try:
@@ -115,7 +114,7 @@ class TorchEngine:
                 prefix_cache_bytes=prefix_cache_bytes,
                 clock=time.monotonic,
             )
-            await thread.serve(core)
+            await thread.run_steps(core)
         except BaseException:
             await thread.aclose()
             raise
@@ -123,12 +122,12 @@ class TorchEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled from."""
+        """Version of the weights that sample the next token."""
         return self._core.weight_version
 
     @property
     def counters(self) -> EngineCounters:
-        """What became of the sequences so far."""
+        """Numbers of sequences since the start, by outcome."""
         return self._core.counters
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
@@ -136,8 +135,8 @@ class TorchEngine:
         events: asyncio.Queue[EngineEvent | BaseException] = asyncio.Queue()
         new_sequence = partial(self._core.new_sequence, request, events.put_nowait)
         if request.images:
-            images = await self._read(request)
-            # A long prompt with many images takes milliseconds to lay out.
+            images = await self._read_images(request)
+            # Computing the positions of a long prompt with many images takes milliseconds.
             sequence = await asyncio.to_thread(new_sequence, images)
         else:
             sequence = new_sequence()
@@ -158,24 +157,24 @@ class TorchEngine:
             if not ended and not self._closed:
                 await self._thread.call(partial(self._core.abort, sequence))
 
-    async def _read(self, request: EngineRequest) -> tuple[PlacedImage, ...]:
-        assert self._model.images is not None, "capabilities said that it takes none"
+    async def _read_images(self, request: EngineRequest) -> tuple[PlacedImage, ...]:
+        assert self._model.images is not None, "the capabilities exclude images"
         return await self._model.images.read(request.images, request.prompt)
 
     async def pause(self, policy: InFlightPolicy) -> None:
-        """Stops sampling; see `Engine.pause`."""
+        """Pauses sampling; see `Engine.pause`."""
         with self._thread.open_call() as paused:
             await self._thread.call(partial(self._core.pause, policy, partial(_wake, paused)))
             await paused
 
     async def resume(self) -> None:
-        """Goes on; see `Engine.resume`."""
+        """Resumes sampling; see `Engine.resume`."""
         await self._thread.call(self._core.resume)
 
     async def load_weights(
         self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
     ) -> None:
-        """Replaces all weights; see `Engine.load_weights`. Copies nothing aside."""
+        """Replaces all weights without a staging copy; see `Engine.load_weights`."""
         check = TensorCheck(self.info.parameters)
         staged: list[NamedTensor] = []
         async for tensor in tensors:
@@ -191,34 +190,58 @@ class TorchEngine:
     async def receive_weights(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
     ) -> None:
-        """Replaces all weights from a group; see `Engine.receive_weights`."""
+        """Replaces all weights by what a group sends; see `Engine.receive_weights`."""
         check_tensors(self.info.parameters, tensors)
-        await receive(group, tensors, member=self._member, model=self._model, thread=self._thread)
+        await self._receive(group, tensors)
         await self._thread.call(partial(self._core.apply_weights, (), version))
 
+    async def _receive(self, group: CollectiveGroup, tensors: Sequence[TensorSpec]) -> None:
+        """Writes the tensors that a group broadcasts into the model, bucket by bucket.
+
+        A worker thread waits for a bucket and the compute thread writes it; the next bucket is
+        requested once the previous one is written. Nothing waits for a bucket after this ends.
+        """
+        buckets = self._member.receive_buckets(group, tensors)
+        waiting: asyncio.Future[list[Received] | None] | None = None
+        try:
+            while True:
+                waiting = asyncio.ensure_future(asyncio.to_thread(next, buckets, None))
+                bucket = await asyncio.shield(waiting)
+                if bucket is None:
+                    return
+                await self._thread.call(partial(_write, self._model, bucket))
+        except asyncio.CancelledError:
+            self._member.abort("its server gave the update up")
+            if waiting is not None and not waiting.done():
+                await asyncio.wait({waiting})
+                waiting.exception()  # Retrieved, or asyncio would log it; the abort caused it.
+            raise
+        finally:
+            await asyncio.to_thread(buckets.close)
+
     async def wait_failed(self) -> Exception:
-        """Waits for the compute thread to break; see `Engine.wait_failed`."""
+        """Waits for the compute thread to fail; see `Engine.wait_failed`."""
         try:
             with self._thread.open_call() as broken:
                 self._thread.check()
                 await broken
         except EngineFailed as error:
             return error
-        raise AssertionError("nothing settles an open call but the thread's end")
+        raise AssertionError("only the end of the thread resolves an open call")
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives device memory away; see `Engine.release_memory`."""
+        """Releases device memory; see `Engine.release_memory`."""
         await self._thread.call(partial(self._core.release_memory, kinds))
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes device memory back; see `Engine.restore_memory`."""
+        """Restores device memory; see `Engine.restore_memory`."""
         await self._thread.call(partial(self._core.restore_memory, kinds))
 
     async def aclose(self) -> None:
         """Ends all sequences as INTERRUPTED, then the thread."""
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(EngineFailed):  # Then every sequence has the error already.
+            with contextlib.suppress(EngineFailed):  # Then every sequence already has the error.
                 await self._thread.call(self._core.close)
         if self._model.images is not None:
             self._model.images.close()
@@ -227,18 +250,18 @@ class TorchEngine:
 
 
 async def create(config: ServerConfig) -> TorchEngine:
-    """Builds the engine that a configuration asks for.
+    """Builds the engine of a configuration.
 
     Raises:
-        ValueError: No model is named, it is of a kind that is not taken, or a key is set that
-            this engine cannot honour.
-        OSError: Its files are not there.
+        ValueError: `model.path` is not set, the model is not supported, or a key is set that
+            this engine does not support.
+        OSError: The model files are missing.
     """
-    refuse_unhonoured(config, "torch", _UNHONOURED)
+    reject_unsupported(config, "torch", _UNSUPPORTED)
     model = config.model
     if model.path is None:
-        raise ValueError("engine 'torch' needs a model: give --model.path DIRECTORY")
-    # They are no lines of a log.
+        raise ValueError("engine 'torch' needs a model: set --model.path DIRECTORY")
+    # Progress bars would garble the log.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     source = ModelSource(
         path=model.path,
@@ -253,6 +276,11 @@ async def create(config: ServerConfig) -> TorchEngine:
         prefix_cache_bytes=model.prefix_cache_bytes,
         num_threads=model.num_threads,
     )
+
+
+def _write(model: CachedModel, bucket: Sequence[Received]) -> None:
+    for spec, tensor in bucket:
+        model.overwrite(spec.name, tensor)
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -12,7 +12,7 @@ from treadle.rollout_server.engine import (
     InFlightPolicy,
     MemoryKind,
 )
-from treadle.rollout_server.engines.torch.harness import (
+from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
     collected,
     complete,

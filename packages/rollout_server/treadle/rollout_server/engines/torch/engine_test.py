@@ -12,7 +12,7 @@ from treadle.rollout_server.engine import (
     Sampling,
 )
 from treadle.rollout_server.engines.torch import create
-from treadle.rollout_server.engines.torch.harness import (
+from treadle.rollout_server.engines.torch.testing.text_model import (
     EOS,
     VOCAB_SIZE,
     ModelDir,
@@ -204,5 +204,5 @@ async def test_the_configuration_builds_it(model_dir: ModelDir) -> None:
 
 @pytest.mark.asyncio
 async def test_a_configuration_without_a_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"give --model\.path"):
+    with pytest.raises(ValueError, match=r"set --model\.path"):
         await create(ServerConfig(engine="torch"))

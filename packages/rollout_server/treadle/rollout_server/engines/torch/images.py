@@ -1,21 +1,21 @@
-"""Images: decoded and resized, on threads of their own.
+"""Image decoding and resizing, on a thread pool.
 
-Invariant: an image is what its bytes are. Each distinct one has a serial number, which no
-other ever has, so that two prompts share a prefix only as far as their pictures are equal
-too (`prefix.py` compares serials where placeholder ids stand). What cannot be decoded, or
-has not as many placeholders as the model makes of it, is refused here, before the sequence
-costs anything.
+Invariant: an image is identified by its bytes. Each distinct image has a unique serial number,
+so two prompts share a cached prefix only as far as their images are equal too
+(`prefix_cache.py` compares serial numbers in place of placeholder ids). An image that cannot
+be decoded, or whose number of placeholders is wrong, is rejected here, before the sequence
+takes any resources.
 
-Who waits: `ImageReader.read`, for the thread that hashes an image and the one that decodes it.
-Whoever wants an image that is being read waits for that reading, on the event loop and not on
-a thread: eight samples of one prompt, which come at once, decode its images once and leave the
-other threads to other prompts. A reading that nobody waits for any more is given up, unless it
-has begun. What was read is kept, least recently used out first; serial numbers are kept for
-longer, so that an image that is read again shares the prefixes that it had. The compute thread
-gets pixels, and cuts and normalises those that no prefix holds.
+Who waits: `ImageReader.read` waits for the thread that hashes an image and the one that
+decodes it. A second request for an image that is being decoded waits for the first decode, on
+the event loop and not on a thread: eight samples of one prompt arrive together, decode its
+images once and leave the other threads to other prompts. A decode that nobody waits for any
+more is cancelled, unless it has begun. Decoded images stay in an LRU cache. Serial numbers are
+kept longer, so an image that is decoded again still matches its old prefixes. The compute
+thread receives pixels, and cuts and normalises only the images that no cached prefix covers.
 
-Sizes: an image of H times W pixels after resizing has as many placeholders as patches of
-patch_size squared / merge_size squared.
+Sizes: an image of H times W pixels after resizing has H * W / (patch_size * merge_size)^2
+placeholders.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, In
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
-_MAX_PIXELS = 1 << 26  # Pillow takes up to 16 bytes for each; more is a mistake or an attack.
+_MAX_PIXELS = 1 << 26  # Pillow uses up to 16 bytes per pixel; more is a mistake or an attack.
 _MAX_SERIALS = 1 << 16  # About 10 MiB.
-_THREADS = 4  # Decoding and resizing run outside of the interpreter's lock.
+_THREADS = 4  # Decoding and resizing release the GIL.
 _PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
-_UPRIGHT = {  # EXIF orientation -> what undoes it.
+_UPRIGHT = {  # EXIF orientation -> the transpose that undoes it.
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -62,11 +62,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Picture:
-    """An image as the vision tower cuts it.
+class DecodedImage:
+    """A decoded and resized image, ready for the vision tower.
 
     Attributes:
-        serial: Of its bytes, no other image's.
+        serial: Serial number; equal only for images with equal bytes.
         pixels: ``[3, H, W]``, uint8; red, green, blue.
     """
 
@@ -76,99 +76,99 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedImage:
-    """An image and the ids of a sequence that stand for it.
+    """An image and the placeholder ids that stand for it in a sequence.
 
     Attributes:
-        start: Index of the first id.
-        grid: Ids down and across.
-        picture: What was read.
+        start: Index of the first placeholder id.
+        grid: Number of rows and columns of placeholders.
+        image: The decoded image.
     """
 
     start: int
     grid: tuple[int, int]
-    picture: Picture
+    image: DecodedImage
 
     @property
     def stop(self) -> int:
-        """After the last id."""
+        """Index after the last placeholder id."""
         return self.start + self.grid[0] * self.grid[1]
 
 
 class _Closed(Exception):
-    """The reader was closed before a thread came to this."""
+    """The reader was closed before a thread decoded this image."""
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
-    """An image that is being read, and how many prompts wait for it."""
+class _PendingImage:
+    """An image that is being decoded, and the number of prompts that wait for it."""
 
-    picture: asyncio.Future[Picture]
+    decoded: asyncio.Future[DecodedImage]
     num_waiting: int = 0
 
 
 class ImageReader:
-    """Reads the images of prompts for one model. One event loop calls it.
+    """Decodes the images of prompts for one model. Used from a single event loop.
 
     Args:
-        directory: Of the model; holds the configuration of its image processor.
-        placeholder_id: Stands for images in prompts.
-        cache_bytes: Most memory for what was read.
+        directory: Model directory; contains the configuration of the image processor.
+        placeholder_id: Token id that stands for images in prompts.
+        cache_bytes: Maximum memory for decoded images.
 
     Raises:
-        OSError: There is no image processor.
-        ValueError: It is of another family than Qwen2-VL's.
+        OSError: The directory has no image processor.
+        ValueError: The image processor is not of the Qwen2-VL family.
     """
 
     def __init__(self, directory: Path, *, placeholder_id: int, cache_bytes: int) -> None:
         if not any((directory / name).is_file() for name in _CONFIGURATIONS):
             raise FileNotFoundError(
-                f"{directory} holds no {_CONFIGURATIONS[0]}: copy the model's image processor there"
+                f"{directory} has no {_CONFIGURATIONS[0]}: copy the model's image processor there"
             )
-        # The same pixels with and without torchvision, which resizes in another way.
+        # torchvision resizes differently; "pil" gives the same pixels with and without it.
         self.processor: Any = _PROCESSORS.from_pretrained(
             directory, local_files_only=True, backend="pil"
         )
         if not isinstance(self.processor, Qwen2VLImageProcessorPil):
             raise ValueError(
-                f"{directory} has the image processor {type(self.processor).__name__}; the torch "
-                "engine takes those of Qwen2-VL and Qwen2.5-VL"
+                f"{directory} has the image processor {type(self.processor).__name__}, but the "
+                "torch engine supports only those of Qwen2-VL and Qwen2.5-VL"
             )
         self._placeholder_id = placeholder_id
         self._stride = self.processor.patch_size * self.processor.merge_size
         self._cache_bytes = cache_bytes
-        self._kept_bytes = 0
-        self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # Oldest use first.
-        self._readings: dict[bytes, _Reading] = {}
+        self._cached_bytes = 0
+        self._cached: OrderedDict[bytes, DecodedImage] = OrderedDict()  # Least recently used first.
+        self._pending: dict[bytes, _PendingImage] = {}
         self._numbers = itertools.count()
-        self._serials: OrderedDict[bytes, int] = OrderedDict()  # Oldest use first.
+        self._serials: OrderedDict[bytes, int] = OrderedDict()  # Least recently used first.
         self._closed = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-engine-images")
 
     async def read(
         self, images: Sequence[PromptImage], prompt: Sequence[int]
     ) -> tuple[PlacedImage, ...]:
-        """Reads the images of a prompt, one after the other; none once the reader is closed.
+        """Decodes the images of a prompt, one after the other; none once the reader is closed.
 
         Raises:
-            ImageUnreadable: One cannot be decoded, or is too large.
-            ImagePlaceholders: One has not as many placeholders as the model makes of it.
-            InvalidField: Another id than the placeholder stands at its place.
+            ImageUnreadable: An image cannot be decoded, or is too large.
+            ImagePlaceholders: The number of placeholders of an image is wrong.
+            InvalidField: An id in the place of an image is not the placeholder.
         """
         for index, image in enumerate(images):
             self._check_ids(index, image, prompt)
         placed = []
         for index, image in enumerate(images):
             try:
-                picture = await self._picture(image)
+                decoded = await self._decoded(image)
             except _Closed:
                 return ()
-            except Exception as error:  # Pillow raises whatever a file makes it stumble over.
+            except Exception as error:  # Pillow may raise anything on a malformed file.
                 raise ImageUnreadable(index, image.media_type, str(error)) from error
-            placed.append(self._place(index, image, picture))
+            placed.append(self._place(index, image, decoded))
         return tuple(placed)
 
     def close(self) -> None:
-        """Ends the threads after the images that they decode now. Idempotent."""
+        """Ends the threads once their current images are decoded. Idempotent."""
         self._closed = True
         self._threads.shutdown(wait=False)
 
@@ -182,31 +182,31 @@ class ImageReader:
                 f"{self._placeholder_id}, the placeholder, in the place of images[{index}]",
             )
 
-    def _place(self, index: int, image: PromptImage, picture: Picture) -> PlacedImage:
-        _, height, width = picture.pixels.shape
+    def _place(self, index: int, image: PromptImage, decoded: DecodedImage) -> PlacedImage:
+        _, height, width = decoded.pixels.shape
         grid = (height // self._stride, width // self._stride)
         if grid[0] * grid[1] != image.num_tokens:
             raise ImagePlaceholders(index, image.start, image.num_tokens, grid[0] * grid[1])
-        return PlacedImage(start=image.start, grid=grid, picture=picture)
+        return PlacedImage(start=image.start, grid=grid, image=decoded)
 
-    async def _picture(self, image: PromptImage) -> Picture:
-        """What was read of these bytes before, for any prompt; else reads them."""
-        # Not on the threads that decode: what is kept need not wait for them.
+    async def _decoded(self, image: PromptImage) -> DecodedImage:
+        """Returns the image from the cache, or decodes it."""
+        # Not on the decoding threads: a cached image need not wait for them.
         key = await asyncio.to_thread(_digest, image.data)
-        if (kept := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
-            return kept
-        if (reading := self._readings.get(key)) is None:
-            picture = self._on_thread(partial(self._read, self._serial(key), image))
-            reading = self._readings[key] = _Reading(picture)
-            picture.add_done_callback(partial(self._end, key, reading))
-        reading.num_waiting += 1
+        if (cached := self._cached.get(key)) is not None:
+            self._cached.move_to_end(key)
+            return cached
+        if (pending := self._pending.get(key)) is None:
+            decoded = self._on_thread(partial(self._read, self._serial(key), image))
+            pending = self._pending[key] = _PendingImage(decoded)
+            decoded.add_done_callback(partial(self._cache, key))
+        pending.num_waiting += 1
         try:
-            return await asyncio.shield(reading.picture)
+            return await asyncio.shield(pending.decoded)
         finally:
-            reading.num_waiting -= 1
-            if not reading.num_waiting and reading.picture.cancel():
-                del self._readings[key]
+            pending.num_waiting -= 1
+            if not pending.num_waiting and pending.decoded.cancel():
+                del self._pending[key]
 
     def _serial(self, key: bytes) -> int:
         if (serial := self._serials.pop(key, None)) is None:
@@ -216,39 +216,39 @@ class ImageReader:
             self._serials.popitem(last=False)
         return serial
 
-    def _end(self, key: bytes, reading: _Reading, picture: asyncio.Future[Picture]) -> None:
-        """Keeps what was read; those used longest ago make room, but for the newest one."""
-        if picture.cancelled():  # It has left already, and another one may be there.
+    def _cache(self, key: bytes, decoded: asyncio.Future[DecodedImage]) -> None:
+        """Caches a decoded image; evicts the least recently used ones, never the newest."""
+        if decoded.cancelled():  # It was removed already; a new decode may have its key.
             return
-        del self._readings[key]
-        if picture.exception() is not None:  # Whoever waits has it.
+        del self._pending[key]
+        if decoded.exception() is not None:  # The waiters receive it.
             return
-        self._kept[key] = picture.result()
-        self._kept_bytes += picture.result().pixels.nbytes
-        while self._kept_bytes > self._cache_bytes and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.pixels.nbytes
+        self._cached[key] = decoded.result()
+        self._cached_bytes += decoded.result().pixels.nbytes
+        while self._cached_bytes > self._cache_bytes and len(self._cached) > 1:
+            _, oldest = self._cached.popitem(last=False)
+            self._cached_bytes -= oldest.pixels.nbytes
 
     def _on_thread(self, function: Callable[[], T]) -> asyncio.Future[T]:
         if self._closed:
             raise _Closed
         return asyncio.get_running_loop().run_in_executor(self._threads, function)
 
-    def _read(self, serial: int, image: PromptImage) -> Picture:
+    def _read(self, serial: int, image: PromptImage) -> DecodedImage:
         if self._closed:
             raise _Closed
-        return Picture(serial=serial, pixels=self._decode(image))
+        return DecodedImage(serial=serial, pixels=self._decode(image))
 
     def _decode(self, image: PromptImage) -> torch.Tensor:
-        """Reads, turns upright and resizes."""
+        """Decodes an image, turns it upright and resizes it."""
         kind = _FORMATS[image.media_type]
         try:
             opened: Image.Image = Image.open(io.BytesIO(image.data), formats=[kind])
         except UnidentifiedImageError:
-            raise ValueError(f"it has no header of a {kind} file") from None
+            raise ValueError(f"it does not start with a {kind} header") from None
         if opened.width * opened.height > _MAX_PIXELS:
             raise ValueError(
-                f"it has {opened.width}x{opened.height} pixels, at most {_MAX_PIXELS} are taken"
+                f"it has {opened.width}x{opened.height} pixels, the maximum is {_MAX_PIXELS}"
             )
         colours = _on_white(_upright(opened))
         size = self.processor.size
@@ -268,9 +268,9 @@ def _digest(data: bytes) -> bytes:
 
 
 def _upright(opened: Image.Image) -> Image.Image:
-    """Undoes the orientation that stands in the header, where the client looks for it.
+    """Undoes the EXIF orientation of the header, which the client also reads.
 
-    Pillow's own function writes the EXIF anew, and fails where that has an odd value.
+    Pillow's own function rewrites the EXIF data and fails on unusual values.
     """
     orientation: Any = None
     if "exif" in opened.info:
@@ -280,8 +280,8 @@ def _upright(opened: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """The colours as transformers makes them, which puts what is transparent on white."""
-    image.load()  # A PNG may name its transparent colour late.
+    """Converts to RGB as transformers does: transparent pixels become white."""
+    image.load()  # A PNG may declare its transparent colour late.
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
     if image.mode != "RGBA":

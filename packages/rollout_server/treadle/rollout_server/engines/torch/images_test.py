@@ -20,17 +20,17 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 from treadle.rollout_server.engine import PromptImage
 from treadle.rollout_server.engines.torch import images as module
 from treadle.rollout_server.engines.torch.images import (
+    DecodedImage,
     ImageReader,
-    Picture,
     PlacedImage,
 )
-from treadle.rollout_server.engines.torch.vision import ImagePositions, VisionTower
-from treadle.rollout_server.engines.torch.vision_harness import (
+from treadle.rollout_server.engines.torch.testing.vision_model import (
     PLACEHOLDER,
     picture,
     placed,
     write_vision_model,
 )
+from treadle.rollout_server.engines.torch.vision import ImagePositions, VisionTower
 from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable
 
 _MODEL: Any = Qwen2_5_VLModel
@@ -59,7 +59,7 @@ def reader(path: Path) -> Iterator[ImageReader]:
 
 async def serials(reader: ImageReader, *parts: bytes) -> list[int]:
     prompt, images = placed([part for image in parts for part in (image, 7)])
-    return [read.picture.serial for read in await reader.read(images, prompt)]
+    return [read.image.serial for read in await reader.read(images, prompt)]
 
 
 @pytest.mark.asyncio
@@ -103,7 +103,7 @@ async def test_a_file_that_would_fill_the_memory_is_not_decoded(
         raise AssertionError("decoded")
 
     monkeypatch.setattr(Image.Image, "load", refuse)
-    with pytest.raises(ImageUnreadable, match="9000x9000 pixels, at most 67108864 are taken"):
+    with pytest.raises(ImageUnreadable, match="9000x9000 pixels, the maximum is 67108864"):
         await reader.read([image], [PLACEHOLDER])
 
 
@@ -135,7 +135,7 @@ async def test_patches_are_those_of_the_image_processor(
     )
     (read,) = await reader.read([image], [PLACEHOLDER] * image.num_tokens)
     tower = Mirror()
-    patches = VisionTower(tower, reader.processor, torch.device("cpu")).see(read)
+    patches = VisionTower(tower, reader.processor, torch.device("cpu")).encode_image(read)
     assert tower.grid == [[1, rows, columns]]
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
 
@@ -156,7 +156,7 @@ async def test_a_picture_that_was_asked_for_by_many_is_read_once(
     monkeypatch.setattr(reader, "_decode", slowly)
     reads = [asyncio.create_task(reader.read(images, prompt)) for _ in range(3)]
     await asyncio.to_thread(all_wait.wait)
-    pictures = {read.picture for (read,) in await asyncio.gather(*reads)}
+    pictures = {read.image for (read,) in await asyncio.gather(*reads)}
     assert len(pictures) == len(decoded) == 1
 
 
@@ -196,7 +196,7 @@ class Decoding:
 
 async def waiting(reader: ImageReader, *, prompts: int) -> None:
     """Returns when so many wait for pictures, whose bytes were hashed on threads by then."""
-    while sum(reading.num_waiting for reading in reader._readings.values()) < prompts:
+    while sum(reading.num_waiting for reading in reader._pending.values()) < prompts:
         await asyncio.to_thread(bool)
 
 
@@ -302,7 +302,7 @@ async def test_jpegs_have_the_colours_of_the_image_processor(
     expected = reader.processor(images=[Image.open(file)], return_tensors="pt")
     image = PromptImage(data=file.getvalue(), media_type="image/jpeg", start=0, num_tokens=6)
     (read,) = await reader.read([image], [PLACEHOLDER] * 6)
-    patches = VisionTower(Mirror(), reader.processor, torch.device("cpu")).see(read)
+    patches = VisionTower(Mirror(), reader.processor, torch.device("cpu")).encode_image(read)
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
 
 
@@ -319,16 +319,16 @@ async def test_of_an_animation_the_first_picture_counts(reader: ImageReader) -> 
         )
         for f in (film, still)
     ]
-    assert torch.equal(read[0][0].picture.pixels, read[1][0].picture.pixels)
+    assert torch.equal(read[0][0].image.pixels, read[1][0].image.pixels)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("data", "media_type", "message"),
     [
-        (b"\x89PNG\r\n\x1a\n", "image/png", "it has no header of a PNG file"),
-        (b"\xff\xd8\xff", "image/jpeg", "it has no header of a JPEG file"),
-        (b"RIFF\x04\0\0\0WEBP", "image/webp", "it has no header of a WEBP file"),
+        (b"\x89PNG\r\n\x1a\n", "image/png", "it does not start with a PNG header"),
+        (b"\xff\xd8\xff", "image/jpeg", "it does not start with a JPEG header"),
+        (b"RIFF\x04\0\0\0WEBP", "image/webp", "it does not start with a WEBP header"),
     ],
 )
 async def test_a_file_without_a_header_is_named_as_such(
@@ -364,7 +364,7 @@ def test_a_broken_file_is_read_or_refused(
         (read,) = asyncio.run(reader.read([image], [PLACEHOLDER] * 4))
     except (ImageUnreadable, ImagePlaceholders):
         return
-    assert read.picture.pixels.shape == (3, 8 * read.grid[0], 8 * read.grid[1])
+    assert read.image.pixels.shape == (3, 8 * read.grid[0], 8 * read.grid[1])
 
 
 Part = int | tuple[int, int]
@@ -380,8 +380,8 @@ def test_positions_are_those_of_transformers(parts: Sequence[Part]) -> None:
     kinds: list[int] = []
     for part in parts:
         if isinstance(part, tuple):
-            picture = Picture(serial=0, pixels=torch.empty(0))
-            images.append(PlacedImage(start=ids, grid=part, picture=picture))
+            picture = DecodedImage(serial=0, pixels=torch.empty(0))
+            images.append(PlacedImage(start=ids, grid=part, image=picture))
             kinds += [1] * (part[0] * part[1])
             # transformers takes images that touch for one.
             part = 1

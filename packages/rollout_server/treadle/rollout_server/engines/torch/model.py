@@ -1,14 +1,14 @@
-"""The model: a Hugging Face causal LM whose attention reads our cache rows.
+"""The model: a Hugging Face causal LM whose attention reads our KV cache.
 
-Invariant: a parameter is written only by a tensor of its name and shape, which is checked
-before, so `write` cannot fail, and weights whose names were all checked are replaced whole.
+Invariant: the names and shapes of tensors are checked before `write`, so `write` cannot fail
+and an update replaces either all weights or none.
 
-Taken: Llama, Qwen2 and Qwen3, and Qwen2.5-VL for text and images, with full attention in
-every layer and a rotary embedding that does not depend on the sequence's length; anything
-else is refused at load, not later.
+Supported: Llama, Qwen2 and Qwen3, and Qwen2.5-VL for text and images, with full attention in
+every layer and a rotary embedding that does not depend on the sequence length. Anything else
+is rejected at load.
 
-A parameter has the name that it has in published checkpoints, which for Qwen2.5-VL is not
-the module's own: ``visual.blocks.0...`` and ``model.layers.0...``.
+Parameters have their names in published checkpoints, which for Qwen2.5-VL differ from the
+module names: ``visual.blocks.0...`` and ``model.layers.0...``.
 
 Everything here runs on the compute thread; nothing waits.
 """
@@ -34,13 +34,13 @@ from treadle.rollout_server.engines.torch.attention import (
     cached_attention,
 )
 from treadle.rollout_server.engines.torch.images import ImageReader, PlacedImage
-from treadle.rollout_server.engines.torch.kv_rows import KvShape
-from treadle.rollout_server.engines.torch.vision import Sight, VisionTower
+from treadle.rollout_server.engines.torch.kv_cache import KvCacheShape
+from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTower
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl",)
 _MODEL_TYPES = ("llama", "qwen2", "qwen3", *_VISION_TYPES)
-# Module -> checkpoint, of models that see.
+# Module prefix -> checkpoint prefix, for vision models.
 _PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -55,14 +55,14 @@ AttentionInterface.register(IMPLEMENTATION, cached_attention)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from and how it is held.
+    """A model directory and how to load it.
 
     Attributes:
         path: Directory with ``config.json`` and ``*.safetensors``.
-        dtype: Of weights and cache.
-        device: "cpu", "cuda", or "auto": CUDA when there is one.
-        context_length: None: what the model allows.
-        image_cache_bytes: Most memory for images that were read. The newest always stays.
+        dtype: Element type of weights and KV cache.
+        device: "cpu", "cuda", or "auto", which means CUDA if available.
+        context_length: Maximum number of tokens; None means the model's own maximum.
+        image_cache_bytes: Maximum memory for decoded images. The newest always stays.
     """
 
     path: Path
@@ -73,14 +73,14 @@ class ModelSource:
 
 
 class CachedModel:
-    """A causal LM that reads one flat row of tokens a step.
-
-    Raises:
-        ValueError: The model is of a kind that is not taken, or there is no such device.
-        OSError: Its files are not there.
+    """A causal LM that reads one flat row of tokens per step.
 
     Attributes:
-        images: Reads images for it; None: it takes text only.
+        images: Decodes the images of prompts; None for text-only models.
+
+    Raises:
+        ValueError: The model is not supported, or the device is not available.
+        OSError: The model files are missing.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -90,30 +90,30 @@ class CachedModel:
         config: Any = AutoConfig.from_pretrained(source.path, local_files_only=True)
         text_config = config.get_text_config()
         _check_supported(config.model_type, text_config)
-        sees = config.model_type in _VISION_TYPES
-        self._model, report = (_VISION_MODEL if sees else _TEXT_MODEL).from_pretrained(
+        takes_images = config.model_type in _VISION_TYPES
+        self._model, report = (_VISION_MODEL if takes_images else _TEXT_MODEL).from_pretrained(
             source.path,
             config=config,
             dtype=self.dtype,
             attn_implementation={"text_config": IMPLEMENTATION, "vision_config": "sdpa"}
-            if sees
+            if takes_images
             else IMPLEMENTATION,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
         )
-        if report["missing_keys"]:  # transformers would leave random numbers there.
+        if report["missing_keys"]:  # transformers initialises these at random.
             raise ValueError(
                 f"{source.path} lacks {len(report['missing_keys'])} weights of the model, "
-                f"{min(report['missing_keys'])!r} for one: copy the whole checkpoint"
+                f"for example {min(report['missing_keys'])!r}: copy the whole checkpoint"
             )
         self._model.requires_grad_(False).train(False).to(self.device)
         parameters = self._model.named_parameters()
         self._parameters: dict[str, torch.nn.Parameter] = {
-            _published(name) if sees else name: parameter for name, parameter in parameters
+            _published(name) if takes_images else name: parameter for name, parameter in parameters
         }
         self.images: ImageReader | None = None
-        if sees:
+        if takes_images:
             self.images = ImageReader(
                 source.path,
                 placeholder_id=config.image_token_id,
@@ -131,7 +131,7 @@ class CachedModel:
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """Every parameter once; a tied head is not listed, its embedding is."""
+        """Every parameter once; of tied weights the embedding, not the head."""
         return tuple(
             TensorSpec(
                 name=name,
@@ -141,9 +141,9 @@ class CachedModel:
             for name, parameter in self._parameters.items()
         )
 
-    def kv_shape(self, *, max_rows: int) -> KvShape:
-        """The shape of a cache for this model."""
-        return KvShape(
+    def kv_shape(self, *, max_rows: int) -> KvCacheShape:
+        """Returns the shape of a KV cache for this model."""
+        return KvCacheShape(
             num_layers=self.num_layers,
             num_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -153,35 +153,38 @@ class CachedModel:
             max_length=self.info.context_length,
         )
 
-    def see(self, placed: PlacedImage) -> torch.Tensor:
-        """The vectors that stand for an image, ``[its ids, hidden size]``."""
-        return self._tower.see(placed)
+    def encode_image(self, placed: PlacedImage) -> torch.Tensor:
+        """Returns the embeddings of an image, ``[number of placeholders, hidden size]``."""
+        return self._tower.encode_image(placed)
 
     def forward(
         self,
         ids: Sequence[int],
         step: StepLayout,
         wanted: Sequence[int],
-        sight: Sight | None = None,
+        vision_inputs: VisionInputs | None = None,
     ) -> torch.Tensor:
         """Runs a step.
 
         Args:
             ids: ``[T]``.
-            step: Where each id stands in its cache row.
-            wanted: ``[B]`` indices into `ids`.
-            sight: Positions and vectors, when a sequence of the step holds images.
+            step: The cache row and position of each id.
+            wanted: ``[B]``, indices into `ids` whose logits are needed.
+            vision_inputs: Positions and embeddings if a sequence of the step has images.
 
         Returns:
-            Logits after the wanted ids, ``[B, vocab]``, float32.
+            Logits at the wanted indices, ``[B, vocab]``, float32.
         """
         input_ids = torch.tensor([ids], device=self.device)
         inputs = {"input_ids": input_ids, "position_ids": step.positions.unsqueeze(0)}
-        if sight is not None:
+        if vision_inputs is not None:
             embedded = self._model.get_input_embeddings()(input_ids)
-            for first, vectors in sight.vectors:
-                embedded[0, first : first + len(vectors)] = vectors
-            inputs = {"inputs_embeds": embedded, "position_ids": sight.positions.unsqueeze(1)}
+            for first, embeddings in vision_inputs.embeddings:
+                embedded[0, first : first + len(embeddings)] = embeddings
+            inputs = {
+                "inputs_embeds": embedded,
+                "position_ids": vision_inputs.positions.unsqueeze(1),
+            }
         output = self._model(
             **inputs,
             use_cache=False,
@@ -192,23 +195,23 @@ class CachedModel:
         return logits.float()
 
     def write(self, tensor: NamedTensor) -> None:
-        """Overwrites a parameter, or a part, converting its type; names and shapes are checked."""
+        """Overwrites a parameter or a part of it; converts the element type."""
         spec = tensor.spec
         flat = torch.frombuffer(tensor.data, dtype=TORCH_DTYPES[spec.element_type])
         first = tensor.offset // spec.element_type.size_bytes
         self._parameters[spec.name].view(-1)[first : first + len(flat)].copy_(flat)
 
     def overwrite(self, name: str, value: torch.Tensor) -> None:
-        """Overwrites a parameter, which has the shape of `value`, converting its type."""
+        """Overwrites a parameter with a tensor of its shape; converts the element type."""
         self._parameters[name].copy_(value)
 
     def release_weights(self) -> None:
-        """Moves the weights to host memory; where they live there already, does nothing."""
+        """Moves the weights to host memory; does nothing on the CPU."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.to("cpu")
 
     def restore_weights(self) -> None:
-        """Moves the weights back."""
+        """Moves the weights back to the device."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.to(self.device)
 
@@ -218,14 +221,14 @@ def _resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"model.device is 'cuda', and torch {torch.__version__} finds no GPU here: give "
-            "model.device auto or cpu, or install the CUDA build of torch on a machine with a GPU"
+            f"model.device is 'cuda', but torch {torch.__version__} finds no GPU: set "
+            "model.device to auto or cpu, or install the CUDA build of torch on a GPU machine"
         )
     return torch.device(name)
 
 
 def _published(name: str) -> str:
-    """The name of a parameter of a model that sees, in checkpoints."""
+    """Returns the checkpoint name of a parameter of a vision model."""
     for module, checkpoint in _PUBLISHED:
         if name.startswith(module):
             return checkpoint + name.removeprefix(module)
@@ -235,18 +238,18 @@ def _published(name: str) -> str:
 def _check_supported(model_type: str, config: Any) -> None:
     if model_type not in _MODEL_TYPES:
         raise ValueError(
-            f"model type {model_type!r} is not taken by the torch engine, which runs "
+            f"model type {model_type!r} is not supported by the torch engine, which runs "
             f"{', '.join(_MODEL_TYPES)}: use the vllm or sglang engine"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise ValueError(
-            f"the model has {', '.join(sorted(kinds))} layers and the torch engine runs "
+            f"the model has {', '.join(sorted(kinds))} layers, but the torch engine supports "
             "full_attention only: use the vllm or sglang engine"
         )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
         raise ValueError(
-            f"rotary embedding {rope!r} changes with the length of the sequence, so cached keys "
-            f"would go stale: the torch engine takes {', '.join(_ROPE_TYPES)}"
+            f"rotary embedding {rope!r} changes with the sequence length, so cached keys would "
+            f"become stale: the torch engine supports {', '.join(_ROPE_TYPES)}"
         )

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
-from treadle.rollout_server.engines.torch.harness import ModelDir
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
+from treadle.rollout_server.engines.torch.testing.text_model import ModelDir
 
 
 def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
@@ -19,7 +19,7 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("llama", {"model_type": "mistral"}, "'mistral' is not taken.*llama, qwen2, qwen3"),
+        ("llama", {"model_type": "mistral"}, "'mistral' is not supported.*llama, qwen2, qwen3"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -53,7 +53,9 @@ def test_a_gpu_that_is_not_there_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     source = ModelSource(path=model_dir(), dtype=ElementType.FLOAT32, device="cuda")
-    with pytest.raises(ValueError, match=r"model\.device is 'cuda'.*give model.device auto or cpu"):
+    with pytest.raises(
+        ValueError, match=r"model\.device is 'cuda'.*set model.device to auto or cpu"
+    ):
         CachedModel(source)
 
 
@@ -85,7 +87,9 @@ def test_a_checkpoint_that_lacks_weights_is_refused(model_dir: ModelDir, tmp_pat
     tensors = load_file(path / "model.safetensors")
     del tensors["lm_head.weight"], tensors["model.norm.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 2 weights of the model, 'lm_head\.weight'"):
+    with pytest.raises(
+        ValueError, match=r"lacks 2 weights of the model, for example 'lm_head\.weight'"
+    ):
         load(path)
 
 

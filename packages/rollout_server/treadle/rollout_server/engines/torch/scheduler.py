@@ -1,15 +1,13 @@
 """The scheduler: which sequences run, in which cache rows, and what a step reads.
 
-Invariant: running sequences hold rows 0 to n-1 without a hole, those that decode before
-those that still read their prompt, so that a step's rows are always a prefix of the rows.
-Whoever leaves is replaced by moves of at most two rows, which the caller repeats in the
-cache.
+Invariant: running sequences occupy rows 0 to n-1 without a gap, decoding sequences before those
+in prefill, so the rows of a step are always the first ones. Removing a sequence moves at most
+two rows; the caller repeats these moves in the cache.
 
 Who waits: a request waits for a free row, highest priority first, first come first served
-within one priority. It also waits one step or so when a sequence that is reading its prompt
-right now will provide a longer shared prefix than the cache has: eight samples of one
-prompt read it once, not eight times. It never waits for a sequence that is not itself
-reading, so it cannot wait for ever.
+within one priority. It also waits for a step or so if a sequence in prefill will soon provide
+a longer shared prefix than the cache has: eight samples of one prompt read it once, not eight
+times. It waits only for sequences that are in prefill, so it cannot wait forever.
 
 Pure bookkeeping: no tensors, no threads, no clock.
 """
@@ -19,21 +17,21 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from treadle.rollout_server.engines.torch.prefix import PrefixCache
+from treadle.rollout_server.engines.torch.prefix_cache import PrefixCache
 from treadle.rollout_server.engines.torch.sequence import Sequence
 
-_WORTH_WAITING_TOKENS = 32  # A shared prefix longer by this much beats starting at once.
+_WORTH_WAITING_TOKENS = 32  # Waiting pays if the shared prefix grows by at least this much.
 
 
-class Move(NamedTuple):
-    """Cache row `source` becomes row `target`."""
+class RowMove(NamedTuple):
+    """Moves cache row `source` to row `target`."""
 
     source: int
     target: int
 
 
-class Work(NamedTuple):
-    """What a step reads of one sequence: its next `num_ids` uncached ids."""
+class ScheduledIds(NamedTuple):
+    """The ids of one sequence in a step: its next `num_ids` uncached ids."""
 
     sequence: Sequence
     num_ids: int
@@ -43,15 +41,15 @@ class Scheduler:
     """Waiting and running sequences.
 
     Args:
-        max_rows: Most sequences that run at once.
-        max_step_tokens: Most ids that a step reads; at least `max_rows`, so that decoding
-            never waits for prompts.
+        max_rows: Maximum number of running sequences.
+        max_step_tokens: Maximum number of ids in a step; at least `max_rows`, so that decoding
+            never waits for prefill.
     """
 
     def __init__(self, *, max_rows: int, max_step_tokens: int) -> None:
         if max_step_tokens < max_rows:
             raise ValueError(
-                f"max_step_tokens is {max_step_tokens}, below max_rows {max_rows}: "
+                f"max_step_tokens must be at least max_rows, got {max_step_tokens} and {max_rows}: "
                 "every running sequence must be able to decode in every step"
             )
         self.max_rows = max_rows
@@ -63,7 +61,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a row."""
+        """Number of sequences without a row."""
         return len(self._waiting)
 
     def submit(self, sequence: Sequence) -> None:
@@ -71,24 +69,24 @@ class Scheduler:
         heapq.heappush(self._waiting, (-sequence.request.priority, next(self._arrivals), sequence))
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Takes a waiting sequence out of the queue."""
+        """Removes a waiting sequence from the queue."""
         self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
         heapq.heapify(self._waiting)
 
     def drain_waiting(self) -> list[Sequence]:
-        """Empties the queue."""
+        """Empties the queue and returns its sequences."""
         waiting, self._waiting = [entry[2] for entry in self._waiting], []
         return waiting
 
     def admit(self, cached_tokens: Callable[[bytes], int]) -> Iterator[Sequence]:
-        """Gives rows to waiting sequences; yields each, its row set, before the next.
+        """Assigns rows to waiting sequences and yields each of them.
 
-        The caller fills the row from the prefix cache and sets `num_cached` between two.
-        Stops when the rows are full or the prompts let in fill a step.
+        The caller fills the row from the prefix cache and sets `num_cached` before it asks for
+        the next one. Stops when all rows are taken or the admitted prompts fill a step.
 
         Args:
-            cached_tokens: How many ids of a prompt key the prefix cache holds, to decide
-                whether waiting for a longer prefix pays.
+            cached_tokens: Returns the number of ids of a prompt key that the prefix cache
+                holds, to decide whether waiting for a longer prefix pays.
         """
         deferred = []
         unread = sum(sequence.num_uncached for sequence in self.running)
@@ -109,39 +107,39 @@ class Scheduler:
         for entry in deferred:
             heapq.heappush(self._waiting, entry)
 
-    def plan(self) -> list[Work]:
-        """What the next step reads: of rows 0, 1, 2 and so on, until the step is full."""
+    def plan(self) -> list[ScheduledIds]:
+        """Plans the next step: ids of rows 0, 1, 2 and so on, until the step is full."""
         room = self.max_step_tokens
         work = []
         for sequence in self.running:
             if not room:
                 break
             num_ids = min(sequence.num_uncached, room)
-            work.append(Work(sequence, num_ids))
+            work.append(ScheduledIds(sequence, num_ids))
             room -= num_ids
         return work
 
-    def prompt_read(self, sequence: Sequence) -> None:
-        """Notes that a sequence has its whole prompt in the cache now."""
+    def prefill_done(self, sequence: Sequence) -> None:
+        """Marks the prefill of a sequence as complete."""
         self._reading.remove_live(sequence.prompt_key, sequence)
 
-    def remove(self, sequence: Sequence) -> list[Move]:
-        """Takes a running sequence out.
+    def remove(self, sequence: Sequence) -> list[RowMove]:
+        """Removes a running sequence.
 
         Returns:
-            The moves that close the hole, to be made in this order.
+            The row moves that close the gap, in order.
         """
         assert sequence.row is not None
         self._reading.remove_live(sequence.prompt_key, sequence)
         hole, sequence.row = sequence.row, None
         num_decoding = sum(s.num_sampled > 0 for s in self.running)
         moves = []
-        # The last decoding row fills the hole, and the last row of all fills that one's.
+        # The last decoding row fills the gap, and the last row of all fills the gap it leaves.
         for source in (num_decoding - 1, len(self.running) - 1):
             if hole < source:
                 moved = self.running[source]
                 self.running[hole], moved.row = moved, hole
-                moves.append(Move(source, hole))
+                moves.append(RowMove(source, hole))
                 hole = source
         self.running.pop()
         return moves

@@ -25,7 +25,7 @@ def read_one_step(scheduler: Scheduler) -> None:
     for work in scheduler.plan():
         work.sequence.num_cached += work.num_ids
         if not work.sequence.num_uncached:
-            scheduler.prompt_read(work.sequence)
+            scheduler.prefill_done(work.sequence)
             work.sequence.ids.append(0)
 
 
@@ -131,5 +131,5 @@ def test_withdrawn_and_drained_sequences_do_not_run() -> None:
 
 
 def test_a_step_too_small_for_the_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_step_tokens is 3, below max_rows 4"):
+    with pytest.raises(ValueError, match="max_step_tokens must be at least max_rows, got 3 and 4"):
         Scheduler(max_rows=4, max_step_tokens=3)

@@ -1,17 +1,16 @@
-"""Vision: what a step of the model needs beyond ids when sequences hold images.
+"""Vision inputs of a step: positions and image embeddings of sequences with images.
 
-Invariant: an id at an image's place is read as the vector that the vision tower makes of
-that part of the image, and stands at that part's row and column; every other id, the
-placeholder among them where no image was sent, is read and placed as text. So a placeholder
-that the model sampled itself does no harm.
+Invariant: a placeholder id of an image is replaced by the embedding of its part of the image,
+at the position of that row and column. Every other id is text, including a placeholder where
+no image was sent, so a placeholder that the model samples is harmless.
 
-Positions are those of multimodal rotary embedding (Wang et al. 2024, arXiv 2409.12191, 2.1):
-text advances time, height and width together; an image stands still in time and takes its
-rows and columns; what follows goes on after the larger of the two.
+Positions follow multimodal rotary embedding (Wang et al. 2024, arXiv 2409.12191, 2.1): text
+advances time, height and width together. An image has one time and its own rows and columns,
+and the text after it continues from the larger of the two.
 
 Everything here runs on the compute thread; nothing waits.
 
-Shapes: T tokens of a step, an image of H times W pixels, P patches of D values and N ids, C
+Shapes: T tokens of a step; an image of H times W pixels, P patches of D values and N ids; C
 hidden size.
 """
 
@@ -26,11 +25,11 @@ from treadle.rollout_server.engines.torch.images import PlacedImage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImagePositions:
-    """Where the ids of a sequence with images stand.
+    """Rotary positions of the ids of a sequence with images.
 
     Attributes:
         prompt: ``[3, prompt length]``: time, height, width.
-        offset: Of each id after the prompt: its position is its index plus this, in all three.
+        offset: Added to the index of an id after the prompt; its position in all three.
     """
 
     prompt: torch.Tensor
@@ -38,7 +37,7 @@ class ImagePositions:
 
     @classmethod
     def of(cls, images: Sequence[PlacedImage], num_prompt_ids: int) -> "ImagePositions":
-        """Lays out a prompt."""
+        """Computes the positions of a prompt."""
         positions = torch.arange(num_prompt_ids).repeat(3, 1)
         offset = done = 0
         for placed in images:
@@ -55,35 +54,36 @@ class ImagePositions:
         return cls(prompt=positions, offset=offset)
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """Positions of ids ``[start, stop)``, all of the prompt or none of it, ``[3, n]``."""
+        """Returns positions ``[3, n]`` of ids ``[start, stop)``, all or none in the prompt."""
         if start < self.prompt.shape[1]:
             return self.prompt[:, start:stop]
         return torch.arange(start + self.offset, stop + self.offset).expand(3, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sight:
-    """What a step sees.
+class VisionInputs:
+    """Model inputs of a step in which a sequence has images.
 
     Attributes:
         positions: ``[3, T]``.
-        vectors: ``[n, C]`` each, with the index of the first of the step's ids that they replace.
+        embeddings: For each image, the index of the first id of the step that it replaces, and
+            its embeddings ``[n, C]``.
     """
 
     positions: torch.Tensor
-    vectors: Sequence[tuple[int, torch.Tensor]]
+    embeddings: Sequence[tuple[int, torch.Tensor]]
 
 
 class VisionTower:
-    """The part of a model that turns patches into vectors.
+    """The part of a model that turns image patches into embeddings.
 
     Args:
-        tower: transformers' module.
-        processor: The model's image processor, which says how patches are normalised.
-        device: Where it computes.
+        tower: The module of transformers.
+        processor: The model's image processor, which defines how patches are normalised.
+        device: Device on which the tower runs.
 
     Raises:
-        ValueError: Processor and tower cut images in different ways.
+        ValueError: Image processor and vision tower use different patch sizes.
     """
 
     def __init__(self, tower: Any, processor: Any, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class VisionTower:
         if ours != theirs:
             raise ValueError(
                 f"the vision tower has patch, temporal patch and merge sizes {ours} and the image "
-                f"processor {theirs}: copy both of the same model"
+                f"processor {theirs}: copy both from the same model"
             )
         self._patch, self._frames, self._merge = ours
         shift, scale = (torch.zeros(3), torch.ones(3))
@@ -105,19 +105,19 @@ class VisionTower:
         self._factor = (factor / scale).to(device)[:, None, None]
         self._shift = (shift / scale).to(device)[:, None, None]
 
-    def see(self, placed: PlacedImage) -> torch.Tensor:
-        """The vectors of an image, ``[N, C]``."""
-        pixels_3HW = placed.picture.pixels.to(self._device).float()
+    def encode_image(self, placed: PlacedImage) -> torch.Tensor:
+        """Returns the embeddings of an image, ``[N, C]``."""
+        pixels_3HW = placed.image.pixels.to(self._device).float()
         patches_PD = self._cut(pixels_3HW * self._factor - self._shift).to(self._tower.dtype)
         rows, columns = placed.grid
         grid = torch.tensor([[1, rows * self._merge, columns * self._merge]], device=self._device)
-        vectors: torch.Tensor = self._tower(patches_PD, grid_thw=grid).pooler_output
-        return vectors
+        embeddings: torch.Tensor = self._tower(patches_PD, grid_thw=grid).pooler_output
+        return embeddings
 
     def _cut(self, pixels_3HW: torch.Tensor) -> torch.Tensor:
-        """Cuts patches, ``[P, D]``: those that become one vector follow one another.
+        """Cuts patches ``[P, D]``; patches that are merged into one embedding are adjacent.
 
-        A still image is a film of equal frames.
+        A still image is a video of equal frames.
         """
         _, height, width = pixels_3HW.shape
         patch, merge, stride = self._patch, self._merge, self._patch * self._merge

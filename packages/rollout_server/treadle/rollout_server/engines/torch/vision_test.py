@@ -22,7 +22,8 @@ from treadle.rollout_server.engine import (
     Sampling,
 )
 from treadle.rollout_server.engines.torch import TorchEngine, core
-from treadle.rollout_server.engines.torch.harness import (
+from treadle.rollout_server.engines.torch.images import PlacedImage
+from treadle.rollout_server.engines.torch.testing.text_model import (
     Output,
     collected,
     named_tensors,
@@ -30,8 +31,7 @@ from treadle.rollout_server.engines.torch.harness import (
     serving,
     weights_of,
 )
-from treadle.rollout_server.engines.torch.images import PlacedImage
-from treadle.rollout_server.engines.torch.vision_harness import (
+from treadle.rollout_server.engines.torch.testing.vision_model import (
     PLACEHOLDER,
     Transformers,
     picture,
@@ -86,13 +86,13 @@ async def check(engine: TorchEngine, reference: Transformers, wanted: EngineRequ
 
 def watch(engine: TorchEngine, seen: list[int]) -> None:
     """Notes the place of each image that the vision tower sees."""
-    see = engine._model.see
+    see = engine._model.encode_image
 
     def note(image: PlacedImage) -> torch.Tensor:
         seen.append(image.start)
         return see(image)
 
-    engine._model.see = note  # type: ignore[method-assign,assignment]
+    engine._model.encode_image = note  # type: ignore[method-assign,assignment]
 
 
 class TestTorchEngineSees(ImageContract):
@@ -371,7 +371,7 @@ async def test_the_files_of_published_checkpoints_are_read(path: Path, tmp_path:
 async def test_a_model_without_its_image_processor_is_refused(path: Path, tmp_path: Path) -> None:
     publish(path, tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no preprocessor_config\.json: copy"):
+    with pytest.raises(FileNotFoundError, match=r"has no preprocessor_config\.json: copy"):
         async with serving(tmp_path):
             pass
 

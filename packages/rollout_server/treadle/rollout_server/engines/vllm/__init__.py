@@ -1,10 +1,10 @@
-"""The vLLM engine, chosen as ``vllm``: vLLM's `AsyncLLM` in processes of its own.
+"""The vLLM engine, selected as ``vllm``: vLLM's `AsyncLLM` in separate processes.
 
-`engine.py` is what the server sees; `startup.py` starts vLLM, by `arguments.py`;
-`sampling.py` and `sequence.py` translate requests and outputs; `memory.py` gives device memory
-away. In vLLM's processes run `executor.py`, `worker.py` and `sampler.py`.
+`engine.py` implements `Engine`; `startup.py` starts vLLM with the arguments of `arguments.py`;
+`sampling.py` and `sequence.py` translate requests and outputs; `memory.py` releases device
+memory. `executor.py`, `worker.py` and `sampler.py` run in vLLM's processes.
 
-Importing this needs vLLM nowhere but in `create`.
+Only `create` imports vLLM.
 """
 
 import asyncio
@@ -17,14 +17,15 @@ __all__ = ["create"]
 
 
 async def create(config: ServerConfig) -> Engine:
-    """Builds the engine that a configuration asks for.
+    """Builds the engine of a configuration.
 
     Raises:
-        ValueError: vLLM is not here, no model is named, or it cannot be had as configured.
-        OSError: The model's files are not there.
+        ValueError: vLLM is not installed, `model.path` is not set, or vLLM does not support the
+            configuration.
+        OSError: The model files are missing.
     """
     library = await asyncio.to_thread(startup.load_library, config)
-    # It imports vLLM, which is here, and configured, only now.
+    # Imports vLLM, which must be configured first.
     from treadle.rollout_server.engines.vllm.engine import VllmEngine
 
     return await VllmEngine.load(config, library)

@@ -1,32 +1,31 @@
-"""vLLM's engine arguments: what a `ServerConfig` becomes there.
+"""Translates a `ServerConfig` to vLLM's engine arguments.
 
-Invariant: pure, and nothing here imports vLLM. The library's own defaults hold where neither
-a key of ours nor `engine_args` says otherwise, except for the arguments listed here, each
-with its reason.
+Invariant: pure, and does not import vLLM. The library's defaults hold unless one of our keys or
+`engine_args` sets an argument, except for the arguments listed here, each with its reason.
 """
 
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.engines.common.arguments import OwnArgument
+from treadle.rollout_server.engines.common.arguments import ManagedArgument
 
 WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
 
-UNHONOURED = {
+UNSUPPORTED = {
     "model.prefix_cache_bytes": "set model.kv_cache_bytes or model.gpu_memory_utilization",
-    "model.image_cache_bytes": "leave it out, this engine takes text only",
+    "model.image_cache_bytes": "leave it out, this engine does not support images",
 }
-"""Keys that mean nothing to vLLM -> what to do instead."""
+"""Keys that vLLM does not support -> what to do instead."""
 
-_CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own choice is nearly all of the machine's memory.
+_CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's default is nearly all of the machine's memory.
 
 
-def own_arguments(
+def managed_arguments(
     config: ServerConfig, *, context_length: int, on_cpu: bool
-) -> dict[str, OwnArgument]:
-    """The arguments of `AsyncEngineArgs` that we decide.
+) -> dict[str, ManagedArgument]:
+    """Returns the arguments of `AsyncEngineArgs` that the server sets.
 
     Args:
-        config: With `model.path` set.
-        context_length: Prompt plus completion, in tokens.
+        config: A configuration with `model.path`.
+        context_length: Maximum number of tokens of prompt plus completion.
         on_cpu: Whether this build of vLLM computes on the CPU.
     """
     model = config.model
@@ -47,22 +46,22 @@ def own_arguments(
         "kv_cache_memory_bytes": ("model.kv_cache_bytes", kv_cache_bytes),
         "max_num_batched_tokens": ("model.max_num_batched_tokens", model.max_num_batched_tokens),
         "enable_prefix_caching": ("model.enable_prefix_caching", model.enable_prefix_caching),
-        # On the CPU, compiling takes minutes and gains a tenth.
+        # On the CPU, compilation takes minutes and gains a tenth.
         "enforce_eager": ("model.enforce_eager", model.enforce_eager or on_cpu),
     }
     fixed: dict[str, object] = {
-        "skip_tokenizer_init": True,  # Ids in, ids out.
+        "skip_tokenizer_init": True,  # Token ids in, token ids out.
         "scheduling_policy": "priority",
-        "generation_config": "vllm",  # Every setting of a request comes with the request.
+        "generation_config": "vllm",  # Requests carry all their settings.
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_sleep_mode": not on_cpu,
-        "speculative_config": None,  # Our sampler draws one token at a time.
-        "logits_processors": None,  # Nor does it apply others' after the temperature.
+        "speculative_config": None,  # Our sampler samples one token at a time.
+        "logits_processors": None,  # Our sampler applies none after the temperature.
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
     return {
-        **{name: OwnArgument(value=value, key=key) for name, (key, value) in by_key.items()},
-        **{name: OwnArgument(value=value) for name, value in fixed.items()},
+        **{name: ManagedArgument(value=value, key=key) for name, (key, value) in by_key.items()},
+        **{name: ManagedArgument(value=value) for name, value in fixed.items()},
     }

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
-from treadle.rollout_server.engines.common.arguments import merged_arguments, refuse_unhonoured
-from treadle.rollout_server.engines.vllm.arguments import UNHONOURED, own_arguments
+from treadle.rollout_server.engines.common.arguments import merge_arguments, reject_unsupported
+from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED, managed_arguments
 
 
 def arguments(*, on_cpu: bool = False, engine_args: Any = None, **model: Any) -> dict[str, Any]:
@@ -14,9 +14,9 @@ def arguments(*, on_cpu: bool = False, engine_args: Any = None, **model: Any) ->
         model=ModelConfig(path=Path("m"), **model),
         engine_args=engine_args or {},
     )
-    own = own_arguments(config, context_length=512, on_cpu=on_cpu)
+    own = managed_arguments(config, context_length=512, on_cpu=on_cpu)
     known = [*own, "block_size", "seed"]
-    return merged_arguments(own, config.engine_args, known=known, argument_class="EngineArgs")
+    return merge_arguments(own, config.engine_args, known=known, argument_class="EngineArgs")
 
 
 def test_our_keys_become_vllms_arguments() -> None:
@@ -85,4 +85,4 @@ def test_what_we_decide_is_not_vllms_to_be_told(name: str, message: str) -> None
 def test_keys_of_other_engines_are_refused() -> None:
     config = ServerConfig(model=ModelConfig(prefix_cache_bytes=1))
     with pytest.raises(ValueError, match=r"prefix_cache_bytes is 1.*set model\.kv_cache_bytes"):
-        refuse_unhonoured(config, "vllm", UNHONOURED)
+        reject_unsupported(config, "vllm", UNSUPPORTED)

@@ -1,17 +1,17 @@
 """The vLLM engine: `AsyncLLM` behind the `Engine` protocol.
 
-Invariant: vLLM is given a sequence only while the engine is not paused, and what it has when
-a pause is through are sequences that sampled something. A sequence that vLLM had only queued
-by then is withdrawn and submitted again at `resume`, so that nothing of old weights (prefix
-cache) or of an old pause reaches it.
+Invariant: vLLM gets a sequence only while the engine is not paused, and after a pause it has
+only sequences that sampled at least one token. A sequence that is still queued in vLLM at a
+pause is withdrawn and submitted again at `resume`, so neither old weights (by the prefix cache)
+nor an old pause affect it.
 
-Weights have a number here, the version, and one in vLLM's prefix cache, the salt of the
-prompts submitted under them: blocks of one salt are never found under another. vLLM's core
-labels what it samples with the version, which changes only while it stands still.
+Each set of weights has a version, and a salt in vLLM's prefix cache that is part of the prompts
+submitted under it: blocks with another salt never match. vLLM's core labels sampled tokens with
+the version, which changes only while it is paused.
 
-Who waits: `generate` for `resume`, then for events, which `sequence.py` holds; `pause` for
-submissions that are under way, then for the running sequences, whether or not they are read;
-every call to vLLM also for the end of its processes, which raises EngineFailed.
+Who waits: `generate` waits for `resume`, then for events, which `sequence.py` buffers. `pause`
+waits for submissions in flight, then for the running sequences, whether or not they are read.
+Every call to vLLM also waits for the end of its processes, which raises EngineFailed.
 """
 
 import asyncio
@@ -38,15 +38,14 @@ from treadle.rollout_server.engine import (
     NamedTensor,
     TensorSpec,
 )
-from treadle.rollout_server.engines.common.collective_group import fail_group
-from treadle.rollout_server.engines.common.collective_message import encode_group
-from treadle.rollout_server.engines.common.parameters import held_parameters
-from treadle.rollout_server.engines.common.runtime_dir import Scratch
+from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
+from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
+from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.common.staging import staging
 from treadle.rollout_server.engines.vllm import startup
-from treadle.rollout_server.engines.vllm.memory import Memory
-from treadle.rollout_server.engines.vllm.sampling import translate
-from treadle.rollout_server.engines.vllm.sequence import Ledger, Sequence, UnderWay
+from treadle.rollout_server.engines.vllm.memory import DeviceMemory
+from treadle.rollout_server.engines.vllm.sampling import sampling_params
+from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
 from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, ShuttingDown
 from treadle.rollout_server.model_files import read_model
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
@@ -56,46 +55,48 @@ _NAME = "vllm"
 
 
 class VllmEngine:
-    """An `Engine` over vLLM. Made by `load`, never directly."""
+    """An `Engine` over vLLM. Created by `load`, never directly."""
 
-    def __init__(self, llm: Any, info: EngineInfo, scratch: Scratch, *, on_cpu: bool) -> None:
+    def __init__(
+        self, llm: Any, info: EngineInfo, runtime_dir: RuntimeDir, *, on_cpu: bool
+    ) -> None:
         self.info = info
         self._llm = llm
-        self._scratch = scratch
+        self._runtime_dir = runtime_dir
         self._weight_version = 0
         self._salt = itertools.count()
         self._cache_salt = self._new_salt()
         self._serial = itertools.count()
-        self._ledger = Ledger()
-        self._submitting = UnderWay()
+        self._stats = SequenceStats()
+        self._submitting = InFlightCounter()
         self._submitted: dict[Sequence, str] = {}
         self._open = asyncio.Event()
         self._open.set()
-        self._memory = Memory(llm, on_cpu=on_cpu)
+        self._memory = DeviceMemory(llm, on_cpu=on_cpu)
         self._closed = False
-        self._mixed = False  # Whether the weights are of more than one version.
+        self._mixed = False  # Whether the weights are a mixture of versions.
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def load(cls, config: ServerConfig, library: startup.Library) -> "VllmEngine":
-        """Loads a model and starts to serve it.
+        """Starts vLLM and loads a model.
 
         Raises:
-            ValueError: No model is named, or it cannot be had as configured.
-            OSError: Its files are not there.
+            ValueError: `model.path` is not set, or vLLM does not support the configuration.
+            OSError: The model files are missing.
         """
         model = config.model
         if model.path is None:
-            raise ValueError("engine 'vllm' needs a model: give --model.path DIRECTORY")
+            raise ValueError("engine 'vllm' needs a model: set --model.path DIRECTORY")
         held = read_model(model.path, context_length=model.context_length)
-        parameters = held_parameters(model.path, model.dtype)
-        scratch = Scratch()
+        parameters = checkpoint_parameters(model.path, model.dtype)
+        runtime_dir = RuntimeDir()
         try:
             llm = await startup.start(
-                config, library, context_length=held.context_length, sockets=scratch.path
+                config, library, context_length=held.context_length, sockets=runtime_dir.path
             )
         except BaseException:
-            scratch.close()
+            runtime_dir.close()
             raise
         info = EngineInfo(
             name=_NAME,
@@ -111,7 +112,7 @@ class VllmEngine:
             parameters=parameters,
             num_workers=_num_workers(llm),
         )
-        engine = cls(llm, info, scratch, on_cpu=library.on_cpu)
+        engine = cls(llm, info, runtime_dir, on_cpu=library.on_cpu)
         try:
             await engine._prepare()
         except BaseException:
@@ -121,21 +122,21 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled from."""
+        """Version of the weights that sample the next token."""
         return self._weight_version
 
     @property
     def counters(self) -> EngineCounters:
-        """What became of the sequences so far."""
-        return self._ledger.counters
+        """Numbers of sequences since the start, by outcome."""
+        return self._stats.counters
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
         parameters = SamplingParams(
             output_kind=RequestOutputKind.DELTA,
-            **translate(request, self.info.model.eos_token_ids),
+            **sampling_params(request, self.info.model.eos_token_ids),
         )
-        sequence = Sequence(request, self._ledger)
+        sequence = Sequence(request, self._stats)
         finished = False
         try:
             while not finished:
@@ -150,23 +151,23 @@ class VllmEngine:
             await self._forget(sequence)
 
     async def pause(self, policy: InFlightPolicy) -> None:
-        """Stops sampling; see `Engine.pause`."""
+        """Pauses sampling; see `Engine.pause`."""
         self._open.clear()
-        await self._submitting.zero()
+        await self._submitting.wait_zero()
         await self._call(self._withdraw())
-        # Nothing may be drawn from a mixture: what is kept then is kept further.
+        # Nothing may be sampled from a mixture, so sequences kept by CONTINUE stay kept.
         if policy is InFlightPolicy.DRAIN and not self._mixed:
-            await self._call(self._llm.resume_generation())  # What CONTINUE had kept.
-            await self._call(self._ledger.running.zero())
-        # A step that is under way ends, and its tokens leave.
+            await self._call(self._llm.resume_generation())  # For sequences kept by CONTINUE.
+            await self._call(self._stats.running.wait_zero())
+        # The current step ends, and its tokens are sent.
         await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
         if policy is InFlightPolicy.INTERRUPT:
-            # The core says of each sequence that it ended, after all its tokens.
+            # The core reports the end of each sequence after all its tokens.
             await self._call(self._llm.pause_generation(mode="abort", clear_cache=False))
-            await self._call(self._ledger.running.zero())
+            await self._call(self._stats.running.wait_zero())
 
     async def resume(self) -> None:
-        """Goes on; see `Engine.resume`."""
+        """Resumes sampling; see `Engine.resume`."""
         if self._mixed:
             raise RuntimeError("the weights are a mixture: load all of them before resuming")
         self._memory.check_resident()
@@ -178,14 +179,14 @@ class VllmEngine:
     ) -> None:
         """Replaces all weights; see `Engine.load_weights`.
 
-        Not in place, they must be in files or are copied into one. A worker that fails leaves
-        layers without memory, so that only a new engine helps.
+        If not in place, tensors that are not in files are copied into one. A worker that fails
+        leaves layers without memory, so the engine must be restarted.
         """
         if in_place:
             await self._load_in_place(tensors)
         else:
             await self._load_staged(tensors)
-        await self._became(version)
+        await self._set_version(version)
 
     async def receive_weights(
         self, group: CollectiveGroup, tensors: Many[TensorSpec], *, version: int
@@ -198,20 +199,20 @@ class VllmEngine:
         try:
             causes = await asyncio.shield(call)
         except asyncio.CancelledError:
-            # The workers hear nothing while they receive.
+            # The workers process no messages while they receive.
             await asyncio.to_thread(fail_group, group, "the update was given up")
             await asyncio.wait({call})
             raise
         if any(causes):
             raise CollectiveBroken(max(causes))
-        await self._became(version)
+        await self._set_version(version)
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives device memory away; see `Engine.release_memory`."""
+        """Releases device memory; see `Engine.release_memory`."""
         await self._call(self._memory.release(kinds))
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes device memory back; see `Engine.restore_memory`."""
+        """Restores device memory; see `Engine.restore_memory`."""
         await self._call(self._memory.restore(kinds))
 
     async def wait_failed(self) -> Exception:
@@ -225,27 +226,27 @@ class VllmEngine:
         self._closed = True
         self._open.set()
         if not self._failed.done():
-            self._failed.set_result(ShuttingDown())  # To whoever waits for vLLM.
+            self._failed.set_result(ShuttingDown())  # Wakes all waits for vLLM.
         for sequence in list(self._submitted):
             sequence.interrupt()
-        self._llm.output_handler.cancel()  # Else it would take the end for a failure.
+        self._llm.output_handler.cancel()  # Otherwise it would treat the shutdown as a failure.
         await asyncio.to_thread(self._llm.shutdown)
-        self._scratch.close()
+        self._runtime_dir.close()
 
     async def _prepare(self) -> None:
-        self._llm._run_output_handler()  # Or the end of an idle engine would not be noticed.
+        self._llm._run_output_handler()  # Otherwise the end of an idle engine is not noticed.
         self._llm.output_handler.add_done_callback(self._on_output_handler_done)
         await self._workers("treadle_install")
         await self._call(self._llm.update_weight_version(str(self._weight_version)))
 
     async def _submit(self, sequence: Sequence, parameters: Any) -> None:
-        """Gives a sequence to vLLM, which puts its outputs into it from then on.
+        """Submits a sequence to vLLM, which puts its outputs into it from then on.
 
         Raises:
             EngineFailed: vLLM's processes have ended.
             ShuttingDown: This engine is closed.
         """
-        while not self._open.is_set():  # Another pause may have come since it woke.
+        while not self._open.is_set():  # Another pause may have started meanwhile.
             await self._call(self._open.wait())
         if self._closed:
             raise ShuttingDown
@@ -258,25 +259,25 @@ class VllmEngine:
             priority=-sequence.request.priority,
         )
         llm.input_processor.assign_request_id(request)
-        # As AsyncLLM.add_request does it, with the sequence in the place of its collector.
+        # As in AsyncLLM.add_request, with the sequence in place of its output collector.
         llm.output_processor.add_request(request, None, None, 0, sequence)
         sequence.submitted(llm.output_processor.request_states[request.request_id])
         self._submitted[sequence] = request.request_id
-        self._submitting.enter()
+        self._submitting.increment()
         try:
             await self._call(llm.engine_core.add_request_async(request))
         finally:
-            self._submitting.leave()
+            self._submitting.decrement()
 
     async def _withdraw(self) -> None:
-        """Takes back what vLLM has not sampled anything for."""
+        """Withdraws sequences for which vLLM has not sampled a token."""
         names = [
             name
             for sequence, name in self._submitted.items()
             if not sequence.started and not sequence.ended
         ]
-        # Each of them hears of it at once, before vLLM's outputs are read again: one that
-        # started in between would be taken for interrupted. They wait for `resume`.
+        # Each sequence is notified at once, before vLLM's outputs are read again: one that
+        # started in between would count as interrupted. They wait for `resume`.
         await self._llm.abort(names, internal=True)
 
     async def _forget(self, sequence: Sequence) -> None:
@@ -310,7 +311,7 @@ class VllmEngine:
             finally:
                 await self._workers("treadle_end_load")
 
-    async def _became(self, version: int) -> None:
+    async def _set_version(self, version: int) -> None:
         self._cache_salt = self._new_salt()
         await self._call(self._llm.update_weight_version(str(version)))
         self._weight_version = version
@@ -320,15 +321,15 @@ class VllmEngine:
         return f"weights {next(self._salt)}"
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of `WorkerExtension` in every worker; runs to its end if cancelled.
+        """Calls a method of `WorkerExtension` in every worker; completes even if cancelled.
 
         Returns:
-            What each of them returned.
+            The result of each worker.
 
         Raises:
-            EngineFailed: It failed in one of them.
+            EngineFailed: The method failed in a worker.
         """
-        # Its own `collective_rpc` tells of the first data-parallel copy only.
+        # vLLM's own `collective_rpc` returns results of the first data-parallel copy only.
         operation: Coroutine[Any, Any, list[list[Any]]]
         operation = self._llm.engine_core.call_utility_all_async(
             "collective_rpc", method, None, arguments, None
@@ -348,7 +349,7 @@ class VllmEngine:
         """Awaits vLLM, which does not answer once its processes have ended.
 
         Raises:
-            EngineFailed: They have.
+            EngineFailed: vLLM's processes have ended.
             ShuttingDown: This engine is closed.
         """
         call = asyncio.ensure_future(operation)
@@ -364,7 +365,7 @@ class VllmEngine:
         return call.result()
 
     def _on_output_handler_done(self, _: asyncio.Task[None]) -> None:
-        """The processes of vLLM have ended, or what they sent could not be read."""
+        """Handles the end of vLLM's processes, or unreadable output of theirs."""
         if not self._closed and not self._failed.done():
             self._failed.set_result(startup.cause_of_end(self._llm))
             for sequence in list(self._submitted):

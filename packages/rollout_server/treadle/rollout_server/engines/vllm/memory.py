@@ -1,11 +1,11 @@
-"""Device memory: what vLLM has given away, kind by kind.
+"""Device memory that vLLM has released, by kind.
 
-Invariant: the weights come back as they were: vLLM copies them to host memory before it gives
-theirs away (its sleep level 1; level 2 would lose them). It cannot do so without the KV cache,
-which then goes and comes with the weights. On the CPU there is no other memory to go to, so
-that only the prefix cache is forgotten.
+Invariant: restored weights are unchanged: vLLM copies them to host memory before it releases
+them (its sleep level 1; level 2 would lose them). It cannot release weights without the KV
+cache, so the KV cache is then released and restored with them. On the CPU there is no other
+memory to copy to, so only the prefix cache is cleared.
 
-Called while the engine is paused with nothing in flight. Nobody waits here but for vLLM.
+Called while the engine is paused with nothing in flight. Waits only for vLLM.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ _TAGS = {MemoryKind.WEIGHTS: "weights", MemoryKind.KV_CACHE: "kv_cache"}
 _NOTHING: frozenset[MemoryKind] = frozenset()
 
 
-class Memory:
-    """See the module docstring.
+class DeviceMemory:
+    """Releases and restores device memory of vLLM; see the module docstring.
 
     Args:
         llm: A ``vllm.v1.engine.async_llm.AsyncLLM``.
@@ -27,32 +27,32 @@ class Memory:
     def __init__(self, llm: Any, *, on_cpu: bool) -> None:
         self._llm = llm
         self._on_cpu = on_cpu
-        self._released = _NOTHING  # What the caller gave away.
-        self._asleep = _NOTHING  # What vLLM has given away for it.
+        self._released = _NOTHING  # What the caller released.
+        self._sleeping = _NOTHING  # What vLLM has released for it.
 
     def check_resident(self) -> None:
-        """Raises RuntimeError unless everything is back."""
+        """Raises RuntimeError if any memory is still released."""
         if self._released:
             names = ", ".join(sorted(kind.value for kind in self._released))
             raise RuntimeError(f"memory is released ({names}): restore it before resuming")
 
     async def release(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives memory away; nothing for kinds that are gone."""
+        """Releases memory; does nothing for kinds that are released already."""
         self._released |= kinds
         if self._on_cpu:
             if MemoryKind.KV_CACHE in kinds:
                 await self._llm.reset_prefix_cache()
-        elif MemoryKind.WEIGHTS in kinds - self._asleep:
+        elif MemoryKind.WEIGHTS in kinds - self._sleeping:
             await self._llm.sleep(level=1)
-            self._asleep = frozenset(MemoryKind)
-        elif kinds - self._asleep:
+            self._sleeping = frozenset(MemoryKind)
+        elif kinds - self._sleeping:
             await self._llm.release_kv_cache_memory()
-            self._asleep |= kinds
+            self._sleeping |= kinds
 
     async def restore(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes memory back, and what went along with it once nothing else is released."""
+        """Restores memory, and everything that vLLM released with it once nothing else is."""
         self._released -= kinds
-        wanted = kinds & self._asleep if self._released else self._asleep
+        wanted = kinds & self._sleeping if self._released else self._sleeping
         if wanted:
             await self._llm.wake_up([_TAGS[kind] for kind in wanted])
-            self._asleep -= wanted
+            self._sleeping -= wanted

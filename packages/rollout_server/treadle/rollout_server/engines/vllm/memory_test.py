@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.engine import MemoryKind
-from treadle.rollout_server.engines.vllm.memory import Memory
+from treadle.rollout_server.engines.vllm.memory import DeviceMemory
 
 WEIGHTS = frozenset({MemoryKind.WEIGHTS})
 KV_CACHE = frozenset({MemoryKind.KV_CACHE})
@@ -51,7 +51,7 @@ class Llm:
 )
 async def test_kinds_become_what_vllm_can_do(steps: list[Any], calls: list[Any] | None) -> None:
     llm = Llm()
-    memory = Memory(llm, on_cpu=False)
+    memory = DeviceMemory(llm, on_cpu=False)
     for sign, kinds in steps:
         await (memory.release(kinds) if sign == "-" else memory.restore(kinds))
     assert llm.calls == (calls or [("sleep", 1), ("wake", "kv_cache", "weights")])
@@ -60,7 +60,7 @@ async def test_kinds_become_what_vllm_can_do(steps: list[Any], calls: list[Any] 
 @pytest.mark.asyncio
 async def test_on_the_cpu_only_prefixes_go() -> None:
     llm = Llm()
-    memory = Memory(llm, on_cpu=True)
+    memory = DeviceMemory(llm, on_cpu=True)
     await memory.release(BOTH)
     with pytest.raises(RuntimeError, match=r"released \(kv_cache, weights\): restore it"):
         memory.check_resident()

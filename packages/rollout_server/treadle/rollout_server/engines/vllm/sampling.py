@@ -1,11 +1,10 @@
-"""A request's `Sampling` as vLLM's `SamplingParams` take it.
+"""Translates a request's `Sampling` to vLLM's `SamplingParams`.
 
-Invariant: pure, and nothing here imports vLLM. Which ids end a completion is decided here,
-for every engine alike, and never by what vLLM reads in the model's directory.
+Invariant: pure, and does not import vLLM. The ids that end a completion are decided here, as for
+every engine, and never by the files that vLLM reads from the model directory.
 
-How a token is drawn travels past vLLM to `sampler.py`. vLLM's own sampler applies min-p before
-top-k and top-p, takes temperatures from 0.01 to 2 only, and draws from a generator that
-remembers what it drew before.
+The sampling settings bypass vLLM and go to `sampler.py`. vLLM's own sampler applies min-p before
+top-k and top-p, supports temperatures from 0.01 to 2 only, and uses a stateful generator.
 """
 
 import secrets
@@ -13,39 +12,39 @@ from typing import Any
 
 from treadle.rollout_server.engine import EngineRequest, Sampling
 
-EXTRA = "treadle"
-"""Our key of ``SamplingParams.extra_args``."""
+EXTRA_ARGS_KEY = "treadle"
+"""Our key in ``SamplingParams.extra_args``."""
 
-_DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "seed")
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
-def translate(request: EngineRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """The arguments of ``SamplingParams``.
+def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """Returns the arguments of ``SamplingParams``.
 
     Args:
-        request: Checked already, see `services/codec.py`.
-        eos_token_ids: Of the model.
+        request: A request that `services/codec.py` has validated.
+        eos_token_ids: End-of-sequence ids of the model.
     """
     sampling = request.sampling
-    drawn_by = {name: getattr(sampling, name) for name in _DRAWN_BY}
+    settings = {name: getattr(sampling, name) for name in _SAMPLING_KEYS}
     if sampling.seed is None:
-        drawn_by["seed"] = secrets.randbits(64)
+        settings["seed"] = secrets.randbits(64)
     return {
         "max_tokens": sampling.max_tokens,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(_stop_ids(sampling, eos_token_ids)),
-        "ignore_eos": True,  # They are among the stop ids.
-        "extra_args": {EXTRA: drawn_by},
-        "logprobs": 0 if request.logprobs else None,  # Of the sampled id, and of no other.
+        "ignore_eos": True,  # The stop ids include them.
+        "extra_args": {EXTRA_ARGS_KEY: settings},
+        "logprobs": 0 if request.logprobs else None,  # Of the sampled id only.
         "flat_logprobs": True,
         "detokenize": False,
         "skip_clone": True,
     }
 
 
-def drawn_by(extra_args: dict[str, Any]) -> Sampling:
-    """What `translate` sent past vLLM; the other settings are not in it."""
-    return Sampling(max_tokens=1, **extra_args[EXTRA])
+def sampling_of(extra_args: dict[str, Any]) -> Sampling:
+    """Returns the settings that `sampling_params` put into ``extra_args``; others are defaults."""
+    return Sampling(max_tokens=1, **extra_args[EXTRA_ARGS_KEY])
 
 
 def _stop_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozenset[int]:

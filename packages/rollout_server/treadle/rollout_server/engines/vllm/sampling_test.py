@@ -1,7 +1,7 @@
 from typing import Any
 
 from treadle.rollout_server.engine import EngineRequest, Sampling
-from treadle.rollout_server.engines.vllm.sampling import drawn_by, translate
+from treadle.rollout_server.engines.vllm.sampling import sampling_of, sampling_params
 
 EOS = frozenset({3, 4})
 
@@ -13,7 +13,7 @@ def translated(*, logprobs: bool = False, **sampling: Any) -> dict[str, Any]:
         sampling=Sampling(**{"max_tokens": 5} | sampling),
         logprobs=logprobs,
     )
-    return translate(request, EOS)
+    return sampling_params(request, EOS)
 
 
 def test_how_a_token_is_drawn_reaches_our_sampler_as_it_is() -> None:
@@ -25,12 +25,12 @@ def test_how_a_token_is_drawn_reaches_our_sampler_as_it_is() -> None:
         "seed": 2**64 - 1,
     }
     sent = translated(**values)
-    assert drawn_by(sent["extra_args"]) == Sampling(max_tokens=1, **values)
+    assert sampling_of(sent["extra_args"]) == Sampling(max_tokens=1, **values)
     assert not sent.keys() & {"temperature", "top_k", "top_p", "min_p", "seed"}
 
 
 def test_without_a_seed_each_sequence_has_its_own() -> None:
-    seeds = {drawn_by(translated()["extra_args"]).seed for _ in range(8)}
+    seeds = {sampling_of(translated()["extra_args"]).seed for _ in range(8)}
     assert len(seeds) == 8 and None not in seeds
 
 

@@ -1,14 +1,14 @@
-"""A sequence: what stands between vLLM's output handler and the consumer of `generate`.
+"""A sequence: buffers events between vLLM's output handler and the consumer of `generate`.
 
-Invariant: a sequence that started ends exactly once, as finished or aborted, and it counts as
-running in between, whether or not its consumer reads. Each token keeps the label that vLLM's
-core gave it when it left; how late the consumer takes it changes nothing.
+Invariant: a sequence that started ends exactly once, as finished or aborted, and counts as
+running in between, whether or not its consumer reads. Each token keeps the version label that
+vLLM's core gave it, however late the consumer reads it.
 
-vLLM puts its outputs here on the event loop's thread (`put` takes the place of its own
-collector's) and never waits. The consumer waits for events and is woken by `put`, `interrupt`
-or `fail`; `UnderWay.zero` is where a pause waits for the last running sequence.
+vLLM puts its outputs here on the event loop's thread (`put` replaces that of its own collector)
+and never waits. The consumer waits for events and is woken by `put`, `interrupt` or `fail`;
+a pause waits in `InFlightCounter.wait_zero` for the last running sequence.
 
-Nothing here imports vLLM; outputs are taken by their shape.
+This module does not import vLLM; it relies on the attributes of outputs only.
 """
 
 import asyncio
@@ -31,35 +31,35 @@ from treadle.rollout_server.engine import (
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-class UnderWay:
-    """A number of things under way, and a wait for it to become zero."""
+class InFlightCounter:
+    """A counter with a wait for it to become zero."""
 
     def __init__(self) -> None:
         self._zero = asyncio.Event()
         self._zero.set()
         self.count = 0
 
-    def enter(self) -> None:
-        """One more."""
+    def increment(self) -> None:
+        """Adds one."""
         self.count += 1
         self._zero.clear()
 
-    def leave(self) -> None:
-        """One less."""
+    def decrement(self) -> None:
+        """Subtracts one."""
         self.count -= 1
         if not self.count:
             self._zero.set()
 
-    async def zero(self) -> None:
-        """Waits until nothing is under way."""
+    async def wait_zero(self) -> None:
+        """Waits until the counter is zero."""
         await self._zero.wait()
 
 
-class Ledger:
-    """What became of the sequences."""
+class SequenceStats:
+    """Numbers of sequences by outcome."""
 
     def __init__(self) -> None:
-        self.running = UnderWay()
+        self.running = InFlightCounter()
         self._finished = self._aborted = 0
 
     @property
@@ -74,42 +74,42 @@ class Ledger:
         )
 
     def end(self, *, finished: bool) -> None:
-        """A running sequence ended."""
+        """Counts the end of a running sequence."""
         self._finished += finished
         self._aborted += not finished
-        self.running.leave()
+        self.running.decrement()
 
 
-class LabelledState(Protocol):
-    """The part of vLLM's `RequestState` that is read here."""
+class VersionedState(Protocol):
+    """The part of vLLM's `RequestState` that this module reads."""
 
     weight_version_starts: list[tuple[str, int]]
-    """Weight version -> index of the first token that it sampled, in order."""
+    """Pairs of a weight version and the index of the first token that it sampled, in order."""
 
 
 class Sequence:
-    """One request on its way through vLLM.
+    """The state of one request in vLLM.
 
     Args:
-        request: What is asked for.
-        ledger: Where it is counted.
+        request: The request.
+        stats: Counts the sequence.
     """
 
-    def __init__(self, request: EngineRequest, ledger: Ledger) -> None:
+    def __init__(self, request: EngineRequest, stats: SequenceStats) -> None:
         self.request = request
         self.started = self.ended = False
-        self._ledger = ledger
-        self._state: LabelledState | None = None
+        self._stats = stats
+        self._state: VersionedState | None = None
         self._num_tokens = 0
-        self._events: deque[EngineEvent | Exception | None] = deque()  # None: it was withdrawn.
+        self._events: deque[EngineEvent | Exception | None] = deque()  # None: withdrawn.
         self._woken = asyncio.Event()
 
-    def submitted(self, state: LabelledState) -> None:
-        """It is with vLLM from now on, and labels its tokens in `state`."""
+    def submitted(self, state: VersionedState) -> None:
+        """Records that vLLM has the sequence; `state` has the version labels of its tokens."""
         self._state = state
 
     def put(self, output: Any) -> None:
-        """Takes one `RequestOutput`. An exception ends the engine, which says so by `fail`."""
+        """Takes one `RequestOutput`; ignores exceptions, because the engine calls `fail`."""
         if self.ended or isinstance(output, Exception):
             return
         completion = output.outputs[0]
@@ -117,7 +117,7 @@ class Sequence:
         if completion.token_ids:
             self._start(output.num_cached_tokens)
             self._take(completion.token_ids, completion.logprobs)
-        if self.ended:  # By what it took.
+        if self.ended:  # `_take` may have failed it.
             return
         if reason in _REASONS:
             self._end(_REASONS[reason])
@@ -127,32 +127,32 @@ class Sequence:
             self.fail(RuntimeError(f"vLLM ended a sequence as {reason!r}"))
 
     def withdraw(self) -> None:
-        """Says that vLLM no longer has it; it sampled nothing and is to be submitted again."""
+        """Records that vLLM returned the sequence without a token; it must be submitted again."""
         self._state = None
         self._emit(None)
 
     def interrupt(self) -> None:
-        """Ends it with what it has."""
+        """Ends the sequence as INTERRUPTED, with the tokens it has."""
         if not self.ended:
             self._start(0)
             self._end(FinishReason.INTERRUPTED)
 
     def fail(self, error: Exception) -> None:
-        """Ends it with the error that broke the engine."""
+        """Ends the sequence with the error that broke the engine."""
         if not self.ended:
             self._close(finished=False)
             self._emit(error)
 
     def abort(self) -> None:
-        """Ends it without a word, since nobody reads on."""
+        """Ends the sequence without an event, because its consumer is gone."""
         if not self.ended:
             self._close(finished=False)
 
     async def events(self) -> AsyncIterator[EngineEvent]:
-        """The events until it ends or is withdrawn.
+        """Yields the events until the sequence ends or is withdrawn.
 
         Raises:
-            Exception: That which broke the engine.
+            Exception: The error that broke the engine.
         """
         while True:
             while not self._events:
@@ -170,11 +170,11 @@ class Sequence:
     def _start(self, cached_prompt_tokens: int) -> None:
         if not self.started:
             self.started = True
-            self._ledger.running.enter()
+            self._stats.running.increment()
             self._emit(Started(cached_prompt_tokens))
 
     def _take(self, token_ids: Many[int], logprobs: Any) -> None:
-        """Emits new tokens, those of one weight version together."""
+        """Emits new tokens, grouped by weight version."""
         assert self._state is not None
         shown = tuple(logprobs.logprobs) if self.request.logprobs else ()
         if any(map(math.isnan, shown)):
@@ -197,7 +197,7 @@ class Sequence:
     def _close(self, *, finished: bool) -> None:
         self.ended = True
         if self.started:
-            self._ledger.end(finished=finished)
+            self._stats.end(finished=finished)
 
     def _emit(self, event: EngineEvent | Exception | None) -> None:
         self._events.append(event)

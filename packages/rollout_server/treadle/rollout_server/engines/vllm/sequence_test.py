@@ -17,7 +17,7 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.vllm.sequence import Ledger, Sequence
+from treadle.rollout_server.engines.vllm.sequence import Sequence, SequenceStats
 
 REQUEST = EngineRequest(request_id="r", prompt=(1,), sampling=Sampling(max_tokens=9), logprobs=True)
 
@@ -41,8 +41,8 @@ class State:
         self.weight_version_starts = list(starts) or [("0", 0)]
 
 
-def submitted(ledger: Ledger, *starts: tuple[str, int]) -> Sequence:
-    sequence = Sequence(REQUEST, ledger)
+def submitted(stats: SequenceStats, *starts: tuple[str, int]) -> Sequence:
+    sequence = Sequence(REQUEST, stats)
     sequence.submitted(State(*starts))
     return sequence
 
@@ -53,8 +53,8 @@ async def events_of(sequence: Sequence) -> list[EngineEvent]:
 
 @pytest.mark.asyncio
 async def test_outputs_become_events() -> None:
-    ledger = Ledger()
-    sequence = submitted(ledger)
+    stats = SequenceStats()
+    sequence = submitted(stats)
     sequence.put(output(5, cached=16))
     sequence.put(output(6, 7, reason="stop"))
     assert await events_of(sequence) == [
@@ -63,13 +63,13 @@ async def test_outputs_become_events() -> None:
         Tokens((6, 7), (-6.0, -7.0), 0),
         Finished(FinishReason.STOP),
     ]
-    assert ledger.counters == EngineCounters(started=1, finished=1)
+    assert stats.counters == EngineCounters(started=1, finished=1)
 
 
 @pytest.mark.asyncio
 async def test_a_late_reader_gets_each_token_with_its_own_version() -> None:
     """As when outputs were merged while nobody read."""
-    sequence = submitted(Ledger(), ("4", 0), ("5", 2), ("7", 3))
+    sequence = submitted(SequenceStats(), ("4", 0), ("5", 2), ("7", 3))
     sequence.put(output(1, 2, 3, 4, 5))
     sequence.put(output(6, reason="length"))
     tokens = [event for event in await events_of(sequence) if isinstance(event, Tokens)]
@@ -83,22 +83,22 @@ async def test_a_late_reader_gets_each_token_with_its_own_version() -> None:
 
 @pytest.mark.asyncio
 async def test_it_runs_until_vllm_says_that_it_ended_whether_or_not_it_is_read() -> None:
-    ledger = Ledger()
-    sequence = submitted(ledger)
+    stats = SequenceStats()
+    sequence = submitted(stats)
     sequence.put(output(5))
-    assert ledger.counters.running == 1
+    assert stats.counters.running == 1
     sequence.put(output(reason="abort"))
-    await ledger.running.zero()
+    await stats.running.wait_zero()
     assert (await events_of(sequence))[-1] == Finished(FinishReason.INTERRUPTED)
 
 
 @pytest.mark.asyncio
 async def test_what_sampled_nothing_is_withdrawn_and_comes_again() -> None:
-    ledger = Ledger()
-    sequence = submitted(ledger)
+    stats = SequenceStats()
+    sequence = submitted(stats)
     sequence.put(output(reason="abort"))
     assert await events_of(sequence) == []
-    assert ledger.counters == EngineCounters()
+    assert stats.counters == EngineCounters()
     sequence.submitted(State())
     sequence.put(output(5, reason="length"))
     assert (await events_of(sequence))[0] == Started(0)
@@ -106,25 +106,25 @@ async def test_what_sampled_nothing_is_withdrawn_and_comes_again() -> None:
 
 @pytest.mark.asyncio
 async def test_closing_ends_a_sequence_that_vllm_never_started() -> None:
-    sequence = submitted(Ledger())
+    sequence = submitted(SequenceStats())
     sequence.interrupt()
     assert await events_of(sequence) == [Started(0), Finished(FinishReason.INTERRUPTED)]
 
 
 @pytest.mark.asyncio
 async def test_a_failure_reaches_the_reader() -> None:
-    ledger = Ledger()
-    sequence = submitted(ledger)
+    stats = SequenceStats()
+    sequence = submitted(stats)
     sequence.put(output(5))
     sequence.fail(RuntimeError("killed"))
     with pytest.raises(RuntimeError, match="killed"):
         await events_of(sequence)
-    assert ledger.counters == EngineCounters(started=1, aborted=1)
+    assert stats.counters == EngineCounters(started=1, aborted=1)
 
 
 @pytest.mark.asyncio
 async def test_broken_logits_end_a_sequence_as_a_failure() -> None:
-    sequence = submitted(Ledger())
+    sequence = submitted(SequenceStats())
     sequence.put(output(5))
     broken = output(6, reason="stop")
     broken.outputs[0].logprobs.logprobs = [math.nan]
@@ -136,8 +136,8 @@ async def test_broken_logits_end_a_sequence_as_a_failure() -> None:
 @given(st.lists(st.sampled_from(["token", "stop", "abort", "fail", "interrupt", "leave"])))
 def test_the_counters_always_add_up(steps: list[str]) -> None:
     async def run() -> None:
-        ledger = Ledger()
-        sequence = submitted(ledger)
+        stats = SequenceStats()
+        sequence = submitted(stats)
         for step in steps:
             match step:
                 case "token":
@@ -154,7 +154,7 @@ def test_the_counters_always_add_up(steps: list[str]) -> None:
                     sequence.interrupt()
                 case "leave":
                     sequence.abort()
-            counters = ledger.counters
+            counters = stats.counters
             assert counters.started == counters.finished + counters.aborted + counters.running
             assert counters.started == sequence.started
             assert counters.running == (sequence.started and not sequence.ended)

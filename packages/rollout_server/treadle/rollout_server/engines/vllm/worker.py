@@ -1,17 +1,17 @@
-"""The worker extension: what runs beside the model, in each of vLLM's worker processes.
+"""The worker extension: our code in each of vLLM's worker processes.
 
-Invariant: after `treadle_end_load` every layer samples from the tensors written since
-`treadle_begin_load`, in the form its kernels read: vLLM's layers keep packed copies and fused
-parameters, so each layer is made anew from its checkpoint tensors as soon as it has all of
-them, and its kernel's memory is overwritten. A load that ends early leaves a mixture, which
-another load replaces.
+Invariant: after `treadle_end_load` every layer uses the tensors written since
+`treadle_begin_load`, in the form that its kernels read: vLLM's layers keep packed copies and
+fused parameters, so each layer is rebuilt from its checkpoint tensors as soon as it has all of
+them, and the memory of its kernels is overwritten. A load that ends early leaves a mixture,
+which another load replaces.
 
 vLLM mixes this class into its worker (``worker_extension_cls``); the server calls the methods
-by name (``collective_rpc``), in every worker at once, while no step runs. Nobody waits here
-but for the members of a collective group.
+by name (``collective_rpc``), in all workers at the same time, while no step runs. Methods wait
+only for the members of a collective group.
 
-Runs under Pex: the class is found by its module's name on the path that vLLM's processes
-inherit from the server's.
+vLLM's processes import the class by name, from the path that they inherit from the server, also
+under Pex.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.common.collective_message import decode_group
-from treadle.rollout_server.engines.common.die_with_parent import end_with_parent
-from treadle.rollout_server.engines.common.mapped_files import MappedFiles
+from treadle.rollout_server.engines.common.collective_group import decode_group
+from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
+from treadle.rollout_server.engines.common.staging import MappedFiles
 from treadle.rollout_server.errors import CollectiveBroken
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class WorkerExtension:
     """Mixed into ``vllm.v1.worker.worker_base.WorkerBase``; see the module docstring."""
 
-    # Of the worker.
+    # Attributes of the worker.
     vllm_config: Any
     model_config: Any
     parallel_config: Any
@@ -41,20 +41,20 @@ class WorkerExtension:
     device: torch.device
     rank: int
 
-    # Class attributes, since vLLM calls no constructor of an extension.
+    # Class attributes, because vLLM does not call the constructor of an extension.
     _treadle_files: "MappedFiles | None" = None
     _treadle_member: CollectiveMember | None = None
 
     def treadle_install(self) -> None:
-        """Has vLLM sample as we do, and end when we do."""
-        from treadle.rollout_server.engines.vllm.sampler import PlacedSampler
+        """Installs our sampler, and ends the process with the server."""
+        from treadle.rollout_server.engines.vllm.sampler import SeededSampler
 
-        if self.parallel_config.world_size > 1:  # Else this is the engine core's process.
-            end_with_parent()
-        self.model_runner.sampler = PlacedSampler(self.model_runner)
+        if self.parallel_config.world_size > 1:  # Otherwise this is the engine core's process.
+            die_with_parent()
+        self.model_runner.sampler = SeededSampler(self.model_runner)
 
     def treadle_load(self, entries: "Sequence[Entry]") -> None:
-        """Replaces all weights by what lies in files."""
+        """Replaces all weights by tensors in files."""
         with closing(MappedFiles()) as files:
             tensors = [(entry[0], files.tensor(entry)) for entry in entries]
             self.treadle_begin_load()
@@ -62,20 +62,20 @@ class WorkerExtension:
             self.treadle_end_load()
 
     def treadle_begin_load(self) -> None:
-        """From here on the model is a mixture."""
+        """Begins a load; from now on the weights are a mixture."""
         from vllm.model_executor.model_loader import reload
 
         self._treadle_files = MappedFiles()
         reload.initialize_layerwise_reload(self.model_runner.get_model())
 
     def treadle_write(self, entry: "Entry") -> None:
-        """Takes one tensor; its file may change when this returns."""
+        """Writes one tensor; its file may change once this returns."""
         assert self._treadle_files is not None, "treadle_begin_load comes first"
-        # A fused layer keeps its tensors until it has all of them.
+        # Cloned, because a fused layer keeps its tensors until it has all of them.
         self._treadle_write([(entry[0], self._treadle_files.tensor(entry).clone())])
 
     def treadle_end_load(self) -> None:
-        """Every layer that has all its tensors is new; one that has none is as it was."""
+        """Ends a load; layers without new tensors keep their old weights."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import reload
 
@@ -89,13 +89,13 @@ class WorkerExtension:
             _pack_heads(model)
 
     def treadle_receive(self, message: str) -> str:
-        """Replaces all weights by what the senders of a group broadcast.
+        """Replaces all weights by the broadcasts of a group's senders.
 
         Args:
-            message: Of `encode_group`.
+            message: Result of `encode_group`.
 
         Returns:
-            Why the group ended before the update did; "" when all is written.
+            Why the group ended before the update was complete; "" on success.
         """
         if self._treadle_member is None:
             config = self.parallel_config
@@ -123,8 +123,8 @@ class WorkerExtension:
 def _pack_heads(model: Any) -> None:
     """Packs embeddings for the CPU's kernels again.
 
-    A head that is tied to the embedding is a layer without tensors of its own, so loading does
-    not reach its packed copy.
+    A head that is tied to the embedding is a layer without own tensors, so a load does not
+    update its packed copy.
     """
     from vllm.model_executor.layers import (
         utils,

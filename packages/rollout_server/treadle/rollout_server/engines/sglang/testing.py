@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (the methods are those of `process.Schedulers`)
-"""What the tests of the SGLang engine share: schedulers without SGLang, which do as told."""
+"""Test harness of the SGLang engine: fake schedulers that a test drives step by step."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Answers:
-    """Of one request: who reads late finds the last one only, as with SGLang."""
+    """The answers to one request; a late reader gets only the latest one, as with SGLang."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}
@@ -27,7 +27,7 @@ class Answers:
 
 
 class Schedulers:
-    """What `process.Schedulers` does, one token per call of `step`."""
+    """A fake of `process.Schedulers` that yields one token per call of `step`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -69,26 +69,26 @@ class Schedulers:
 
     def abort_all(self) -> None:
         self.log.append("abort_all")
-        self.cut_off()
+        self.abort_locally()
 
-    def cut_off(self) -> None:
+    def abort_locally(self) -> None:
         self.end_all({"type": "abort"})
 
-    async def stop(self) -> None:
-        self.log.append("stop")
+    async def pause_generation(self) -> None:
+        self.log.append("pause_generation")
 
-    def go_on(self) -> None:
-        self.log.append("go_on")
+    def continue_generation(self) -> None:
+        self.log.append("continue_generation")
 
     async def command(self, name: str, message: str = "") -> None:
         self.log.append(name)
         if name in self.refused:
             raise RuntimeError(f"cannot {name}")
 
-    async def release(self, tags: list[str]) -> None:
+    async def release_memory(self, tags: list[str]) -> None:
         self.log.append(f"release {tags}")
 
-    async def restore(self, tags: list[str]) -> None:
+    async def restore_memory(self, tags: list[str]) -> None:
         self.log.append(f"restore {tags}")
 
     async def aclose(self) -> None:

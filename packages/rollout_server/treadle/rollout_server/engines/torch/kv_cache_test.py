@@ -1,11 +1,11 @@
 import torch
 
-from treadle.rollout_server.engines.torch.kv_rows import KvRows, KvShape
+from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
 
 
-def rows(max_rows: int = 20, max_length: int = 600) -> KvRows:
-    return KvRows(
-        KvShape(
+def rows(max_rows: int = 20, max_length: int = 600) -> KvCache:
+    return KvCache(
+        KvCacheShape(
             num_layers=2,
             num_heads=3,
             head_dim=4,

@@ -1,8 +1,8 @@
-"""Parameters: the checkpoint tensors that the engine must be given to hold a model.
+"""The checkpoint tensors that an engine needs to load a model.
 
-Invariant: the names and shapes are those of the model's own ``*.safetensors``, less what is no
-weight of its own: a head that is tied to the embedding, and tables computed from the
-configuration. Engines fuse and pack them; `load_weights` takes them as they are published.
+Invariant: names and shapes are those of the model's ``*.safetensors``, without tensors that are
+not independent weights: a head that is tied to the embedding, and tables computed from the
+configuration. Engines fuse and pack them; `load_weights` takes them as published.
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ _HEAD = "lm_head.weight"
 _COMPUTED = ("rotary_emb.inv_freq",)
 
 
-def held_parameters(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
-    """What `Engine.load_weights` must be given.
+def checkpoint_parameters(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
+    """Returns the tensors that `Engine.load_weights` must receive.
 
     Args:
-        directory: Of the model.
-        dtype: In which the engine holds it.
+        directory: Model directory.
+        dtype: Element type of the weights in the engine.
 
     Raises:
         ValueError: There is no safetensors file, or one is malformed.
     """
     config = json.loads((directory / "config.json").read_text())
     text = config | (config.get("text_config") or {})
-    # Where it is not said, a head in the files is a head of its own.
+    # Without the key, a head in the files is not tied.
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return tuple(
         dataclasses.replace(spec, element_type=ElementType(dtype))

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.rollout_server.engines.torch.prefix import PrefixCache, common_tokens, prefix_key
+from treadle.rollout_server.engines.torch.prefix_cache import PrefixCache, common_tokens, prefix_key
 
 IDS = st.lists(st.sampled_from([0, 1, 255, 256, 70_000]), min_size=1, max_size=6)
 

@@ -1,4 +1,4 @@
-"""What the tests of vision share: a tiny model that sees, pictures, transformers' answers."""
+"""A tiny vision model, images, and its reference answers in transformers."""
 
 import io
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ def write_vision_model(
 ) -> None:
     """Writes a tiny Qwen2.5-VL with random weights and its image processor.
 
-    Only a `patch_size` of 4 fits the model. A placeholder stands for 8 by 8 pixels; a vision
-    window holds 2 by 2 of them, so that pictures have several, and layers with and without
+    Only a `patch_size` of 4 fits the model. A placeholder stands for 8 by 8 pixels. A vision
+    window holds 2 by 2 of them, so images have several windows, and layers with and without
     windows differ.
     """
     torch.manual_seed(seed)
@@ -74,7 +74,7 @@ def write_vision_model(
     )
     model: Any = Qwen2_5_VLForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # Zero by default, which would hide a missing one.
+        if name.endswith("bias"):  # Zero by default, which would hide a missing bias.
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(directory)
     processor: Any = Qwen2VLImageProcessorPil(
@@ -84,7 +84,7 @@ def write_vision_model(
 
 
 def picture(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
-    """The bytes of a picture of noise."""
+    """Returns an encoded image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
@@ -94,7 +94,7 @@ def picture(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> byt
 def placed(
     prompt: Sequence[int | bytes], *, media_type: str = "image/png", merged: int = 8
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Puts pictures, whose sides are multiples of `merged`, in their places among the ids."""
+    """Replaces images, whose sides are multiples of `merged`, by placeholder ids."""
     ids: list[int] = []
     images = []
     for part in prompt:
@@ -111,7 +111,7 @@ def placed(
 
 
 class Transformers:
-    """The same model and image processor, called as their documentation says."""
+    """The same model and image processor, called as documented by transformers."""
 
     def __init__(self, path: Path) -> None:
         self._model: Any = _MODELS.from_pretrained(path, attn_implementation="sdpa").eval()
@@ -120,7 +120,7 @@ class Transformers:
     def greedy(
         self, prompt: Sequence[int], images: Sequence[PromptImage], max_tokens: int
     ) -> list[int]:
-        """What `generate` answers, past any end of sequence."""
+        """Returns the ids that `generate` samples, ignoring end-of-sequence ids."""
         inputs = self._inputs(prompt, images)
         ids = self._model.generate(
             **inputs,
@@ -135,7 +135,7 @@ class Transformers:
     def logprobs(
         self, prompt: Sequence[int], images: Sequence[PromptImage], ids: Sequence[int]
     ) -> list[float]:
-        """Log-probs of `ids` after `prompt`, at temperature 1, in one pass without a cache."""
+        """Returns log-probs of `ids` after `prompt`, at temperature 1, in one uncached pass."""
         with torch.no_grad():
             logits = self._model(**self._inputs((*prompt, *ids), images)).logits
         logprobs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -11,7 +11,7 @@ import pytest
 from treadle.conformance.client.collective_sender import CollectiveSender
 from treadle.rollout_server.engine import InFlightPolicy, NamedTensor
 from treadle.rollout_server.engines.common.collective_group import Membership
-from treadle.rollout_server.engines.torch.harness import (
+from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
     complete,
     hf_greedy,

@@ -1,4 +1,4 @@
-"""What the tests of the torch engine share: tiny models, transformers' answers, streams."""
+"""Tiny text models, their reference answers in transformers, and engines that serve them."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "eos_token_id": EOS,
     "bos_token_id": 1,
-    "initializer_range": 0.3,  # Large enough for logits that differ.
+    "initializer_range": 0.3,  # Large enough for distinct logits.
 }
 _MODELS: Any = AutoModelForCausalLM
 _CONFIGS: dict[str, Any] = {
@@ -51,7 +51,7 @@ ModelDir = Callable[..., Path]
 
 
 def named_tensors(path: Path, **changes: torch.Tensor | None) -> list[NamedTensor]:
-    """The weights in a directory, some replaced or (None) left out."""
+    """Returns the weights in a directory, with changes; None leaves a tensor out."""
     tensors: dict[str, torch.Tensor | None] = {**load_file(path / "model.safetensors"), **changes}
     return [
         NamedTensor(
@@ -68,7 +68,7 @@ def write_model(directory: Path, architecture: str, seed: int) -> None:
     torch.manual_seed(seed)
     model = _MODELS.from_config(_CONFIGS[architecture]())
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # Zero by default, which would hide a missing one.
+        if name.endswith("bias"):  # Zero by default, which would hide a missing bias.
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(directory)
 
@@ -80,7 +80,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 async def serving(
     path: Path, *, max_num_seqs: int = 8, prefix_cache_bytes: int = 1 << 20
 ) -> AsyncIterator[TorchEngine]:
-    """An engine on the CPU, closed at the end."""
+    """Yields an engine on the CPU and closes it at the end."""
     engine = await TorchEngine.load(
         ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu", image_cache_bytes=1 << 20),
         max_num_seqs=max_num_seqs,
@@ -105,14 +105,14 @@ class Output:
 
 
 def request(prompt: Sequence[int], sampling: Sampling = GREEDY, **kwargs: Any) -> EngineRequest:
-    """A request with log-probs, greedy unless told otherwise."""
+    """Returns a request with log-probs, greedy by default."""
     return EngineRequest(
         request_id="r", prompt=tuple(prompt), sampling=sampling, logprobs=True, **kwargs
     )
 
 
 def collected(events: Sequence[EngineEvent]) -> Output:
-    """Puts the events of one sequence together."""
+    """Combines the events of one sequence."""
     first, *middle, last = events
     assert isinstance(first, Started) and isinstance(last, Finished)
     ids: list[int] = []
@@ -127,7 +127,7 @@ def collected(events: Sequence[EngineEvent]) -> Output:
 
 
 async def submitted(engine: TorchEngine) -> None:
-    """Returns when the tasks created so far have given their sequences to the engine."""
+    """Waits until the tasks created so far have submitted their sequences to the engine."""
     for _ in range(2):  # The first lets the tasks start, the second comes after their calls.
         await engine._thread.call(lambda: None)
 
@@ -141,13 +141,13 @@ async def complete(
 
 
 def hf(path: Path) -> Any:
-    """The same model in transformers."""
+    """Returns the same model in transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     return model.eval()
 
 
 def hf_greedy(path: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers' `generate` answers, past any end of sequence."""
+    """Returns the ids that transformers' `generate` samples, ignoring end-of-sequence ids."""
     inputs = torch.tensor([list(prompt)])
     ids = hf(path).generate(
         inputs,
@@ -161,7 +161,7 @@ def hf_greedy(path: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def hf_logprobs(path: Path, prompt: Sequence[int], ids: list[int]) -> torch.Tensor:
-    """Log-probs of `ids` after `prompt`, [len(ids)], at temperature 1."""
+    """Returns log-probs of `ids` after `prompt`, [len(ids)], at temperature 1."""
     with torch.no_grad():
         logits = hf(path)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
     logprobs: torch.Tensor = logits.log_softmax(-1)
@@ -169,7 +169,7 @@ def hf_logprobs(path: Path, prompt: Sequence[int], ids: list[int]) -> torch.Tens
 
 
 def prompts(count: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
-    """Prompts of different lengths that begin with the same `shared` ids."""
+    """Returns prompts of different lengths that begin with the same `shared` ids."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:
@@ -185,7 +185,7 @@ LONG = Sampling(max_tokens=110, temperature=0.0, ignore_eos=True)
 async def paused_in_flight(
     engine: TorchEngine, policy: InFlightPolicy, *, steps: int = 5
 ) -> tuple[list[EngineEvent], Any]:
-    """Starts a long greedy completion, stops it after some steps, then pauses as told."""
+    """Starts a long greedy completion, stops it after some steps, then pauses by `policy`."""
     core, step = engine._core, engine._core.step
     standing = asyncio.Event()
     countdown = iter(range(steps - 1, -1, -1))
@@ -205,6 +205,6 @@ async def paused_in_flight(
 
 
 async def weights_of(path: Path, **changes: torch.Tensor | None) -> AsyncIterator[NamedTensor]:
-    """`named_tensors`, as `Engine.load_weights` takes them."""
+    """Yields `named_tensors`, as `Engine.load_weights` takes them."""
     for tensor in named_tensors(path, **changes):
         yield tensor

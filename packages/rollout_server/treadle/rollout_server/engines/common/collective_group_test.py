@@ -1,5 +1,5 @@
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
-from treadle.rollout_server.engines.common.collective_message import decode_group, encode_group
+from treadle.rollout_server.engines.common.collective_group import decode_group, encode_group
 
 
 def test_a_group_arrives_as_it_was() -> None:

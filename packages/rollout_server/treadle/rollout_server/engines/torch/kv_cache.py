@@ -1,9 +1,9 @@
-"""The key-value cache: one row per running sequence, in one growing buffer.
+"""The KV cache: one row per running sequence, in one growing buffer.
 
-Invariant: the rows in use are the first ones, so that a step reads them as a view and
-copies nothing; the scheduler keeps them so by moving a row into the hole that another
-leaves. Memory outside a row's length may be stale but is always finite: a masked position
-has weight zero, and zero times infinity would be NaN.
+Invariant: the rows in use are the first ones, so a step reads them as a view without a copy.
+The scheduler keeps them contiguous: it moves another row into the place of one that is freed.
+Memory beyond the length of a row may be stale but is always finite: a masked position has
+weight zero, and zero times infinity would be NaN.
 
 Shapes: L layers, R rows, N positions, H key-value heads, D head size.
 """
@@ -16,8 +16,8 @@ _FIRST_ROWS, _FIRST_LENGTH = 8, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    """What one position costs, and the bounds of the buffer."""
+class KvCacheShape:
+    """The size of one position, and the maximum size of the buffer."""
 
     num_layers: int
     num_heads: int
@@ -29,29 +29,29 @@ class KvShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one position in all layers, keys and values."""
+        """Bytes of one position: keys and values of all layers."""
         return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
 
-class KvRows:
-    """Rows of keys and values; memory is taken as it is needed, up to the bounds."""
+class KvCache:
+    """Rows of keys and values; memory grows as needed, up to the maximum."""
 
-    def __init__(self, shape: KvShape) -> None:
+    def __init__(self, shape: KvCacheShape) -> None:
         self.shape = shape
         self._buffer_L2RHND = self._allocate(0, 0)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, ``[R, H, N, D]`` each, views of the buffer."""
+        """Returns keys and values of one layer, ``[R, H, N, D]`` each, views of the buffer."""
         keys, values = self._buffer_L2RHND[index].unbind(0)
         return keys, values
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """Rows and positions that there is memory for."""
+        """Number of rows and positions that are allocated."""
         return self._buffer_L2RHND.shape[2], self._buffer_L2RHND.shape[4]
 
     def reserve(self, rows: int, length: int) -> None:
-        """Makes room for that many rows and positions, keeping what is there."""
+        """Grows the buffer to at least this size; keeps its contents."""
         has_rows, has_length = self.capacity
         if rows <= has_rows and length <= has_length:
             return
@@ -75,7 +75,7 @@ class KvRows:
         self._buffer_L2RHND[:, :, row, :, :length] = snapshot[:, :, :, :length]
 
     def release(self) -> None:
-        """Gives the memory away; `reserve` takes it again."""
+        """Frees the memory; `reserve` allocates it again."""
         self._buffer_L2RHND = self._allocate(0, 0)
 
     def _allocate(self, rows: int, length: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class KvRows:
 
 
 def _grown(has: int, wants: int, first: int, bound: int) -> int:
-    """Doubles from `first` until `wants` fits, at most `bound`; never shrinks."""
+    """Returns a size that fits `wants`, doubled from `first`, at most `bound`; never shrinks."""
     size = max(has, min(first, bound))
     while size < wants:
         size = min(size * 2, bound)

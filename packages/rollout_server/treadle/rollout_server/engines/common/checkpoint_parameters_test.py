@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.engine import ElementType
-from treadle.rollout_server.engines.common.parameters import held_parameters
+from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
 
 NAMES = ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.rotary_emb.inv_freq")
 
@@ -34,6 +34,6 @@ def write(directory: Path, **config: Any) -> Path:
 def test_a_tied_head_and_computed_tables_are_nobodys_to_send(
     config: dict[str, Any], names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = held_parameters(write(tmp_path, **config), "bfloat16")
+    found = checkpoint_parameters(write(tmp_path, **config), "bfloat16")
     assert tuple(spec.name for spec in found) == names
     assert {spec.element_type for spec in found} == {ElementType.BFLOAT16}

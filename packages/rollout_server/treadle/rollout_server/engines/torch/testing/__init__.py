@@ -1,0 +1,1 @@
+"""Test helpers of the torch engine: tiny models, reference answers of transformers, engines."""
