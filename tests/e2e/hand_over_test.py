@@ -9,10 +9,10 @@ the version of the run, and an update never meets released weights.
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from hypothesis import settings
@@ -31,12 +31,21 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import serve_in_process
-from treadle.trainer.config.schema import InlineTransportConfig, WeightSyncConfig
+from treadle.trainer.config.schema import (
+    DataConfig,
+    InlineTransportConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    WeightSyncConfig,
+)
+from treadle.trainer.launch.process import ProcessSpec
 from treadle.trainer.policy.commands import Push, Specs
 from treadle.trainer.policy.types import NamedTensor as Weight
 from treadle.trainer.policy.types import TensorSpec
-from treadle.trainer.training_loop.context import Run
-from treadle.trainer.training_loop.memory_offload import HandOver
+from treadle.trainer.rollout.server_pool import ServerPool
+from treadle.trainer.training_loop.context import TrainingContext
+from treadle.trainer.training_loop.memory_offload import MemoryOffload
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.publisher import WeightPublisher
@@ -44,11 +53,17 @@ from treadle.trainer.weight_sync.transports.inline import push
 
 _CONFIG = ServerConfig(shutdown_grace_s=0)
 _SYNC = WeightSyncConfig(transport=InlineTransportConfig(), control_deadline_s=10)
+_NAMES = ("rollout-0", "rollout-1")
+_RUN = RunConfig(
+    data=DataConfig(train_files=(Path("unused"),)),
+    model=ModelConfig(path=Path("unused")),
+    rollout=RolloutConfig(num_replicas=2, max_restarts=1000, release_memory=True),
+)
 _FAULTS = ("engine breaks", "server goes away", "answer is lost", "trainer is killed")
 
 
 _ARMED = st.dictionaries(
-    st.sampled_from("ab"), st.tuples(st.sampled_from(_FAULTS), st.integers(0, 6)), max_size=2
+    st.sampled_from(_NAMES), st.tuples(st.sampled_from(_FAULTS), st.integers(0, 6)), max_size=2
 )
 """Server -> the fault that strikes it in a move, and after how many of its operations."""
 
@@ -126,65 +141,65 @@ class Client(WeightSyncClient):
         return answer
 
 
-class OneServer:
-    """A server that is ended by the machine, by a fault, or with the run."""
+class Server:
+    """The process of a server; the machine, a fault, or the run ends it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ended = asyncio.Event()
-        self._task = asyncio.create_task(self._serve(started := asyncio.Event()))
-        self._started = started
+        self._started = asyncio.Event()
+        self._task = asyncio.create_task(self._serve())
 
-    async def _serve(self, started: asyncio.Event) -> None:
+    async def _serve(self) -> None:
         self.engine = Engine()
         async with serve_in_process(self.engine, config=_CONFIG) as self.server:
-            self.client = Client(
-                self.name, self.server.address, control_deadline_s=10, commit_deadline_s=10
-            )
-            started.set()
+            self._started.set()
             await self.ended.wait()
-
-    async def start(self) -> "OneServer":
-        await self._started.wait()
-        return self
 
     @property
     def state(self) -> ServerState:
         return self.server.replica.state
 
-    async def stop(self) -> None:
+    async def ready(self, deadline_s: float) -> str:
+        await self._started.wait()
+        return self.server.address
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return 0
+
+    async def log_tail(self, lines: int = 20) -> str:
+        return ""
+
+    async def stop(self, grace_s: float = 10.0) -> None:
         self.ended.set()
         await self._task
-        await self.client.aclose()
 
 
-class Rotation:
-    """As `ReplicaSet`; a server that has gone comes back when it is asked to."""
+class Launcher:
+    """Starts servers in this process."""
 
-    def __init__(self) -> None:
-        self.servers: dict[str, OneServer] = {}
+    async def start(self, spec: ProcessSpec) -> Server:
+        return Server(spec.name)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+
+class Pool(ServerPool):
+    """Its clients lose answers."""
+
+    _EXIT_GRACE_S = 0.0
+
+    def _open_client(self, name: str, address: str) -> Client:
+        return Client(name, address, control_deadline_s=10, commit_deadline_s=10)
 
     @property
-    def live(self) -> Sequence[OneServer]:
-        return list(self.servers.values())
-
-    @property
-    def clients(self) -> list[WeightSyncClient]:
-        return [server.client for server in self.live]
-
-    async def look(self, **options: bool) -> None:
-        for server in self.live:
-            if server.ended.is_set() or await server.client.engine_failed():
-                await self.drop(server.name, "ended")
-
-    async def revive(self) -> list[str]:
-        new = [name for name in ("a", "b") if name not in self.servers]
-        for name in new:
-            self.servers[name] = await OneServer(name).start()
-        return new
-
-    async def drop(self, name: str, cause: str) -> None:
-        await self.servers.pop(name).stop()
+    def servers(self) -> list[tuple[Server, Client]]:
+        """The processes and clients of the rotation."""
+        return [cast(Any, (server.process, server.client)) for server in self.live]
 
 
 class Policy:
@@ -208,8 +223,8 @@ class HandOverMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.run: Run
-        self.rotation: Rotation
+        self.context: TrainingContext
+        self.pool: Pool
         self.lent = False
 
     @initialize(multi_stage=st.booleans(), interrupt=st.booleans())
@@ -217,11 +232,10 @@ class HandOverMachine(RuleBasedStateMachine):
         self.multi_stage, self.interrupt = multi_stage, interrupt
         self.runner.run(self._begin(version=0))
 
-    @rule(name=st.sampled_from("ab"))
+    @rule(name=st.sampled_from(_NAMES))
     def end(self, name: str) -> None:
         """A server ends between two moves."""
-        if name in self.rotation.servers:
-            self.rotation.servers[name].ended.set()
+        self.runner.run(self._end_server(name))
 
     @rule(faults=_ARMED)
     def step(self, faults: Mapping[str, tuple[str, int]]) -> None:
@@ -235,7 +249,7 @@ class HandOverMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_done_without_its_memory(self) -> None:
-        for server in self.rotation.live:
+        for server, _ in self.pool.servers:
             assert not server.engine.wrong
             if server.state is ServerState.SERVING:
                 assert not server.engine.away
@@ -249,9 +263,9 @@ class HandOverMachine(RuleBasedStateMachine):
     ) -> None:
         """Makes it; a run that fails or is killed is followed by one that goes on after it."""
         task = asyncio.ensure_future(move())
-        for server in self.rotation.live:
-            fault = Fault(*faults.get(server.name, ("none", 0)))
-            server.engine.fault = server.client.fault = fault
+        for server, client in self.pool.servers:
+            fault = Fault(*faults.get(client.name, ("none", 0)))
+            server.engine.fault = client.fault = fault
             server.engine.ends = {
                 "server goes away": server.ended.set,
                 "trainer is killed": task.cancel,
@@ -259,78 +273,83 @@ class HandOverMachine(RuleBasedStateMachine):
         try:
             await task
         except (asyncio.CancelledError, WeightSyncError):
-            version = self.run.version
+            version = self.context.version
             await self._end_run()
             await self._begin(version)
 
     async def _begin(self, version: int) -> None:
         policy: Any = Policy()
-        self.rotation = Rotation()
-        await self.rotation.revive()
-        parts: Any = dict.fromkeys(Run.__dataclass_fields__)
+        publisher = WeightPublisher(policy, _SYNC, element_type="float32", directory=Path("unused"))
+        self.pool = Pool(
+            Launcher(), _RUN, publish=publisher.publish, weights_directory=Path("unused")
+        )
+        await self.pool.__aenter__()
+        await self.pool.connect(Requirements())
+        parts: Any = dict.fromkeys(TrainingContext.__dataclass_fields__)
         parts |= {
-            "replicas": self.rotation,
-            "version": version,
-            "publisher": WeightPublisher(
-                policy, _SYNC, element_type="float32", directory=Path("unused")
-            ),
-            "hand_over": HandOver(
-                self.rotation,
+            "servers": self.pool,
+            "memory_offload": MemoryOffload(
+                self.pool,
                 multi_stage=self.multi_stage,
                 interrupt=self.interrupt,
                 max_attempts=2,
             ),
-            "progress": SimpleNamespace(
-                note=lambda _: None, phase=lambda _: contextlib.nullcontext()
-            ),
+            "progress": SimpleNamespace(phase=lambda _: contextlib.nullcontext()),
         }
-        self.run, self.lent = Run(**parts), False
+        self.context, self.lent = TrainingContext(**parts), False
         if version:
-            await self.run.publish(version)
+            await self.context.sync_weights(version)
 
     async def _end_run(self) -> None:
-        for server in self.rotation.live:
-            await server.stop()
+        await self.pool.__aexit__()
+
+    async def _end_server(self, name: str) -> None:
+        for server in self.pool.live:
+            if server.name == name:
+                cast(Any, server.process).ended.set()
+                await server.ended
 
     async def _lend(self) -> None:
-        await self.run.release_memory()
+        await self.context.release_memory()
         self.lent = True
-        for server in self.rotation.live:
+        for server, _ in self.pool.servers:
             if not server.ended.is_set():
                 assert server.engine.away == frozenset(MemoryKind)
 
     async def _publish(self) -> None:
-        before = self.rotation.live
-        await self.run.publish(self.run.version + 1)
+        before = self.pool.servers
+        await self.context.sync_weights(self.context.version + 1)
         self.lent = False
         kept = {MemoryKind.KV_CACHE} if self.multi_stage else set()
-        for server in self.rotation.live:
+        for server, client in self.pool.servers:
             if not server.ended.is_set():
-                assert server.engine.weight_version == self.run.version
+                assert server.engine.weight_version == self.context.version
                 assert server.state is ServerState.SERVING
-                assert server.engine.away_at_update[-1] == (kept if server in before else set())
+                lent = (server, client) in before
+                assert server.engine.away_at_update[-1] == (kept if lent else set())
 
     async def _sample(self) -> None:
-        """As a rollout begins: servers that ended are started again and given the weights."""
-        await self.rotation.look()
-        if revived := await self.rotation.revive():
-            await self.run.republish(revived)
-        for server in self.rotation.live:
+        """As a rollout begins: servers that ended are restarted and given the weights."""
+        await self.pool.ensure_healthy()
+        request = RequestContext(
+            request_id="r",
+            session_id="s",
+            deadline=math.inf,
+            min_weight_version=self.context.version,
+        )
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        for server, _ in self.pool.servers:
             if server.ended.is_set():
                 continue
             async with connect([server.server.address], requirements=Requirements()) as generator:
-                completion = await generator.generate(
-                    (1, 2, 3),
-                    SamplingParams(max_tokens=2, ignore_eos=True),
-                    request=RequestContext(
-                        request_id="r",
-                        session_id="s",
-                        deadline=math.inf,
-                        min_weight_version=self.run.version,
-                    ),
-                )
+                completion = await generator.generate((1, 2, 3), sampling, request=request)
             versions = {chunk.weight_version for chunk in completion.chunks}
-            assert versions == {self.run.version}
+            assert versions == {self.context.version}
+        if any(not server.ended.is_set() for server, _ in self.pool.servers):
+            # The run's own generator reaches one of them, whatever has happened to the others.
+            completion = await self.pool.generator.generate((1, 2, 3), sampling, request=request)
+            self.pool.generator.finish_session(request.session_id)
+            assert {chunk.weight_version for chunk in completion.chunks} == {self.context.version}
 
 
 HandOverMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=12, deadline=None)

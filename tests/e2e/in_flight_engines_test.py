@@ -40,10 +40,10 @@ from treadle.trainer.plan import make_plan
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report.progress import PlainProgress
 from treadle.trainer.rollout.loops_from_config import prompt_rules
-from treadle.trainer.training_loop.build_context import Setup
-from treadle.trainer.training_loop.context import Run
+from treadle.trainer.training_loop.build_context import build_context
+from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import make_batch
-from treadle.trainer.training_loop.sync import update_metrics
+from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 from .conftest import server_command
@@ -76,7 +76,9 @@ class _Trigger(PlainProgress):
 
 
 @contextlib.asynccontextmanager
-async def _running(tmp_path: Path, engine: str, progress: _Trigger) -> AsyncIterator[Run]:
+async def _running(
+    tmp_path: Path, engine: str, progress: _Trigger
+) -> AsyncIterator[TrainingContext]:
     arguments = [
         f"rollout.name={engine}",
         *([] if engine == "torch" else [server_command(engine)]),
@@ -89,9 +91,9 @@ async def _running(tmp_path: Path, engine: str, progress: _Trigger) -> AsyncIter
     ]
     config = load_config([DEMO], arguments).config
     rows = read_all_rows(config)
-    setup = Setup(
-        config=config,
-        rows=rows,
+    async with build_context(
+        config,
+        rows,
         rules=prompt_rules(config),
         plan=make_plan(config, num_train_rows=len(rows.train), num_val_rows=0, cpus=2),
         run_dir=tmp_path,
@@ -99,9 +101,8 @@ async def _running(tmp_path: Path, engine: str, progress: _Trigger) -> AsyncIter
         checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),
         checkpoint=None,
         progress=progress,
-    )
-    async with setup.start() as run:
-        yield run
+    ) as context:
+        yield context
 
 
 def _sequences(trajectories: Sequence[Trajectory], version: int) -> list[TrainSequence]:
@@ -118,13 +119,15 @@ def _sequences(trajectories: Sequence[Trajectory], version: int) -> list[TrainSe
     ]
 
 
-async def _sample(run: Run, step: int, *, prompts: int = _PROMPTS) -> list[Trajectory]:
+async def _sample(
+    context: TrainingContext, step: int, *, prompts: int = _PROMPTS
+) -> list[Trajectory]:
     tasks = [
         task
-        for index in run.order.batch(step)[:prompts]
-        for task in run.train[index].tasks(samples=_SAMPLES, seed=0, step=step)
+        for index in context.order.batch(step)[:prompts]
+        for task in context.train[index].tasks(samples=_SAMPLES, seed=0, step=step)
     ]
-    return await run.sample("train", step, tasks)
+    return await context.sample("train", step, tasks)
 
 
 async def _generate_until(
@@ -184,27 +187,28 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
 ) -> None:
     progress = _Trigger()
     async with (
-        _running(tmp_path, engine, progress) as run,
-        connect(run.replicas.addresses) as generator,
+        _running(tmp_path, engine, progress) as context,
+        connect([server.address for server in context.servers.live]) as generator,
     ):
-        config = run.config
-        first = await _sample(run, 1)
-        await run.train_on(_sequences(first, 0))
+        config = context.config
+        first = await _sample(context, 1)
+        await context.update_policy(_sequences(first, 0))
         prompt = first[0].samples[0].ids[:8]
         room = generator.context_length - len(prompt)
         # Of different lengths: or all of them could be between two when the weights change.
         lengths = [room - _SHORTER * n for n in range(_LONG)]
         for version, policy in enumerate(_POLICIES, start=1):
-            run.publisher = WeightPublisher(
-                run.policy,
+            publisher = WeightPublisher(
+                context.policy,
                 config.sync.model_copy(update={"in_flight": policy}),
                 element_type=config.rollout.dtype,
                 directory=tmp_path,
             )
+            context.servers._publish = publisher.publish
             progress.arm(_ENDED_BEFORE)
             updated = asyncio.Event()
             async with asyncio.TaskGroup() as group:
-                sampling = group.create_task(_sample(run, version + 1))
+                sampling = group.create_task(_sample(context, version + 1))
                 long = [
                     group.create_task(
                         _generate_until(updated, generator, prompt, f"{policy}-{length}", length)
@@ -212,9 +216,9 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
                     for length in lengths
                 ]
                 await progress.reached.wait()
-                await run.publish(version)
+                await context.sync_weights(version)
                 updated.set()
-            after = await _sample(run, version + 2, prompts=_BEGUN_AFTER)
+            after = await _sample(context, version + 2, prompts=_BEGUN_AFTER)
             trajectories = sampling.result() + after
 
             assert [trajectory.error for trajectory in trajectories] == [None] * len(trajectories)
@@ -234,7 +238,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
                     ids = [*prompt, *completion.token_ids]
                     before = enumerate(completion.chunks[0].logprobs, start=len(prompt))
                     assert _gap(model, ids, dict(before)) < 1e-4
-            stats = await run.train_on(_sequences(trajectories, version))
+            stats = await context.update_policy(_sequences(trajectories, version))
             metrics = update_metrics(stats)
             assert 0 < metrics["rollout/stale_tokens"] < 1
             assert metrics["rollout/logprob_diff_fresh_max"] < 1e-4

@@ -130,7 +130,7 @@ def _train(loaded: LoadedConfig) -> int:
     from treadle.trainer.launch.process import ProcessError
     from treadle.trainer.policy.group import PolicyError
     from treadle.trainer.report import print_summary
-    from treadle.trainer.rollout.server_pool import ReplicasLostError
+    from treadle.trainer.rollout.server_pool import NoServerLeftError
     from treadle.trainer.training_loop.groups import NoGroupLeftError
     from treadle.trainer.training_loop.train import train
     from treadle.trainer.weight_sync.errors import WeightSyncError
@@ -143,7 +143,7 @@ def _train(loaded: LoadedConfig) -> int:
         return _fail(error)
     except PolicyError as error:
         return _fail(error, status=2 if error.from_input else 1)
-    except (NoGroupLeftError, ProcessError, ReplicasLostError, WeightSyncError) as error:
+    except (NoGroupLeftError, NoServerLeftError, ProcessError, WeightSyncError) as error:
         return _fail(error, status=1)
     except OSError as error:
         if error.errno not in _FULL:

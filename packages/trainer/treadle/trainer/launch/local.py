@@ -94,8 +94,8 @@ class LocalProcess:
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._ready_path.exists():
-                    status = await self.poll()
-                    if status is not None:
+                    assert self._child is not None
+                    if (status := self._child.returncode) is not None:
                         raise ProcessError(
                             f"{self.name} {describe_exit(status)} before it served; "
                             f"{self.log_path} ends with:\n{await self.log_tail()}"
@@ -108,10 +108,10 @@ class LocalProcess:
             ) from None
         return str(json.loads(self._ready_path.read_text(encoding="utf-8"))["address"])
 
-    async def poll(self) -> int | None:
-        """See `Process.poll`."""
+    async def wait(self) -> int:
+        """See `Process.wait`."""
         assert self._child is not None
-        return self._child.returncode
+        return await self._child.wait()
 
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`."""

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from treadle.trainer.launch.local import LocalLauncher, describe_exit
-from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
+from treadle.trainer.launch.process import (
+    ProcessError,
+    ProcessSpec,
+    child_python_path,
+    wait_until_ended,
+)
 
 _LONG_S = 150.0
 """Longer than any process of a test takes to start."""
@@ -54,9 +59,9 @@ async def test_a_child_says_where_it_is_and_ends_with_the_launcher(
     async with LocalLauncher(tmp_path / "logs") as launcher:
         process = await launcher.start(_spec(program, "serve"))
         assert await process.ready(_LONG_S) == "127.0.0.1:1"
-        assert await process.poll() is None
+        assert await wait_until_ended(process, 0) is None
         assert "doing serve on 127.0.0.1" in await process.log_tail()
-    assert await process.poll() == -signal.SIGTERM
+    assert await process.wait() == -signal.SIGTERM
 
 
 _FOREIGN = """
@@ -149,7 +154,7 @@ async def test_a_child_that_ignores_sigterm_is_killed(program: str, tmp_path: Pa
         process = await launcher.start(_spec(program, "deaf"))
         await process.ready(_LONG_S)
         await process.stop(grace_s=0.1)
-        assert await process.poll() == -signal.SIGKILL
+        assert await process.wait() == -signal.SIGKILL
 
 
 def test_a_child_does_not_outlive_a_killed_parent(program: str, tmp_path: Path) -> None:

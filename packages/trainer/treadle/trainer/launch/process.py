@@ -27,12 +27,10 @@ __all__ = [
     "ProcessError",
     "ProcessSpec",
     "child_python_path",
-    "poll_until_ended",
+    "wait_until_ended",
     "watch_parent",
     "write_ready",
 ]
-
-_POLL_S = 0.05
 
 
 class ProcessError(RuntimeError):
@@ -71,8 +69,8 @@ class Process(Protocol):
         """
         ...
 
-    async def poll(self) -> int | None:
-        """Exit status, or None while it runs; -n: ended by signal n."""
+    async def wait(self) -> int:
+        """Waits for its end; the exit status, -n: ended by signal n."""
         ...
 
     async def log_tail(self, lines: int = 20) -> str:
@@ -104,17 +102,13 @@ class Launcher(Protocol):
         ...
 
 
-async def poll_until_ended(process: Process, within_s: float) -> int | None:
-    """Exit status of a process whose connection broke, since that happens before it has ended.
-
-    Returns:
-        As `Process.poll`; None: it still runs after so long.
-    """
-    for _ in range(round(within_s / _POLL_S)):
-        if (status := await process.poll()) is not None:
-            return status
-        await asyncio.sleep(_POLL_S)
-    return await process.poll()
+async def wait_until_ended(process: Process, within_s: float) -> int | None:
+    """Returns the exit status of a process, or None if it still runs after `within_s` seconds."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await process.wait()
+    except TimeoutError:
+        return None
 
 
 def child_python_path() -> str:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
@@ -110,10 +111,10 @@ class _Keeper:
         assert self._process is not None
         return await self._process.ready(deadline_s)
 
-    async def poll(self) -> int | None:
-        """See `Process.poll`."""
+    async def wait(self) -> int:
+        """See `Process.wait`."""
         assert self._process is not None
-        return await self._process.poll()
+        return await self._process.wait()
 
     async def log_tail(self, lines: int) -> str:
         """See `Process.log_tail`."""
@@ -141,12 +142,12 @@ class RayProcess:
         """See `Process.ready`."""
         return await self._ask(self._actor.ready.remote(deadline_s))
 
-    async def poll(self) -> int | None:
-        """See `Process.poll`; a process whose node is gone was ended by SIGKILL."""
+    async def wait(self) -> int:
+        """See `Process.wait`; a process whose node is gone counts as ended by SIGKILL."""
         try:
-            return await self._ask(self._actor.poll.remote())
+            return await self._ask(self._actor.wait.remote())
         except ProcessError:
-            return -9
+            return -signal.SIGKILL
 
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`."""

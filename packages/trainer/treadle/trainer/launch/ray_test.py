@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from treadle.trainer.config.schema import RayLaunchConfig
-from treadle.trainer.launch.process import ProcessError, ProcessSpec
+from treadle.trainer.launch.process import ProcessError, ProcessSpec, wait_until_ended
 from treadle.trainer.launch.ray import RayLauncher
 
 _PROGRAM = """
@@ -45,10 +45,10 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
     async with RayLauncher(config, tmp_path / "logs") as launcher:
         process = await launcher.start(_spec("child"))
         assert await process.ready(300) == "127.0.0.1:1"
-        assert await process.poll() is None
+        assert await wait_until_ended(process, 0.2) is None
         assert f"runs on {sys.executable} with 42" in await process.log_tail()
         await process.stop()
-        assert await process.poll() is not None
+        assert await process.wait() < 0
         while "no log" not in await process.log_tail():
             pass  # Ray ends the actor in its own time.
 

@@ -21,7 +21,7 @@ from treadle.agent_loop.aio import concurrently
 from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.local import describe_exit
-from treadle.trainer.launch.process import Launcher, Process, ProcessSpec, poll_until_ended
+from treadle.trainer.launch.process import Launcher, Process, ProcessSpec, wait_until_ended
 from treadle.trainer.policy.commands import (
     AUTHKEY_VARIABLE,
     Command,
@@ -202,7 +202,7 @@ class PolicyGroup:
             return PolicyError(
                 f"policy rank {number} failed: {answer.message}\n{answer.traceback.rstrip()}"
             )
-        status = await poll_until_ended(process, _GRACE_S)
+        status = await wait_until_ended(process, _GRACE_S)
         ended = describe_exit(status) if status is not None else "closed its connection"
         return PolicyError(
             f"policy rank {number} {ended}; its log ends with:\n{await process.log_tail()}"

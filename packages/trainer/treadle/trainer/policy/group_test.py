@@ -13,7 +13,7 @@ import pytest
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.launch.local import LocalLauncher, LocalProcess
-from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.launch.process import ProcessSpec, wait_until_ended
 from treadle.trainer.policy.commands import Save, Specs, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
@@ -107,7 +107,7 @@ async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
             await group.call(
                 Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
             )
-    assert await launcher.processes["policy-0"].poll() is not None
+    assert await wait_until_ended(launcher.processes["policy-0"], 0) is not None
 
 
 @pytest.mark.asyncio
@@ -169,4 +169,5 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert all([await p.poll() is not None for p in launcher.processes.values()])
+    ends = [await wait_until_ended(p, 0) for p in launcher.processes.values()]
+    assert None not in ends

@@ -1,95 +1,66 @@
-"""The rollout: tasks in, one trajectory for each out, sampled by the replicas.
+"""The rollout: takes tasks, samples them on the server pool, and returns one trajectory per task.
 
-Invariant: the result holds exactly one trajectory per task, in the order of the tasks, whatever
-order they ended in; nothing downstream depends on timing. Every token is of the weight version
-asked for, or newer.
+Invariants:
 
-A replica that dies while tasks run: the client moves its sessions to the others. If none is left,
-or one dies before the client has reached it, the tasks under way are cancelled. Either way dead
-replicas are then started again and given the present weights, and tasks that failed through no
-fault of the model are attempted once more, with a new deadline; when no replica is left and none
-may be started, `ReplicasLostError` names them all.
+1. The result has exactly one trajectory per task, in the order of the tasks, whatever order they
+   ended in. Nothing downstream depends on timing.
+2. Every token has the requested weight version, or a newer one.
+
+When a server dies, the generator moves its sessions to the other servers. When the last one dies,
+all tasks in flight are cancelled. Either way dead servers are then restarted with the present
+weights, and tasks that failed through no fault of the model are attempted once more, with a new
+deadline. If no server is left and none may be restarted, `NoServerLeftError` names them all.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 from treadle.agent_loop import (
     AgentTask,
     ChatRenderer,
+    Completion,
+    PlacedImage,
+    RequestContext,
     Retry,
     RewardFn,
     RolloutRunner,
     SamplingParams,
     Services,
-    SetupError,
-    StickySession,
     TokenGenerator,
     Trajectory,
 )
-from treadle.agent_loop.rpc import ChannelSecurity, Requirements, connect
 from treadle.trainer.config.schema import RunConfig
 from treadle.trainer.data import PromptRules
 from treadle.trainer.rollout.loops_from_config import loop_limits
-from treadle.trainer.rollout.server_pool import ReplicaSet
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.server_pool import ServerPool
 
-__all__ = ["Republish", "Rollout", "needed_capabilities"]
+__all__ = ["Rollout"]
 
-_LOOK_EVERY_S = 0.5
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-Republish = Callable[[Sequence[str]], Awaitable[None]]
-
-
-def needed_capabilities(config: RunConfig) -> frozenset[str]:
-    """What the servers of a run must be able to do, by the names in the contract."""
-    needed = {"sampled_logprobs", f"{config.sync.transport.kind}_transport"}
-    if config.sync.updates_in_place:
-        needed.add("in_place_update")
-    if config.sync.in_flight == "continue":
-        needed.add("in_flight_continue")
-    if config.rollout.release_memory:
-        needed.add("release_memory")
-    return frozenset(needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Runs tasks on the replicas.
+    """Runs tasks on the server pool.
 
     Attributes:
         config: Of the run.
-        replicas: The servers.
+        servers: The pool, connected.
         renderer: The model's chat format.
-        requirements: What the servers must offer.
         rules: Have the loops, tools and interactions.
         reward: Scores each trajectory.
-        republish: Gives the present weights to the replicas of these names, which have just been
-            started again.
     """
 
     config: RunConfig
-    replicas: ReplicaSet
+    servers: ServerPool
     renderer: ChatRenderer
-    requirements: Requirements
     rules: PromptRules
     reward: RewardFn
-    republish: Republish
-
-    async def check_servers(self) -> None:
-        """Compares what the servers are with what the run needs, before anything is sampled.
-
-        Raises:
-            SetupError: one of them does not fit; tokenizer, vocabulary, context, capabilities.
-        """
-        async with connect(
-            self.replicas.addresses, requirements=self.requirements, security=self._security
-        ):
-            pass
 
     async def run(
         self,
@@ -99,53 +70,36 @@ class Rollout:
         min_weight_version: int,
         on_end: Callable[[], None],
     ) -> list[Trajectory]:
-        """Runs every task; `on_end` is called for each trajectory that ends.
+        """Runs every task; calls `on_end` for each trajectory that ends.
 
         Raises:
-            ReplicasLostError: no replica is left.
-            SetupError: replicas and renderer do not fit.
+            NoServerLeftError: no server is left.
+            SetupError: a restarted server does not fit.
         """
         ended: dict[Key, Trajectory] = {}
         waiting = list(tasks)
-        await self.heal()
+        await self.servers.ensure_healthy()
         while waiting:
 
             async def keep(trajectory: Trajectory) -> None:
                 ended[_key(trajectory.task)] = trajectory
-                if not _may_go_again(trajectory):
+                if not _may_be_retried(trajectory):
                     on_end()
 
-            try:
-                await self._run_until_lost(waiting, sampling, keep, min_weight_version)
-            except SetupError:  # a replica that died before the handshake is no misfit
-                if not await self.heal():
-                    raise
-            else:
-                if not await self.heal():
-                    break
+            await self._run_until_lost(waiting, sampling, keep, min_weight_version)
+            if not await self.servers.ensure_healthy():
+                break
             waiting = [
                 task
                 for task in tasks
-                if (had := ended.get(_key(task))) is None or _may_go_again(had)
+                if (had := ended.get(_key(task))) is None or _may_be_retried(had)
             ]
             if waiting:
                 _log.warning("attempting %d trajectories again", len(waiting))
         for trajectory in ended.values():
-            if _may_go_again(trajectory):  # it did not get to
+            if _may_be_retried(trajectory):  # but was not
                 on_end()
         return [ended[_key(task)] for task in tasks]
-
-    async def heal(self) -> bool:
-        """Replaces replicas that died; whether any had to be.
-
-        Raises:
-            ReplicasLostError: no replica is left.
-        """
-        died = await self.replicas.look()
-        revived = await self.replicas.revive()
-        if revived:
-            await self.republish(revived)
-        return bool(died or revived)
 
     async def _run_until_lost(
         self,
@@ -154,32 +108,21 @@ class Rollout:
         sink: Callable[[Trajectory], Awaitable[None]],
         min_weight_version: int,
     ) -> None:
-        """Runs the tasks; returns early, with some of them not ended, if `_lost` does."""
-        connected = asyncio.Event()
-
-        async def run() -> None:
-            policy = StickySession(cache_tokens=self.config.rollout.cache_tokens)
-            async with connect(
-                self.replicas.addresses,
-                requirements=self.requirements,
-                security=self._security,
-                policy=policy,
-            ) as generator:
-                connected.set()
-                await self._runner(generator, sampling, min_weight_version).run(tasks, sink)
-
-        running = asyncio.create_task(run())
-        watching = asyncio.create_task(self._lost(connected))
-        try:
-            await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-        finally:
-            for task in (running, watching):
-                task.cancel()
-            await asyncio.wait({running, watching})
-        if not watching.cancelled():
-            watching.result()
+        """Runs the tasks; cancels those in flight and returns early when no server is alive."""
+        with _Sessions(self.servers.generator) as generator:
+            runner = self._runner(generator, sampling, min_weight_version)
+            running = asyncio.create_task(runner.run(tasks, sink))
+            lost = asyncio.create_task(self.servers.wait_until_all_ended())
+            try:
+                await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()
+            finally:
+                for task in (running, lost):
+                    task.cancel()
+                await asyncio.wait({running, lost})
+            if not lost.cancelled():
+                lost.result()
 
     def _runner(
         self, generator: TokenGenerator, sampling: SamplingParams, min_weight_version: int
@@ -196,31 +139,51 @@ class Rollout:
                 reward=self.reward,
                 min_weight_version=min_weight_version,
             ),
-            max_in_flight=self.config.rollout.max_in_flight * len(self.replicas.live),
+            max_in_flight=self.config.rollout.max_in_flight * len(self.servers.live),
             deadline_s=self.config.agent.deadline_s,
             failure_policy=Retry(max_attempts=self.config.agent.max_attempts),
             watchdog_s=self.config.agent.watchdog_s,
         )
 
-    @property
-    def _security(self) -> ChannelSecurity:
-        return ServerSecurity.of(self.config.rollout).read()
 
-    async def _lost(self, connected: asyncio.Event) -> None:
-        """Returns when no replica is alive, or when one is not that is still to be connected to.
+@dataclass(slots=True)
+class _Sessions:
+    """The pool's generator for one batch of tasks; finishes the sessions that a loop left open.
 
-        The client gives a server that does not answer the time to start; these have started.
-        """
-        while True:
-            alive = [await replica.process.poll() is None for replica in self.replicas.live]
-            if not any(alive) or not (connected.is_set() or all(alive)):
-                return
-            await asyncio.sleep(_LOOK_EVERY_S)
+    The generator lives as long as the run, and an open session keeps its share of a replica.
+    """
+
+    generator: TokenGenerator
+    _open: set[str] = field(default_factory=set)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for session_id in list(self._open):
+            self.finish_session(session_id)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request: RequestContext,
+        images: Sequence[PlacedImage] = (),
+    ) -> Completion:
+        """See `TokenGenerator.generate`."""
+        self._open.add(request.session_id)
+        return await self.generator.generate(prompt, params, request=request, images=images)
+
+    def finish_session(self, session_id: str) -> None:
+        """See `TokenGenerator.finish_session`."""
+        self._open.discard(session_id)
+        self.generator.finish_session(session_id)
 
 
 def _key(task: AgentTask) -> Key:
     return task.task_id, task.rollout_index
 
 
-def _may_go_again(trajectory: Trajectory) -> bool:
+def _may_be_retried(trajectory: Trajectory) -> bool:
     return trajectory.error is not None and trajectory.error.retryable

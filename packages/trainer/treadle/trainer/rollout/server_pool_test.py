@@ -1,33 +1,43 @@
-"""Which servers are in the rotation, with processes that start and die when a test says so."""
+"""The server pool, with processes that start and die when a test says so."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 
+from treadle.agent_loop import SetupError
+from treadle.agent_loop.rpc import Requirements
+from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
-from treadle.trainer.rollout.server_pool import ReplicaSet, ReplicasLostError
+from treadle.trainer.rollout.server_pool import NoServerLeftError, ServerPool, required_capabilities
+from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
 
 @dataclass
 class _Process:
     name: str
+    port: int
     may_serve: asyncio.Event
     fails: bool
-    status: int | None = None
+    status: "asyncio.Future[int]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     stopped: bool = False
 
     async def ready(self, deadline_s: float) -> str:
         await self.may_serve.wait()
         if self.fails:
             raise ProcessError(f"{self.name} has no engine")
-        return "127.0.0.1:1"  # where nobody answers, which is not to be dead
+        return f"127.0.0.1:{self.port}"  # where nobody answers, which is not to be dead
 
-    async def poll(self) -> int | None:
-        return self.status
+    async def wait(self) -> int:
+        return await asyncio.shield(self.status)
 
     async def log_tail(self, lines: int = 20) -> str:
         return "its last words"
@@ -43,7 +53,7 @@ class _Launcher:
     fail: bool = False
 
     async def start(self, spec: ProcessSpec) -> _Process:
-        process = _Process(spec.name, self.may_serve, self.fail)
+        process = _Process(spec.name, 1 + len(self.processes), self.may_serve, self.fail)
         self.processes[spec.name] = process
         return process
 
@@ -53,70 +63,284 @@ class _Launcher:
     async def __aexit__(self, *exc_info: object) -> None: ...
 
 
-def _replicas(launcher: _Launcher, **rollout: Any) -> ReplicaSet:
+@dataclass
+class _Publisher:
+    """Servers in `refusing` take no weights."""
+
+    refusing: Sequence[str] = ()
+    outcome: Outcome = Outcome.REPLACE
+    published: list[tuple[int, list[str]]] = field(default_factory=list)
+    before: Callable[[], None] = lambda: None
+
+    async def publish(self, version: int, servers: Sequence[Any]) -> Any:
+        self.before()
+        names = [server.name for server in servers]
+        self.published.append((version, names))
+        failed: Mapping[str, str] = {name: "refused" for name in names if name in self.refusing}
+        if len(failed) == len(names):
+            raise WeightSyncError("no server took it", self.outcome)
+        return SimpleNamespace(failed=failed)
+
+
+class _Pool(ServerPool):
+    _EXIT_GRACE_S = 0.01
+
+    async def die(self, name: str, status: int = -9) -> None:
+        """Ends the process of a server; nobody has noticed yet."""
+        server = self._rotation[name]
+        process: Any = server.process
+        process.status.set_result(status)
+        await server.ended
+
+    @property
+    def names(self) -> list[str]:
+        return [server.name for server in self.live]
+
+
+def _pool(launcher: _Launcher, publisher: _Publisher | None = None, **rollout: Any) -> _Pool:
     config = RunConfig(
         data=DataConfig(train_files=(Path("t.jsonl"),)),
         model=ModelConfig(path=Path("/m")),
         rollout=RolloutConfig.model_validate({"num_replicas": 2, **rollout}),
     )
     launcher.may_serve.set()
-    return ReplicaSet(launcher, config, weights_directory=Path("/w"))
-
-
-def _names(replicas: ReplicaSet) -> list[str]:
-    return [replica.name for replica in replicas.live]
+    publish = (publisher or _Publisher()).publish
+    return _Pool(launcher, config, publish=publish, weights_directory=Path("/w"))
 
 
 @pytest.mark.asyncio
 async def test_the_others_go_on_while_a_server_starts_again() -> None:
     launcher = _Launcher()
-    async with _replicas(launcher) as replicas:
-        launcher.processes["rollout-0"].status = -9
+    async with _pool(launcher) as pool:
+        await pool.die("rollout-0")
         launcher.may_serve.clear()
-        assert "was ended by SIGKILL" in (await replicas.look())[0]
-        assert await replicas.revive() == []
-        assert _names(replicas) == ["rollout-1"]
+        assert "was ended by SIGKILL" in (await pool.check_health())[0]
+        assert await pool.restart() == []
+        assert pool.names == ["rollout-1"]
         launcher.may_serve.set()
-        await asyncio.wait(replicas._starting.values())
-        assert await replicas.revive() == ["rollout-0"]
-        assert _names(replicas) == ["rollout-0", "rollout-1"]
+        await asyncio.wait(pool._starting.values())
+        assert await pool.restart() == ["rollout-0"]
+        assert pool.names == ["rollout-0", "rollout-1"]
         metrics = {"servers/live": 2.0, "servers/lost": 1.0, "servers/restarted": 1.0}
-        assert replicas.take_metrics() == metrics
-        assert replicas.take_metrics()["servers/lost"] == 0
+        assert pool.take_metrics() == metrics
+        assert pool.take_metrics()["servers/lost"] == 0
     assert launcher.processes["rollout-0-restart-1"].stopped
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("rollout", [{"num_replicas": 1}, {"release_memory": True}])
 async def test_a_run_that_cannot_go_on_waits_for_the_start(rollout: dict[str, Any]) -> None:
-    launcher = _Launcher()
-    async with _replicas(launcher, **rollout) as replicas:
-        before = _names(replicas)
-        launcher.processes["rollout-0"].status = 1
-        await replicas.look()
-        assert await replicas.revive() == ["rollout-0"]
-        assert _names(replicas) == before
+    async with _pool(_Launcher(), **rollout) as pool:
+        before = pool.names
+        await pool.die("rollout-0", status=1)
+        await pool.check_health()
+        assert await pool.restart() == ["rollout-0"]
+        assert pool.names == before
 
 
 @pytest.mark.asyncio
 async def test_a_server_that_does_not_start_is_tried_until_no_restart_is_left() -> None:
     launcher = _Launcher()
-    async with _replicas(launcher, num_replicas=1, max_restarts=2) as replicas:
+    async with _pool(launcher, num_replicas=1, max_restarts=2) as pool:
         launcher.fail = True
-        launcher.processes["rollout-0"].status = 1
-        await replicas.look()
-        with pytest.raises(ReplicasLostError, match=r"(?s)after 2 restarts .*has no engine"):
-            await replicas.revive()
+        await pool.die("rollout-0", status=1)
+        await pool.check_health()
+        with pytest.raises(NoServerLeftError, match=r"(?s)after 2 restarts .*has no engine"):
+            await pool.restart()
         assert launcher.processes["rollout-0-restart-2"].stopped
 
 
 @pytest.mark.asyncio
-async def test_a_start_under_way_ends_with_the_set() -> None:
+async def test_a_start_under_way_ends_with_the_pool() -> None:
     launcher = _Launcher()
-    async with _replicas(launcher) as replicas:
-        launcher.processes["rollout-0"].status = 1
+    async with _pool(launcher) as pool:
+        await pool.die("rollout-0", status=1)
         launcher.may_serve.clear()
-        await replicas.look()
-        assert await replicas.revive() == []
-        (start,) = replicas._starting.values()
+        await pool.check_health()
+        assert await pool.restart() == []
+        (start,) = pool._starting.values()
     assert start.cancelled()
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_the_last_server_is_an_event() -> None:
+    async with _pool(_Launcher()) as pool:
+        waiting = asyncio.create_task(pool.wait_until_all_ended())
+        await pool.die("rollout-0")
+        assert not waiting.done()
+        await pool.die("rollout-1")
+        await waiting
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_came_back_is_given_the_new_version_with_the_others() -> None:
+    publisher = _Publisher()
+    async with _pool(_Launcher(), publisher, release_memory=True) as pool:
+        await pool.die("rollout-1")
+        await pool.sync_weights(4)
+        assert publisher.published == [(4, ["rollout-0", "rollout-1"])]
+        assert pool.weight_version == 4
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_does_not_take_the_version_leaves_the_rotation() -> None:
+    async with _pool(_Launcher(), _Publisher(refusing=["rollout-1"])) as pool:
+        await pool.sync_weights(4)
+        assert pool.names == ["rollout-0"]
+
+
+@pytest.mark.asyncio
+async def test_servers_that_die_in_the_update_are_started_again_if_none_is_left() -> None:
+    publisher, launcher = _Publisher(refusing=["rollout-0"]), _Launcher()
+    publisher.before = lambda: launcher.processes["rollout-0"].status.set_result(-9)
+    prepared: list[list[str]] = []
+
+    async def prepare() -> None:
+        prepared.append(pool.names)
+        if "rollout-0-restart-1" in launcher.processes:
+            publisher.refusing, publisher.before = (), lambda: None
+
+    async with _pool(launcher, publisher, num_replicas=1) as pool:
+        await pool.sync_weights(4, prepare=prepare)
+        assert publisher.published == [(4, ["rollout-0"])] * 2
+        assert prepared == [["rollout-0"]] * 2
+        assert pool.take_metrics()["servers/restarted"] == 1
+
+
+@pytest.mark.asyncio
+async def test_servers_that_take_nothing_and_live_end_the_run() -> None:
+    publisher = _Publisher(refusing=["rollout-0", "rollout-1"])
+    async with _pool(_Launcher(), publisher) as pool:
+        with pytest.raises(WeightSyncError):
+            await pool.sync_weights(4)
+
+
+@pytest.mark.asyncio
+async def test_a_restarted_server_that_takes_no_weights_ends_the_run_only_if_it_is_alone() -> None:
+    publisher = _Publisher()
+    async with _pool(_Launcher(), publisher) as pool:
+        await pool.resync(["rollout-1"])
+        assert publisher.published == []  # version 0 is the model directory's
+        await pool.sync_weights(3)
+        publisher.refusing = ["rollout-1"]
+        await pool.resync(["rollout-1"])
+        assert pool.names == ["rollout-0"]
+        assert publisher.published[1:] == [(3, ["rollout-1"])]
+        publisher.refusing = ["rollout-0"]
+        with pytest.raises(WeightSyncError):
+            await pool.resync(["rollout-0"])
+    publisher = _Publisher()
+    async with _pool(_Launcher(), publisher) as pool:
+        await pool.sync_weights(3)
+        publisher.refusing, publisher.outcome = ["rollout-1"], Outcome.FATAL
+        with pytest.raises(WeightSyncError):  # trainer and servers do not fit: nothing helps
+            await pool.resync(["rollout-1"])
+
+
+@dataclass
+class _Generator:
+    """Notes what it may route to."""
+
+    addresses: list[str]
+    num_connected: int = 0
+    fail: Exception | None = None
+    never_answers: bool = False
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def add_replica(self, address: str) -> None:
+        if address in self.addresses:
+            return
+        if self.never_answers:
+            self.asked.set()
+            await asyncio.Event().wait()
+        if self.fail is not None:
+            raise self.fail
+        self.addresses.append(address)
+
+    async def remove_replica(self, address: str) -> None:
+        if address in self.addresses:
+            self.addresses.remove(address)
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
+    """What `connect` gives."""
+    made = _Generator([])
+
+    @contextlib.asynccontextmanager
+    async def connect(addresses: Sequence[str], **_: object) -> AsyncIterator[_Generator]:
+        made.addresses += addresses
+        made.num_connected += 1
+        yield made
+
+    monkeypatch.setattr("treadle.trainer.rollout.server_pool.connect", connect)
+    return made
+
+
+@pytest.mark.asyncio
+async def test_the_generator_is_connected_once_and_follows_the_rotation(
+    generator: _Generator,
+) -> None:
+    publisher = _Publisher()
+    async with _pool(_Launcher(), publisher, release_memory=True) as pool:
+        await pool.connect(Requirements())
+        await pool.sync_weights(1)
+        assert generator.addresses == ["127.0.0.1:1", "127.0.0.1:2"]
+        await pool.die("rollout-0")
+        routed: list[list[str]] = []
+        publisher.before = lambda: routed.append(list(generator.addresses))
+        assert await pool.ensure_healthy()
+        # Nobody routes to the restarted server before it has the present weights.
+        assert routed == [["127.0.0.1:2"]]
+        assert publisher.published[-1] == (1, ["rollout-0"])
+        assert generator.addresses == ["127.0.0.1:2", "127.0.0.1:3"]
+        assert not await pool.ensure_healthy()
+        await pool.remove("rollout-1", "it did not answer")
+        assert generator.addresses == ["127.0.0.1:3"]
+    assert generator.num_connected == 1
+
+
+@pytest.mark.asyncio
+async def test_a_restarted_server_that_ends_before_its_handshake_is_restarted_again(
+    generator: _Generator,
+) -> None:
+    launcher = _Launcher()
+    async with _pool(launcher, num_replicas=1) as pool:
+        await pool.connect(Requirements())
+        await pool.die("rollout-0")
+        generator.never_answers = True
+        joining = asyncio.create_task(pool.ensure_healthy())
+        await generator.asked.wait()
+        launcher.processes["rollout-0-restart-1"].status.set_result(1)
+        assert await joining
+        assert generator.addresses == []
+        generator.never_answers = False
+        assert await pool.ensure_healthy()
+        assert generator.addresses == ["127.0.0.1:3"]
+
+
+@pytest.mark.asyncio
+async def test_a_restarted_server_that_lives_and_does_not_fit_ends_the_run(
+    generator: _Generator,
+) -> None:
+    async with _pool(_Launcher(), num_replicas=1) as pool:
+        await pool.connect(Requirements())
+        await pool.die("rollout-0")
+        generator.fail = SetupError("another tokenizer")
+        with pytest.raises(SetupError, match="another tokenizer"):
+            await pool.ensure_healthy()
+
+
+def test_servers_must_be_able_to_do_what_the_configuration_asks_of_them() -> None:
+    paths = ["model.path=/m", "data.train_files=/t.jsonl"]
+    plain = load_config([], paths).config
+    assert required_capabilities(plain) == {"sampled_logprobs", "inline_transport"}
+    asked = ("sync.transport=shared_memory", "sync.in_place=true", "rollout.release_memory=true")
+    assert required_capabilities(load_config([], [*paths, *asked]).config) == {
+        "sampled_logprobs",
+        "shared_memory_transport",
+        "in_place_update",
+        "release_memory",
+    }
+    kept = load_config([], [*paths, "sync.in_flight=continue"]).config
+    assert "in_flight_continue" in required_capabilities(kept)

@@ -4,7 +4,7 @@ from typing import Any
 
 from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
 from treadle.trainer.plan import make_plan
-from treadle.trainer.training_loop.build_context import Setup
+from treadle.trainer.training_loop.build_context import total_steps
 
 
 def _total_steps(schedule: ScheduleConfig, *, rows_left: int) -> tuple[int, list[str]]:
@@ -15,13 +15,9 @@ def _total_steps(schedule: ScheduleConfig, *, rows_left: int) -> tuple[int, list
         schedule=schedule,
     )
     notes: list[str] = []
-    parts: Any = dict.fromkeys(Setup.__dataclass_fields__)
-    parts |= {
-        "plan": make_plan(config, num_train_rows=11, num_val_rows=0, cpus=1),
-        "progress": SimpleNamespace(note=notes.append),
-    }
-    inputs: Any = SimpleNamespace(train=range(rows_left))
-    return Setup(**parts)._total_steps(inputs), notes
+    plan = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=1)
+    progress: Any = SimpleNamespace(note=notes.append)
+    return total_steps(plan, rows_left, progress), notes
 
 
 def test_an_epoch_is_as_long_as_the_rows_that_are_left() -> None:

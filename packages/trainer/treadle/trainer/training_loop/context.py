@@ -1,8 +1,8 @@
-"""The pieces of a run that is under way, and the moves that every schedule is made of.
+"""The training context: the parts of a run in progress, and the moves that schedules are made of.
 
-Invariant: `version` is the weight version that the replicas in the rotation sample from, and
-equals the number of steps trained. A move that fails leaves the run to end; nothing is retried
-here, because what can be retried is retried where it failed.
+Invariant: `version` is the weight version that the servers of the rotation sample from, and equals
+the number of steps trained. A move that fails ends the run. Nothing is retried here: what can be
+retried is retried where it failed.
 """
 
 import contextlib
@@ -21,12 +21,10 @@ from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
-from treadle.trainer.rollout.server_pool import ReplicaSet
-from treadle.trainer.training_loop.memory_offload import HandOver
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.rollout.server_pool import ServerPool
+from treadle.trainer.training_loop.memory_offload import MemoryOffload
 
-__all__ = ["Run", "Timer"]
+__all__ = ["Timer", "TrainingContext"]
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class Timer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts what happens inside as `time/<name>_s`."""
+        """Adds the time spent inside to `time/<name>_s`."""
         began = time.perf_counter()
         try:
             yield
@@ -47,37 +45,64 @@ class Timer:
             self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - began
 
     def metrics(self) -> dict[str, float]:
-        """All phases so far, and `time/step_s` since the timer was made."""
+        """Returns all phases so far, and `time/step_s` since the timer was made."""
         return {**self.seconds, "time/step_s": time.perf_counter() - self._started}
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
-    """A run under way."""
+class TrainingContext:
+    """A run in progress.
+
+    Attributes:
+        config: The resolved configuration.
+        train: Training rows.
+        val: Validation rows; may be empty.
+        order: Which training rows each step uses.
+        total_steps: The last step's number.
+        policy: The policy ranks.
+        servers: The rollout servers.
+        rollout: Samples trajectories on `servers`.
+        memory_offload: Lends the servers' memory to the policy; None: they keep it.
+        checkpoints: Where checkpoints are kept.
+        metrics_log: Of the run directory.
+        trajectory_log: Of the run directory.
+        progress: What the user sees.
+        shown_findings: Kinds of findings of which an example has been shown.
+    """
 
     config: RunConfig
     train: Sequence[Prompt]
     val: Sequence[Prompt]
     order: DataOrder
     total_steps: int
-    version: int
     policy: PolicyGroup
-    replicas: ReplicaSet
+    servers: ServerPool
     rollout: Rollout
-    publisher: WeightPublisher
-    hand_over: HandOver | None
-    """None: the servers keep their memory while the policy trains."""
+    memory_offload: MemoryOffload | None
     checkpoints: Checkpoints
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
     progress: Progress
-    noted: set[str] = field(default_factory=set)
-    """Kinds of findings of which an example has been shown."""
+    shown_findings: set[str] = field(default_factory=set)
+
+    @property
+    def version(self) -> int:
+        """The weight version that the servers sample from."""
+        return self.servers.weight_version
+
+    def train_tasks(self, step: int) -> list[AgentTask]:
+        """Returns the tasks of a step: `samples_per_prompt` per row, adjacent."""
+        samples, seed = self.config.rollout.samples_per_prompt, self.config.run.seed
+        return [
+            task
+            for index in self.order.batch(step)
+            for task in self.train[index].tasks(samples=samples, seed=seed, step=step)
+        ]
 
     async def sample(
         self, split: Literal["train", "val"], step: int, tasks: Sequence[AgentTask]
     ) -> list[Trajectory]:
-        """One trajectory per task, from the present weights; some go to the log, under `step`."""
+        """Returns one scored trajectory per task, from the present weights; logs some of them."""
         settings = self.config.rollout if split == "train" else self.config.rollout.val
         sampling = SamplingParams(  # seeds come with the tasks
             max_tokens=self.config.rollout.response_length,
@@ -108,11 +133,11 @@ class Run:
         return trajectories
 
     def _note_findings(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Shows the run's first example of each kind; the metrics `findings/*` count them."""
+        """Shows the first finding of each kind; the metrics `findings/*` count them all."""
         for trajectory in trajectories:
             for finding in trajectory.findings:
-                if finding.kind not in self.noted:
-                    self.noted.add(finding.kind)
+                if finding.kind not in self.shown_findings:
+                    self.shown_findings.add(finding.kind)
                     task = trajectory.task
                     self.progress.note(
                         f"step {step}: first {finding.kind} of the run, in {task.task_id}, rollout "
@@ -120,79 +145,44 @@ class Run:
                     )
 
     async def release_memory(self) -> None:
-        """Lends the servers' device memory to the policy, until `publish`, if that was asked."""
-        if self.hand_over is not None:
+        """Lends the servers' device memory to the policy until `sync_weights`, if configured."""
+        if self.memory_offload is not None:
             with self.progress.phase("release"):
-                await self.hand_over.give()
+                await self.memory_offload.sleep()
 
-    async def train_on(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
-        """The optimizer steps that one batch gives."""
+    async def update_policy(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
+        """Runs the optimizer steps of one batch."""
         with self.progress.phase("train"):
             command = Update(
                 sequences=tuple(sequences),
                 algorithm=self.config.algorithm,
                 temperature=self.config.rollout.temperature,
-                free_memory=self.hand_over is not None,
+                free_memory=self.memory_offload is not None,
             )
             stats = (await self.policy.call(command))[0]
         assert isinstance(stats, UpdateStats)
         return stats
 
-    async def publish(self, version: int) -> dict[str, float]:
-        """Gives the policy's weights to all replicas, as `version`; metrics of the bytes.
-
-        Replicas that have all died are started again first, also if they die on the way.
+    async def sync_weights(self, version: int) -> dict[str, float]:
+        """Gives the policy's weights to all servers, as `version`; returns metrics of the bytes.
 
         Raises:
-            ReplicasLostError: none is left, and none may be started.
-            WeightSyncError: none took the weights, and some of them live.
+            NoServerLeftError: no server is left, and none may be started.
+            WeightSyncError: no server took the weights, and some of them live.
+            SetupError: a restarted server does not fit.
         """
+        offload = self.memory_offload
         with self.progress.phase("sync"):
-            report = None
-            while report is None:
-                await self.replicas.look()
-                if revived := await self.replicas.revive():  # given `version` with the others
-                    self.progress.note(f"started again: {', '.join(revived)}")
-                if self.hand_over is not None:
-                    await self.hand_over.take_weights()
-                try:
-                    report = await self.publisher.publish(version, self.replicas.clients)
-                except WeightSyncError as error:
-                    await self.replicas.look(after_failure=True)
-                    if error.outcome is Outcome.FATAL or self.replicas.live:
-                        raise
-            if report.failed:
-                await self.replicas.look(after_failure=True)
-            for replica in self.replicas.live:
-                if replica.name in report.failed:
-                    await self.replicas.drop(replica.name, report.failed[replica.name])
-            if self.hand_over is not None:
-                await self.hand_over.take_rest()
-        self.version = version
+            report = await self.servers.sync_weights(
+                version, prepare=None if offload is None else offload.wake_weights
+            )
+            if offload is not None:
+                await offload.wake_kv_cache()
         return {
             "weights/bytes": float(report.num_bytes),
             "sync/bytes": float(report.sent_bytes),
             "sync/delta_ratio": report.sent_bytes / max(1, report.num_bytes),
         }
-
-    async def republish(self, names: Sequence[str]) -> None:
-        """Gives the present weights to the replicas of these names, started again just now.
-
-        Raises:
-            WeightSyncError: none of them took the weights, and no other replica is left.
-        """
-        self.progress.note(f"started again: {', '.join(names)}")
-        if not self.version:  # version 0 is what servers load from the model directory
-            return
-        clients = [replica.client for replica in self.replicas.live if replica.name in names]
-        try:
-            failed = (await self.publisher.publish(self.version, clients)).failed
-        except WeightSyncError as error:
-            if error.outcome is Outcome.FATAL or len(clients) == len(self.replicas.live):
-                raise
-            failed = {client.name: str(error) for client in clients}
-        for name, cause in failed.items():
-            await self.replicas.drop(name, cause)
 
     async def save(self, step: int, metrics: dict[str, float]) -> None:
         """Writes the checkpoint of `step`."""

@@ -1,19 +1,19 @@
-"""The hand-over: device memory, lent by the servers to the policy while it trains.
+"""Memory offload: the servers lend their device memory to the policy while it trains.
 
     rollouts of the step have ended
-      give            Pause, ReleaseMemory(KV cache, weights)
+      sleep           Pause, ReleaseMemory(KV cache, weights)
     optimizer steps
-      take_weights    RestoreMemory(weights)        multi-stage; else of everything
+      wake_weights    RestoreMemory(weights)        multi-stage; else RestoreMemory(everything)
     weight update, while paused
-      take_rest       RestoreMemory(KV cache), Resume
+      wake_kv_cache   RestoreMemory(everything), Resume
     next rollout, or validation
 
-Invariant: a server that has been given away samples nothing until it holds the new weights and all
-of its memory; `asleep` are the servers between their `give` and the end of their `take_rest`.
-Each move brings a server from wherever it stands to where the move ends, so it may be repeated
-after a failure or a cancellation. An answer that got lost is asked for again; a server that still
-fails leaves the rotation, since nobody knows what it holds. One that is started meanwhile has all
-of its memory from the beginning and takes part in the update only.
+Invariant: a server that sleeps samples nothing until it holds the new weights and all of its
+memory. `asleep` are the servers between their `sleep` and the end of their `wake_kv_cache`.
+Each move brings a server from any state to the state that the move ends in, so it may be repeated
+after a failure or a cancellation. A call whose answer was lost is repeated. A server that still
+fails leaves the rotation, since its state is unknown. A server that is restarted meanwhile has all
+of its memory from the start and takes part in the update only.
 
 A move waits for all servers at once, each bounded by `sync.commit_deadline_s` per call. The policy
 does not wait for a server that has left: its memory went with its process.
@@ -26,51 +26,51 @@ from typing import Protocol
 from treadle.trainer.weight_sync.client import Memory, WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
-__all__ = ["HandOver", "Rotation"]
+__all__ = ["MemoryOffload", "Rotation"]
 
 _EVERYTHING: tuple[Memory, ...] = ("kv_cache", "weights")
 
 
 class Rotation(Protocol):
-    """The part of `ReplicaSet` that is needed here."""
+    """The part of `ServerPool` that is needed here."""
 
     @property
     def clients(self) -> Sequence[WeightSyncClient]:
-        """Of the servers that serve."""
+        """The clients of the servers in the rotation."""
         ...
 
-    async def drop(self, name: str, cause: str) -> None:
+    async def remove(self, name: str, cause: str) -> None:
         """Takes a server out of the rotation and ends it."""
         ...
 
 
-class HandOver:
-    """Moves the servers of one run."""
+class MemoryOffload:
+    """Releases and restores the device memory of a run's servers."""
 
     def __init__(
         self, rotation: Rotation, *, multi_stage: bool, interrupt: bool, max_attempts: int
     ) -> None:
-        """Takes no server yet.
+        """Calls no server yet.
 
         Args:
             rotation: The servers, as they come and go.
-            multi_stage: Whether the KV cache stays away during the update.
-            interrupt: Whether completions still in flight are cut; else they end first.
-            max_attempts: Of a call whose answer gets lost.
+            multi_stage: Whether the KV cache stays released during the update.
+            interrupt: Whether to interrupt in-flight completions; else they end first.
+            max_attempts: Maximum number of calls when answers get lost.
         """
         self._rotation = rotation
-        self._back_first: tuple[Memory, ...] = ("weights",) if multi_stage else _EVERYTHING
+        self._before_update: tuple[Memory, ...] = ("weights",) if multi_stage else _EVERYTHING
         self._interrupt = interrupt
         self._max_attempts = max_attempts
         self._asleep: set[WeightSyncClient] = set()
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Names of the servers that do not hold all of their memory, or do not sample yet."""
+        """Names of the servers that lack some of their memory, or do not sample yet."""
         return frozenset(server.name for server in self._sleeping())
 
-    async def give(self) -> None:
-        """Stops all servers and has them release their memory.
+    async def sleep(self) -> None:
+        """Pauses all servers and makes them release their memory.
 
         Raises:
             WeightSyncError: the servers cannot do that at all.
@@ -84,14 +84,14 @@ class HandOver:
         self._asleep.update(servers)
         await self._on_each(servers, release)
 
-    async def take_weights(self) -> None:
-        """Makes those that sleep ready for an update."""
+    async def wake_weights(self) -> None:
+        """Makes the sleeping servers ready for an update."""
         await self._on_each(
-            self._sleeping(), lambda server: server.restore_memory(self._back_first)
+            self._sleeping(), lambda server: server.restore_memory(self._before_update)
         )
 
-    async def take_rest(self) -> None:
-        """Has those that sleep take everything back and sample again."""
+    async def wake_kv_cache(self) -> None:
+        """Restores the rest of the sleeping servers' memory, and lets them sample again."""
 
         async def wake(server: WeightSyncClient) -> None:
             await server.restore_memory(_EVERYTHING)
@@ -101,7 +101,7 @@ class HandOver:
         await self._on_each(self._sleeping(), wake)
 
     def _sleeping(self) -> list[WeightSyncClient]:
-        """Those of them that are still in the rotation; another client is another server."""
+        """Returns those that are still in the rotation; a restarted server has a new client."""
         serving = self._rotation.clients
         self._asleep.intersection_update(serving)
         return [server for server in serving if server in self._asleep]
@@ -112,18 +112,18 @@ class HandOver:
         move: Callable[[WeightSyncClient], Awaitable[None]],
     ) -> None:
         results = await asyncio.gather(
-            *(self._insist(server, move) for server in servers), return_exceptions=True
+            *(self._with_retries(server, move) for server in servers), return_exceptions=True
         )
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, WeightSyncError) and result.outcome is not Outcome.FATAL:
-                await self._rotation.drop(server.name, str(result))
+                await self._rotation.remove(server.name, str(result))
             elif result is not None:
                 raise result
 
-    async def _insist(
+    async def _with_retries(
         self, server: WeightSyncClient, move: Callable[[WeightSyncClient], Awaitable[None]]
     ) -> None:
-        """Makes the move, once more for each answer that got lost."""
+        """Makes the move, again after each answer that got lost."""
         for attempt in range(self._max_attempts):
             try:
                 return await move(server)

@@ -1,130 +1,107 @@
-"""The synchronous schedule: rollout, reward, advantage, update, weight sync; then the next step.
+"""The synchronous schedule: the GRPO loop, one step after another.
 
-Invariant: the weights that sample step s are exactly those after step s - 1, so every token is
-on-policy. Trainer and servers take turns; nothing of step s + 1 begins before step s is logged.
-Where they share devices, the servers lend their memory between rollout and update (`hand_over`).
-Order at the end of a step: publish, validate, checkpoint (which carries the metrics), log. A
-trainer that is killed anywhere resumes after the newest checkpoint and repeats what came after,
-with the same rows and the same seeds.
+Each step: rollout, reward, advantage, update, weight sync, validation, checkpoint.
+
+Invariant: step s samples from exactly the weights after step s - 1, so every token is on-policy.
+Trainer and servers take turns; nothing of step s + 1 begins before step s is logged. A trainer
+that is killed at any point resumes from the latest checkpoint, and repeats what came after it with
+the same rows and the same seeds.
 """
 
 from collections.abc import Mapping
 
-from treadle.trainer.policy.commands import UpdateStats
 from treadle.trainer.report import rollout_metrics
-from treadle.trainer.training_loop.context import Run, Timer
+from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.groups import StepBatch, make_batch
+from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.training_loop.validation import validate
 
-__all__ = ["run_sync", "update_metrics"]
+__all__ = ["run_sync"]
 
 
-async def run_sync(run: Run, *, first_step: int) -> None:
-    """Trains steps `first_step` to `run.total_steps`.
+async def run_sync(context: TrainingContext, *, first_step: int) -> None:
+    """Trains steps `first_step` to `context.total_steps`.
 
     Raises:
         NoGroupLeftError: a step gave nothing to train on.
-        ReplicasLostError: no rollout server is left.
+        NoServerLeftError: no rollout server is left.
         PolicyError: a policy rank failed.
         WeightSyncError: no server takes new weights.
         RunDirectoryError: a checkpoint cannot be written.
     """
-    if first_step == 1 and run.val and run.config.schedule.val_before_train:
+    if first_step == 1 and context.val and context.config.schedule.val_before_train:
         timer = Timer()
-        metrics = await validate(run, step=0, timer=timer)
-        _log_step(run, 0, {**metrics, **run.replicas.take_metrics(), **timer.seconds})
-    for step in range(first_step, run.total_steps + 1):
-        await _train_step(run, step)
+        metrics = await validate(context, step=0, timer=timer)
+        _log_step(context, 0, {**metrics, **context.servers.take_metrics(), **timer.seconds})
+    for step in range(first_step, context.total_steps + 1):
+        await _train_step(context, step)
 
 
-async def _train_step(run: Run, step: int) -> None:
-    config, timer = run.config, Timer()
-    tasks = [
-        task
-        for index in run.order.batch(step)
-        for task in run.train[index].tasks(
-            samples=config.rollout.samples_per_prompt, seed=config.run.seed, step=step
-        )
-    ]
+async def _train_step(context: TrainingContext, step: int) -> None:
+    config, timer = context.config, Timer()
+
+    # Rollout and reward: each trajectory is scored as soon as it ends.
     with timer.phase("rollout"):
-        trajectories = await run.sample("train", step, tasks)
-    batch = make_batch(trajectories, norm_by_std=config.algorithm.norm_by_std, version=run.version)
-    _report_losses(run, step, batch)
+        trajectories = await context.sample("train", step, context.train_tasks(step))
+
+    # Advantage: each trajectory is compared with the others of its row.
+    batch = make_batch(
+        trajectories, norm_by_std=config.algorithm.norm_by_std, version=context.version
+    )
+    _report_failures(context, step, batch)
+
+    # Update: servers that share devices with the policy lend it their memory until the weight sync.
     if config.rollout.release_memory:
         with timer.phase("release"):
-            await run.release_memory()
+            await context.release_memory()
     with timer.phase("train"):
-        stats = await run.train_on(batch.sequences)
+        stats = await context.update_policy(batch.sequences)
     if skipped := sum(update.skipped for update in stats.steps):
-        run.progress.note(
+        context.progress.note(
             f"step {step}: {skipped} of {len(stats.steps)} updates were skipped, because their "
             "gradient was not finite"
         )
+
+    # Weight sync: from here on the servers sample from version `step`.
     with timer.phase("sync"):
-        sync_metrics = await run.publish(step)
+        sync_metrics = await context.sync_weights(step)
     metrics = {
         **rollout_metrics(trajectories),
         **batch.metrics(),
         **update_metrics(stats),
-        "weights/version": float(run.version),
+        "weights/version": float(context.version),
         **sync_metrics,
-        "data/epoch": float(run.order.epoch(step)),
+        "data/epoch": float(context.order.epoch(step)),
     }
-    last = step == run.total_steps
-    if run.val and _due(config.schedule.val_every, step, last=last):
-        metrics |= await validate(run, step=step, timer=timer)
-    metrics |= run.replicas.take_metrics()
+
+    # Validation
+    last = step == context.total_steps
+    if context.val and _due(config.schedule.val_every, step, last=last):
+        metrics |= await validate(context, step=step, timer=timer)
+    metrics |= context.servers.take_metrics()
+
+    # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
     if _due(config.schedule.save_every, step, last=last):
         with timer.phase("save"):
-            await run.save(step, {**metrics, **timer.metrics()})
-    _log_step(run, step, {**metrics, **timer.metrics()})
+            await context.save(step, {**metrics, **timer.metrics()})
+    _log_step(context, step, {**metrics, **timer.metrics()})
 
 
 def _due(every: int | None, step: int, *, last: bool) -> bool:
     return every is not None and (last or step % every == 0)
 
 
-def _log_step(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    run.metrics_log.append(step, metrics)
-    run.progress.step_done(step, metrics)
+def _log_step(context: TrainingContext, step: int, metrics: Mapping[str, float]) -> None:
+    context.metrics_log.append(step, metrics)
+    context.progress.step_done(step, metrics)
 
 
-def _report_losses(run: Run, step: int, batch: StepBatch) -> None:
+def _report_failures(context: TrainingContext, step: int, batch: StepBatch) -> None:
     if not batch.num_failed:
         return
-    run.progress.note(
+    context.progress.note(
         f"step {step}: {batch.num_failed} trajectories failed and are left out, with them "
         f"{batch.num_dropped_groups} of {batch.num_groups} groups"
     )
     for cause in batch.causes:
-        run.progress.note(f"  {cause}")
-
-
-def update_metrics(stats: UpdateStats) -> dict[str, float]:
-    """Means over the optimizer steps of one batch that have the number; sums of counts.
-
-    `rollout/*`, the difference between engine and trainer, is that of the batch's first moment:
-    later steps also show what the batch itself has changed.
-    """
-    steps = stats.steps
-    before = steps[0].metrics if stats.mismatch is None else stats.mismatch
-    metrics = {name: value for name, value in before.items() if _is_mismatch(name)}
-    for name in sorted({name for step in steps for name in step.metrics}):
-        if not _is_mismatch(name):
-            values = [step.metrics[name] for step in steps if name in step.metrics]
-            metrics[name] = sum(values) / len(values)
-    return metrics | {
-        "actor/loss": sum(step.loss for step in steps) / len(steps),
-        "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
-        "actor/lr": steps[-1].learning_rate,
-        "actor/updates": float(len(steps)),
-        "actor/skipped_updates": float(sum(step.skipped for step in steps)),
-        "actor/micro_batches": float(sum(step.num_micro_batches for step in steps)),
-        "tokens/trained": float(sum(step.num_tokens for step in steps)),
-        "tokens/loss": float(sum(step.num_loss_tokens for step in steps)),
-        "actor/logprobs_s": stats.logprobs_s,
-    }
-
-
-def _is_mismatch(name: str) -> bool:
-    return name.startswith("rollout/")
+        context.progress.note(f"  {cause}")

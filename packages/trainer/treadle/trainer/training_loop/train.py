@@ -22,7 +22,7 @@ from treadle.trainer.plan import make_plan
 from treadle.trainer.report import Progress, Summary, open_progress, write_reports
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.server_process import check_server_command
-from treadle.trainer.training_loop.build_context import Setup
+from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.sync import run_sync
 
 __all__ = ["train"]
@@ -75,9 +75,9 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
             elif begun:
                 progress.note("no checkpoint was reached before: beginning again")
             if first_step <= plan.total_steps:
-                setup = Setup(
-                    config=config,
-                    rows=rows,
+                async with build_context(
+                    config,
+                    rows,
                     rules=rules,
                     plan=plan,
                     run_dir=run_dir,
@@ -85,9 +85,8 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
                     checkpoints=checkpoints,
                     checkpoint=checkpoint,
                     progress=progress,
-                )
-                async with setup.start() as run:
-                    await run_sync(run, first_step=first_step)
+                ) as context:
+                    await run_sync(context, first_step=first_step)
             else:
                 progress.note(f"nothing to train: step {plan.total_steps} has been reached")
         return await asyncio.to_thread(

@@ -1,6 +1,6 @@
 from treadle.trainer.policy.commands import UpdateStats
 from treadle.trainer.policy.types import StepStats
-from treadle.trainer.training_loop.sync import update_metrics
+from treadle.trainer.training_loop.update_metrics import update_metrics
 
 
 def _step(loss: float, **metrics: float) -> StepStats:
