@@ -92,7 +92,7 @@ class Plan:
                 "whole: rollout/logprob_diff_* and rollout/kl show that too",
             )
         if rollout.release_memory:
-            yield "server memory", self._hand_over()
+            yield "server memory", self._memory_offload()
         yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
         yield "launcher", config.launch.kind
         yield "validation", self._validation()
@@ -103,7 +103,7 @@ class Plan:
         command = self.config.rollout.server_command
         return shlex.join(command) if command else "this interpreter's own environment"
 
-    def _hand_over(self) -> str:
+    def _memory_offload(self) -> str:
         if self.config.rollout.multi_stage_wake_up:
             return "released while the policy trains; weights back, update, then the KV cache"
         return "released while the policy trains; all of it back, then the update"

@@ -9,7 +9,7 @@
     next rollout, or validation
 
 Invariant: a server that sleeps samples nothing until it holds the new weights and all of its
-memory. `asleep` are the servers between their `sleep` and the end of their `wake_kv_cache`.
+memory; it sleeps from the start of `sleep` to the end of its `wake_kv_cache`.
 Each move brings a server from any state to the state that the move ends in, so it may be repeated
 after a failure or a cancellation. A call whose answer was lost is repeated. A server that still
 fails leaves the rotation, since its state is unknown. A server that is restarted meanwhile has all
@@ -62,12 +62,7 @@ class MemoryOffload:
         self._before_update: tuple[Memory, ...] = ("weights",) if multi_stage else _EVERYTHING
         self._interrupt = interrupt
         self._max_attempts = max_attempts
-        self._asleep: set[WeightSyncClient] = set()
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Names of the servers that lack some of their memory, or do not sample yet."""
-        return frozenset(server.name for server in self._sleeping())
+        self._sleeping: set[WeightSyncClient] = set()
 
     async def sleep(self) -> None:
         """Pauses all servers and makes them release their memory.
@@ -81,13 +76,13 @@ class MemoryOffload:
             await server.release_memory(_EVERYTHING)
 
         servers = list(self._rotation.clients)
-        self._asleep.update(servers)
+        self._sleeping.update(servers)
         await self._on_each(servers, release)
 
     async def wake_weights(self) -> None:
         """Makes the sleeping servers ready for an update."""
         await self._on_each(
-            self._sleeping(), lambda server: server.restore_memory(self._before_update)
+            self._sleepers(), lambda server: server.restore_memory(self._before_update)
         )
 
     async def wake_kv_cache(self) -> None:
@@ -96,15 +91,15 @@ class MemoryOffload:
         async def wake(server: WeightSyncClient) -> None:
             await server.restore_memory(_EVERYTHING)
             await server.resume()
-            self._asleep.discard(server)
+            self._sleeping.discard(server)
 
-        await self._on_each(self._sleeping(), wake)
+        await self._on_each(self._sleepers(), wake)
 
-    def _sleeping(self) -> list[WeightSyncClient]:
+    def _sleepers(self) -> list[WeightSyncClient]:
         """Returns those that are still in the rotation; a restarted server has a new client."""
         serving = self._rotation.clients
-        self._asleep.intersection_update(serving)
-        return [server for server in serving if server in self._asleep]
+        self._sleeping.intersection_update(serving)
+        return [server for server in serving if server in self._sleeping]
 
     async def _on_each(
         self,
