@@ -19,7 +19,8 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.trainer.policy.backend import LossFn
+from treadle.trainer.algorithms.mismatch import mismatch_metrics
+from treadle.trainer.policy.backend import LossFn, LossInputs
 from treadle.trainer.policy.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron import checkpoint, device, parallel, weights
@@ -37,8 +39,12 @@ from treadle.trainer.policy.megatron.logprobs import logprobs_and_entropy
 from treadle.trainer.policy.megatron.model import PolicyModel, build
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
-from treadle.trainer.policy.megatron.stats import StatsCollector
-from treadle.trainer.policy.types import LossAggregation, NamedTensor, StepStats, TensorSpec
+from treadle.trainer.policy.types import (
+    LossAggregation,
+    NamedTensor,
+    StepStats,
+    TensorSpec,
+)
 
 device.install()
 
@@ -51,6 +57,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 if TYPE_CHECKING:
     from treadle.trainer.config.policy import PolicyConfig
+    from treadle.trainer.policy.backend import LossOutput
     from treadle.trainer.policy.types import TrainSequence
 
 
@@ -178,7 +185,7 @@ class MegatronPolicy:
             if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
         ]
         micro_batches = self._micro_batches(packer, sequences, computed)
-        collector = StatsCollector(loss, packer, computed, self.world)
+        collector = _StatsCollector(loss, packer, computed, self.world)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
             logprobs_T, entropy_T = self._head(micro, hidden, temperature)
@@ -293,6 +300,79 @@ class MegatronPolicy:
         """See `PolicyBackend.load`."""
         state = checkpoint.PolicyState(self._model, self._optimizer, self.architecture)
         self._step = checkpoint.load(state, directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collected:
+    """A step's statistics, the same on every rank."""
+
+    loss: float
+    num_micro_batches: int
+    metrics: Mapping[str, float]
+
+
+class _StatsCollector:
+    """Sums each micro-batch's statistics over loss tokens; ranks are reduced once, at the end.
+
+    Invariant: a metric is a mean over the loss tokens that went through the model, exact for any
+    cut of the batch; if none did, there are no metrics. The difference to the rollout engine is
+    kept per token, since a percentile cannot be reduced from parts.
+    """
+
+    def __init__(
+        self, loss: LossFn, packer: Packer, computed: Sequence[int], world: parallel.World
+    ) -> None:
+        """Args are those of the step; `computed` are the sequences that go through the model."""
+        self._world = world
+        self._names = ["actor/entropy", *_metric_names(loss)]
+        self._slots_M = packer.slots(computed)
+        self._stale_M = packer.stale(computed)
+        at = self._slots_M.device
+        self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=at)
+        self._gaps_M = torch.zeros(packer.num_loss_tokens, device=at)
+        self._has_rollout = packer.has("rollout_logprobs")
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
+        """Count one micro-batch."""
+        if not self._world.speaks:
+            return
+        weighted_T = output.loss_T.detach() * micro.weights_T
+        values = [weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
+        self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
+        if inputs.rollout_logprobs_T is not None:
+            gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
+            self._gaps_M[micro.slots_T] = gaps_T
+
+    @torch.no_grad()
+    def reduce(self, micro_batches: Sequence[object]) -> _Collected:
+        """Collective: the sums over all ranks."""
+        count = torch.tensor(len(micro_batches), device=self._sums.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        dist.all_reduce(self._sums)
+        loss, *sums = self._sums.tolist()
+        tokens = len(self._slots_M)
+        if not tokens:
+            return _Collected(loss=loss, num_micro_batches=0, metrics={})
+        metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
+        if self._has_rollout:
+            dist.all_reduce(self._gaps_M)
+            metrics |= mismatch_metrics(self._gaps_M[self._slots_M], self._stale_M)
+        return _Collected(loss=loss, num_micro_batches=int(count), metrics=metrics)
+
+
+def _metric_names(loss: LossFn) -> list[str]:
+    """Asked of the loss itself, as a rank may have no micro-batch to see them in."""
+    empty = torch.zeros(0)
+    nothing = LossInputs(
+        logprobs_T=empty,
+        entropy_T=empty,
+        advantages_T=empty,
+        old_logprobs_T=empty,
+        rollout_logprobs_T=empty,
+        ref_logprobs_T=empty,
+    )
+    return list(loss(nothing).metrics_T)
 
 
 def _wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
