@@ -1,6 +1,6 @@
 """The algorithm's settings: advantages, the policy loss, and how a batch becomes updates.
 
-Invariant: one default for each value, here; the formulas are in `treadle.trainer.algorithms`.
+Invariant: each value has one default, here; the formulas are in `treadle.trainer.algorithms`.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ class AlgorithmConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["grpo"] = "grpo"
-    """grpo: the advantage of a trajectory is its reward relative to its group's."""
+    """grpo: the advantage of a trajectory is its reward relative to the rewards of its group."""
     norm_by_std: bool = True
     """Divide the advantage by the group's standard deviation (GRPO). False is Dr. GRPO."""
     epochs: int = Field(default=1, ge=1)
-    """Times that a batch is gone through."""
+    """Number of passes over a batch."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps in each epoch; the batch is cut into this many parts of whole trajectories,
-    in order."""
+    """Number of optimizer steps per epoch; the batch is split into this many parts of whole
+    trajectories, in order."""
     old_logprobs: Literal["policy", "rollout"] = "policy"
-    """Whose log-probabilities the ratio is taken against. policy: the trainer's own at the start
-    of the batch (recomputed only when the batch gives more than one update). rollout: those that
-    the engine reported, so that the difference between engine and trainer is corrected too."""
+    """Log-probabilities in the denominator of the ratio. policy: the trainer's at the start of the
+    batch (recomputed only when the batch gives more than one update). rollout: those that the
+    engine reported, which also corrects the difference between engine and trainer."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio: 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 + clip_high; 0.28 is DAPO's clip-higher."""
+    """Upper bound of the ratio: 1 + clip_high. DAPO's clip-higher uses 0.28."""
     clip_dual: float | None = Field(default=3.0, gt=1)
-    """With a negative advantage the loss is at most clip_dual times |advantage|. None: no bound."""
+    """Maximum loss of a token with a negative advantage, as a multiple of |advantage|. Null: no
+    maximum."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty against the weights that training started from. Above 0 keeps a
-    second copy of them in memory."""
+    """Coefficient of the KL penalty against the initial weights. Above 0, a second copy of the
+    weights stays in memory."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL penalty."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     loss_aggregation: LossAggregation = "token-mean"
-    """How the losses of tokens become one number, always over the whole mini-batch. A sequence is a
-    trajectory, all its samples together."""
+    """How the losses of tokens are reduced to one number, over the whole mini-batch. A sequence is
+    a trajectory with all its samples."""
     aggregation_length: int | None = Field(default=None, ge=1)
-    """The constant divisor, in tokens, of loss_aggregation=seq-mean-token-sum-norm."""
+    """Constant divisor of loss_aggregation=seq-mean-token-sum-norm, in tokens."""
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer steps that one batch gives."""
+        """Number of optimizer steps per batch."""
         return self.epochs * self.mini_batches
 
     @property
@@ -64,8 +65,8 @@ class AlgorithmConfig(BaseModel):
         by_constant = self.loss_aggregation == "seq-mean-token-sum-norm"
         if by_constant != (self.aggregation_length is not None):
             raise ValueError(
-                "aggregation_length belongs to loss_aggregation=seq-mean-token-sum-norm and only"
-                f" to it; got aggregation_length={self.aggregation_length} with"
+                "aggregation_length must be set with loss_aggregation=seq-mean-token-sum-norm, and"
+                f" only then; got aggregation_length={self.aggregation_length} with"
                 f" loss_aggregation={self.loss_aggregation}"
             )
         return self

@@ -1,7 +1,7 @@
-"""The section: a frozen node of the configuration tree.
+"""The base class of a section, a frozen node of the configuration tree.
 
-A section refuses keys it does not have and has the only copy of its defaults. Sections are
-values: comparing, hashing into a file and sending to another process need no care.
+A section rejects unknown keys and holds the only copy of its defaults. Sections are values: they
+can be compared, hashed and sent to another process.
 """
 
 from pydantic import BaseModel, ConfigDict

@@ -1,6 +1,7 @@
-"""The configuration as text: `--help`, `--print-config` and docs/config.md, from the models.
+"""Writes the configuration for people: `--help`, `--print-config` and docs/config.md.
 
-`python -m treadle.trainer.config.describe PATH` writes the document; a test holds it current.
+`python -m treadle.trainer.config.describe PATH` writes the document; a test checks that it is
+current.
 """
 
 import json
@@ -21,17 +22,17 @@ __all__ = ["document", "key_listing", "value_listing"]
 
 
 def key_listing() -> str:
-    """Every key with type, default, bounds and doc, for a terminal."""
+    """Returns every key with type, default, bounds and doc, for a terminal."""
     lines = ["keys:"]
     for leaf in all_leaves().values():
         lines.append(f"  {leaf.key}  ({_type(leaf)}; {_default(leaf)})")
         lines += textwrap.wrap(leaf.doc, 92, initial_indent="      ", subsequent_indent="      ")
-    lines.append("\nverl's keys are accepted where they mean something here.")
+    lines.append("\nverl's keys are accepted where Treadle has an equivalent.")
     return "\n".join(lines)
 
 
 def value_listing(loaded: LoadedConfig) -> str:
-    """Every leaf of the resolved tree as `key = value  # source`."""
+    """Returns every leaf of the resolved tree as `key = value  # source`."""
     values = flatten(loaded.config.model_dump(mode="json"))
     entries = [(f"{key} = {_written(value)}", loaded.sources[key]) for key, value in values.items()]
     width = min(72, max(len(left) for left, _ in entries))
@@ -39,7 +40,7 @@ def value_listing(loaded: LoadedConfig) -> str:
 
 
 def document() -> str:
-    """The reference of all keys, in Markdown."""
+    """Returns the reference of all keys, in Markdown."""
     return "\n".join(_document_lines())
 
 
@@ -47,10 +48,11 @@ def _document_lines() -> Iterator[str]:
     yield "# Configuration"
     yield ""
     yield "Generated from the models by `python -m treadle.trainer.config.describe docs/config.md`."
-    yield "Layers, later wins: defaults, `--config file.yaml` (repeatable), `key=value`. Lists are"
-    yield "replaced. Choosing the `kind` of a section starts that section afresh; its name alone is"
-    yield "short for it (`sync.transport=file`). A table has names of yours below it, and grows by"
-    yield "them (`agent.loops.mine=package.module:Class`). Paths in a file are relative to it."
+    yield "Later layers override earlier ones: defaults, `--config file.yaml` (repeatable),"
+    yield "`key=value`. Lists are replaced. Setting the `kind` of a section resets that section;"
+    yield "the kind's name alone is short for it (`sync.transport=file`). You add entries to a table"
+    yield "under names of your choice (`agent.loops.mine=package.module:Class`). Paths in a file are"
+    yield "relative to that file."
     section = None
     for leaf in all_leaves().values():
         name = leaf.key.rpartition(".")[0]
@@ -106,7 +108,7 @@ def _type_name(member: Any) -> str:
         bool: "true or false",
         int: "integer",
         float: "number",
-        str: "text",
+        str: "string",
         Path: "path",
     }
     return names.get(member, str(member))

@@ -1,8 +1,8 @@
-"""The keys of the tree, read off its models: what exists, of what type, and what it is near to.
+"""The keys of the tree, derived from its models: which exist, their types, and similar names.
 
-A key is the dotted path of a leaf. A leaf that is a table has names of the user's below it, each a
-key of its own (`agent.loops.mine`). The fields of a variant (`sync.transport.chunk_bytes`) are
-keys whichever variant is chosen; that they belong to the chosen one is the tree's own check.
+A key is the dotted path of a leaf. Below a leaf that is a table are names that the user chose; each
+is a key (`agent.loops.mine`). The fields of all variants (`sync.transport.chunk_bytes`) are keys;
+the tree itself checks that a field belongs to the chosen variant.
 """
 
 import difflib
@@ -39,7 +39,7 @@ class Leaf:
 
     @property
     def default(self) -> Any:
-        """The value where nobody sets one."""
+        """The value if none is set."""
         return None if self.field.default is PydanticUndefined else self.field.default
 
     @property
@@ -49,7 +49,7 @@ class Leaf:
 
     @property
     def is_table(self) -> bool:
-        """Whether it maps names of the user's to values."""
+        """Whether it maps names that the user chooses to values."""
         return get_origin(self.type) is Mapping
 
     @property
@@ -128,13 +128,13 @@ def _variant_leaves(
             if isinstance(entry, Leaf) and entry.key != f"{key}.kind":
                 owners = leaves[entry.key].variants if entry.key in leaves else ()
                 leaves[entry.key] = replace(entry, variants=(*owners, kind))
-    for leaf in leaves.values():  # a field that all variants have is nothing special
+    for leaf in leaves.values():  # a field of all variants needs no note
         yield leaf if len(leaf.variants) < len(kinds) else replace(leaf, variants=())
 
 
 @cache
 def all_leaves() -> Mapping[str, Leaf]:
-    """Every key, in the order of the tree."""
+    """Returns every key, in the order of the tree."""
     leaves: dict[str, Leaf] = {}
     for entry in _walk(RunConfig, ""):
         if isinstance(entry, Leaf):
@@ -144,12 +144,12 @@ def all_leaves() -> Mapping[str, Leaf]:
 
 @cache
 def all_sections() -> Mapping[str, Section]:
-    """Every node above the leaves, in the order of the tree."""
+    """Returns every node above the leaves, in the order of the tree."""
     return {entry.key: entry for entry in _walk(RunConfig, "") if isinstance(entry, Section)}
 
 
 def leaf_of(key: str) -> Leaf | None:
-    """The leaf that a key sets: itself, or the table that it is an entry of."""
+    """Returns the leaf that a key sets: that leaf, or the table that the key is an entry of."""
     leaf = all_leaves().get(key)
     if leaf is None and (above := all_leaves().get(key.rpartition(".")[0])) is not None:
         leaf = above if above.is_table else None
@@ -157,7 +157,7 @@ def leaf_of(key: str) -> Leaf | None:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a dumped configuration by key; an entry of a table may be a mapping."""
+    """Returns the values of a dumped configuration by key; a table's entry may be a mapping."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -170,7 +170,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(key: str, among: Iterable[str], *, limit: int = 3) -> list[str]:
-    """The known keys that look most like `key`; their last part counts as much as the whole."""
+    """Returns the known keys most similar to `key`, by the whole key or by its last part."""
     tail = key.rpartition(".")[2]
 
     def likeness(known: str) -> float:

@@ -1,10 +1,9 @@
 """Loading: layers of assignments -> one validated tree, and where each leaf came from.
 
-Every layer is a list of `Assignment(key, value, source)`: defaults have none, a YAML file gives
-one per leaf, an argument gives one. Later ones win; lists are replaced, never merged; tables grow
-by their entries; choosing the `kind` of a section starts that section afresh. verl's keys are
-translated first (`verl_keys`). What is wrong is reported as one `ConfigError` that quotes key,
-value and source.
+Each layer is a list of `Assignment(key, value, source)`: a YAML file gives one per leaf, an
+argument gives one. Later layers override earlier ones. Lists are replaced, never merged; tables
+gain entries; setting the `kind` of a section resets that section. verl's keys are translated first
+(`verl_keys`). All errors are reported in one `ConfigError` that quotes key, value and source.
 
 Paths in a file are relative to that file, paths in arguments to the working directory.
 """
@@ -35,22 +34,21 @@ class LoadedConfig:
     sources: Mapping[str, str]
     """Key of a leaf or of a table's entry -> `default`, a file, or the argument as written."""
     notes: tuple[str, ...]
-    """What verl's keys were taken to mean where that is not a plain renaming."""
+    """How verl's keys were interpreted, where that is more than a renaming."""
 
 
 def load_config(
     files: Sequence[Path], overrides: Sequence[str], *, default_file: Path | None = None
 ) -> LoadedConfig:
-    """Merges the layers and checks the result.
+    """Merges the layers and validates the result.
 
     Args:
-        files: YAML files, later ones win.
-        overrides: `key=value` arguments, later ones win.
-        default_file: taken as the first layer when there are no `files` and no argument names
-            a model.
+        files: YAML files; later ones override earlier ones.
+        overrides: `key=value` arguments; later ones override earlier ones.
+        default_file: Used as the first layer if there are no `files` and no argument names a model.
 
     Raises:
-        ConfigError: a file cannot be read, a key is unknown, or a value is refused.
+        ConfigError: A file cannot be read, a key is unknown, or a value is invalid.
     """
     arguments = [_parse_argument(text) for text in overrides]
     names_model = any(argument.key in _MODEL_KEYS for argument in arguments)
@@ -88,7 +86,7 @@ def _parse_argument(text: str) -> Assignment:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a mapping with one key twice, instead of taking the last."""
+    """A SafeLoader that rejects a mapping with a duplicate key, instead of keeping the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -110,7 +108,7 @@ def _read_file(path: Path) -> Iterator[Assignment]:
     if content is None:
         return
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--config {path}: expected a mapping of sections, found {content!r}")
+        raise ConfigError(f"--config {path}: expected a mapping of sections, got {content!r}")
     yield from _flatten(content, "", path)
 
 
@@ -175,7 +173,7 @@ def _unknown(assignment: Assignment) -> str:
 
 
 def _fit(assignment: Assignment, leaf: Leaf) -> Any:
-    """The value in the form that the leaf's type wants, where the spelling left it open."""
+    """Returns the value in the form of the leaf's type, where the spelling is ambiguous."""
     value = assignment.value
     if leaf.is_table:
         return value
@@ -184,12 +182,12 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
         raise ConfigError(f"{section.key}={value}: not one of {', '.join(section.kinds)}")
     if isinstance(value, bool) and not leaf.takes(bool):
         raise ConfigError(f"{leaf.key}={value}: not a truth value; {_expected(leaf)}")
-    is_text = leaf.takes(str, Path) and not leaf.takes(int, float, bool)
-    if is_text and isinstance(value, int | float) and assignment.text:
+    is_string = leaf.takes(str, Path) and not leaf.takes(int, float, bool)
+    if is_string and isinstance(value, int | float) and assignment.text:
         value = assignment.text  # `run.name=007` stays as written
     item_types = [get_args(t)[0] for t in leaf.alternatives if get_origin(t) is tuple]
     if item_types and isinstance(value, str):
-        value = [value]  # one file needs no brackets
+        value = [value]  # a single file needs no brackets
     if leaf.takes(Path) and isinstance(value, str):
         return _path(assignment.base, value)
     if Path in item_types and isinstance(value, list):
@@ -198,7 +196,7 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
 
 
 def _path(base: Path, text: str) -> Path:
-    """Absolute and without `..`, but with its symbolic links: other hosts may have others."""
+    """Returns the path absolute and without `..`; symbolic links stay, as hosts may differ."""
     path = base / Path(text).expanduser()
     return path.resolve() if ".." in path.parts else path
 
@@ -216,7 +214,7 @@ def _nest(merged: Mapping[str, Assignment]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[name] = assignment.value
     for key, section in all_sections().items():
-        if section.kinds:  # the default kind is named, so that fields alone select it
+        if section.kinds:  # the default kind is explicit, so that its fields alone select it
             *parents, name = key.split(".")
             node = tree
             for parent in parents:
@@ -250,7 +248,7 @@ def _explain(error: ValidationError, merged: Mapping[str, Assignment]) -> str:
 
 
 def _existing_key(path: Sequence[str]) -> str:
-    """The key of an error's location, without variant tags and list indices."""
+    """Returns the key of an error's location, without variant tags and list indices."""
     key = ""
     for part in path:
         longer = f"{key}.{part}" if key else part

@@ -160,7 +160,7 @@ def test_a_table_grows_by_its_entries(tmp_path: Path) -> None:
         ("agent.loops.mine.deeper=m:A", "unknown key agent.loops.mine.deeper"),
         (
             "agent.parser=hermse",
-            "agent.parser=hermse: there is no such parser; there are deepseek,",
+            "agent.parser=hermse: unknown parser; known are: deepseek,",
         ),
     ],
 )

@@ -1,7 +1,8 @@
-"""Values as they are written after `key=` on a command line, in Hydra's forms.
+"""Parses values as written after `key=` on a command line, in Hydra's syntax.
 
 `null`, `true`/`False`, numbers (`1e-6`), quoted strings (`'error'`) and lists (`['a', b]`).
-Everything else is a string, so that paths need no quotes. Mappings are left out: no key takes one.
+Everything else is a string, so that paths need no quotes. Mappings are not supported: no key takes
+one.
 """
 
 import re
@@ -22,14 +23,14 @@ _FLOAT = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$")
 
 
 class ScalarError(ValueError):
-    """The text opens a list or quote that it does not close."""
+    """A value with a list or quote that is not closed."""
 
 
 def parse_value(text: str) -> Value:
-    """The value that `text` spells.
+    """Returns the value that `text` spells.
 
     Raises:
-        ScalarError: a bracket or quote is not closed, or something follows it.
+        ScalarError: A bracket or quote is not closed, or something follows it.
     """
     stripped = text.strip()
     if not stripped.startswith(("[", "'", '"')):

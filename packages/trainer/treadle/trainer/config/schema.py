@@ -1,8 +1,8 @@
-"""The run's configuration: one tree, whose leaves each have one default, one doc and bounds.
+"""The run's configuration: one tree, in which each leaf has one default, one doc and its bounds.
 
-The attribute docstrings are the documentation: `--help` and docs/config.md are made of them.
-Cross-field checks live in the smallest section that sees both fields and quote both values.
-`policy` and `algorithm` are declared beside their users, in their own modules.
+The attribute docstrings are the documentation: `--help` and docs/config.md are generated from them.
+A check of several fields is in the smallest section that has them all, and quotes their values.
+`policy` and `algorithm` are declared in modules next to this one.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def _kind_alone(value: object) -> object:
 
 
 class DataConfig(Section):
-    """Where the questions come from, and how many make a step."""
+    """The training and validation rows, and how many make a step."""
 
     train_files: Annotated[tuple[Path, ...], Field(min_length=1)]
     """Files of training rows (.jsonl or .parquet), read in this order."""
@@ -59,12 +59,12 @@ class DataConfig(Section):
     prompts_per_step: Count = 16
     """Rows per training step; each gives rollout.samples_per_prompt trajectories."""
     shuffle: bool = True
-    """Draw a new order of the rows for each epoch, from run.seed; false: file order."""
+    """Shuffle the rows anew for each epoch, seeded by run.seed; false keeps the file order."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with a row whose rendered prompt exceeds rollout.prompt_length: stop before
-    training, or leave the row out and say how many were left out."""
+    training, or drop the row and report the number of dropped rows."""
     max_val_rows: Count | None = None
-    """Validate on the first so many rows only. Null: on all."""
+    """Maximum number of validation rows, counted from the first; null means all."""
 
 
 class ModelConfig(Section):
@@ -79,18 +79,19 @@ class RewardConfig(Section):
     """How a finished trajectory is scored."""
 
     name: str | None = None
-    """A reward for all rows: a name of treadle.tools.rewards or of an installed package, or one of
-    your own as path.py:function or package.module:function. Null: by each row's data_source."""
+    """The reward of all rows: a name from treadle.tools.rewards or an installed package, or your
+    own function as path.py:function or package.module:function. Null: chosen by each row's
+    data_source."""
     mode: str | None = None
-    """How the named rewards read or score an answer, where they know several ways. gsm8k: strict
-    (the number after `#### `) and flexible (the last number) with verl's quirks, fixed without
-    them; math_dapo: minerva, boxed; retool: shaped, flat, capped; hotpotqa: em, f1. Null: each
-    one's first."""
+    """How a named reward with several modes reads or scores an answer. gsm8k: strict (the number
+    after `#### `) and flexible (the last number) with verl's quirks, fixed without them;
+    math_dapo: minerva, boxed; retool: shaped, flat, capped; hotpotqa: em, f1. Null: the reward's
+    first mode."""
     timeout_s: Seconds | None = None
-    """Longest duration of scoring one trajectory, in a process of its own. Null: no limit, except
-    for rewards that have one themselves (geometry3k)."""
+    """Maximum time to score one trajectory; with a limit, scoring runs in a separate process. Null:
+    no limit, except for rewards that have their own (geometry3k)."""
     timeout_score: float = 0.0
-    """What a trajectory gets that could not be scored within `timeout_s`; `reward/timeouts` counts
+    """Reward of a trajectory that could not be scored within `timeout_s`; `reward/timeouts` counts
     them."""
 
 
@@ -98,52 +99,54 @@ class AgentConfig(Section):
     """How one trajectory runs, and when it ends."""
 
     default_loop: str = "single_turn_agent"
-    """The loop of rows without an `agent_name`: single_turn_agent, tool_agent, one of `loops`, one
-    that an installed package offers, or package.module:Class."""
+    """Agent loop of rows without an `agent_name`: single_turn_agent, tool_agent, one of `loops`,
+    one that an installed package provides, or package.module:Class."""
     loops: Mapping[str, str] = {}
-    """Agent loops of your own, by the name that rows give in `agent_name`, as
-    package.module:Class. Installed packages add theirs by entry points (treadle.agent_loops)."""
+    """Your own agent loops as package.module:Class, by the name that rows give in `agent_name`.
+    Installed packages add theirs by entry points (treadle.agent_loops)."""
     tool_catalogue: Path | None = None
     """YAML list of tools (verl's tool_config format). Null: no tools."""
     interaction_catalogue: Path | None = None
-    """YAML list of simulated users (verl's interaction_config format), which answer the model in
-    the rows that name one in extra_info.interaction_kwargs.name. Null: none."""
+    """YAML list of simulated users (verl's interaction_config format). A row chooses one by
+    extra_info.interaction_kwargs.name. Null: none."""
     parser: str | None = None
-    """How tool calls and reasoning are written in the model's text: deepseek, deepseek_v32, glm,
-    gpt_oss, hermes, kimi, kimi_k3, llama3_json, minimax, mistral, qwen3 (hermes with reasoning set
-    apart), qwen3_5, qwen3_coder. Null: as the model's chat template writes them."""
+    """Format of tool calls and reasoning in the model's text: deepseek, deepseek_v32, glm,
+    gpt_oss, hermes, kimi, kimi_k3, llama3_json, minimax, mistral, qwen3 (hermes with separate
+    reasoning), qwen3_5, qwen3_coder. Null: derived from the model's chat template."""
     template_kwargs: Mapping[str, Any] = {}
-    """What the chat template is given besides messages and tools, as enable_thinking."""
+    """Variables for the chat template besides messages and tools, such as enable_thinking."""
     on_malformed_call: Literal["answer", "ignore"] = "answer"
-    """A tool call that does not parse: tell the model why, or ignore it as verl does."""
+    """What to do with a tool call that does not parse: tell the model why, or ignore it as verl
+    does."""
     max_assistant_turns: Count | None = None
-    """End the trajectory after so many completions. Null: no limit."""
+    """Maximum number of completions in a trajectory. Null: no limit."""
     max_user_turns: Count | None = None
-    """End the trajectory after so many answers: rounds of tool results, and replies of an
-    interaction. Null: no limit."""
+    """Maximum number of answers to the model in a trajectory: rounds of tool results and replies of
+    a simulated user. Null: no limit."""
     max_parallel_calls: Count = 1
-    """Calls of one turn that are run; the others are left out and counted."""
+    """Maximum number of tool calls to run per turn; the others are dropped and counted."""
     max_tool_response_chars: Count | None = 256
-    """Longest tool result that the model is shown, in characters. Null: no limit."""
+    """Maximum length of a tool result, in characters. Null: no limit."""
     max_tool_response_tokens: Count | None = None
-    """Longest tool result that the model is shown, in tokens. Null: no limit."""
+    """Maximum length of a tool result, in tokens. Null: no limit."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Which part of a longer tool result is cut out."""
+    """Which part of a longer tool result to cut out."""
     tool_timeout_s: Seconds = 60.0
-    """Longest duration of one tool call; then the model is told that it took too long."""
+    """Maximum duration of one tool call; the model is told when a call took too long."""
     deadline_s: Seconds = 600.0
-    """Longest duration of one trajectory, tools and queues included."""
+    """Maximum duration of one trajectory, including tools and time in queues."""
     watchdog_s: Seconds | None = 300.0
-    """Warn about a trajectory in which nothing has happened for so long (a completion is one
-    thing, however long), and say what it waits for. Null: never."""
+    """Warn about a trajectory without progress for this time, with what it waits for. A completion
+    counts as one event, however long it takes. Null: never."""
     max_attempts: Count = 2
-    """Attempts at a trajectory that fails through no fault of the model; 1: no retry."""
+    """Maximum attempts at a trajectory that fails for a reason other than the model; 1: no
+    retry."""
 
     @field_validator("parser")
     @classmethod
     def _parser_exists(cls, name: str | None) -> str | None:
         if name is not None and name not in PARSER_NAMES:
-            raise ValueError(f"there is no such parser; there are {', '.join(PARSER_NAMES)}")
+            raise ValueError(f"unknown parser; known are: {', '.join(PARSER_NAMES)}")
         return name
 
     @field_validator("loops")
@@ -163,92 +166,94 @@ class ValidationSamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus to sample from."""
+    """Nucleus sampling: cumulative probability of the tokens to sample from."""
     top_k: Count | None = None
-    """Most likely tokens to sample from. Null: the whole vocabulary."""
+    """Number of most likely tokens to sample from. Null: the whole vocabulary."""
 
 
 class RolloutConfig(Section):
-    """The rollout servers and how training samples from them."""
+    """The rollout servers, and how training samples from them."""
 
     name: Literal["fake", "torch", "vllm", "sglang"] = "torch"
-    """The engine. fake: deterministic, without a model, for trying out a configuration."""
+    """The inference engine. fake: deterministic and without a model, to try out a configuration."""
     server_command: tuple[str, ...] = ()
-    """Program and leading arguments that start a server in its engine's own environment, as
-    /opt/vllm/bin/treadle-rollout-server; it sees nothing of the trainer's Python. With Ray it must
-    be on every node. Empty: this run's interpreter, which must then have the engine."""
+    """Program and leading arguments that start a server in its engine's own environment, such as
+    /opt/vllm/bin/treadle-rollout-server; the server does not see the trainer's Python. With Ray it
+    must be on every node. Empty: the trainer's interpreter, which must then have the engine."""
     start_deadline_s: Seconds = 600.0
-    """Longest wait for a server to load its engine and model."""
+    """Maximum time for a server to load its engine and model."""
     num_replicas: Count = 1
-    """Rollout servers; trajectories spread over them."""
+    """Number of rollout servers; trajectories are spread over them."""
     samples_per_prompt: Count = 8
-    """Trajectories per row: the size of a GRPO group."""
+    """Trajectories per row, that is the size of a GRPO group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature in training; the policy is trained at the same one."""
+    """Sampling temperature in training; the policy is trained at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus to sample from in training. Below 1, as with top_k, the servers report
-    log-probabilities of the truncated distribution, and `rollout/logprob_diff_*` shows how far
-    that is from the policy that is trained."""
+    """Nucleus sampling in training: cumulative probability of the tokens to sample from. Below 1,
+    and with top_k, the servers report log-probabilities of the truncated distribution;
+    `rollout/logprob_diff_*` shows how far that is from the trained policy."""
     top_k: Count | None = None
-    """Most likely tokens to sample from in training. Null: the whole vocabulary."""
+    """Number of most likely tokens to sample from in training. Null: the whole vocabulary."""
     prompt_length: Count = 512
-    """Longest rendered prompt, in tokens, tool schemas included."""
+    """Maximum number of tokens of a rendered prompt, including tool schemas."""
     response_length: Count = 512
-    """Longest rest of a trajectory after the prompt, in tokens, tool results included."""
+    """Maximum number of tokens after the prompt, including tool results."""
     max_in_flight: Count = 64
-    """Completions that one server computes at a time."""
+    """Maximum number of completions that one server computes at a time."""
     cache_tokens: Count | None = None
-    """Tokens of trajectories that one server's prefix cache holds. A trajectory then waits for its
-    place until those at its server fit together, so that long ones do not push each other out.
-    Null: no trajectory waits."""
+    """Number of tokens that one server's prefix cache holds. A trajectory then waits until it fits
+    into the cache of a server with the trajectories already there, so that long ones do not evict
+    each other. Null: no trajectory waits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the servers' weights, and of the weights pushed to them."""
     threads: Count | None = None
-    """CPU threads of one server. Null: all CPUs, divided by the replicas."""
+    """CPU threads per server. Null: all CPUs, divided by the number of replicas."""
     tls_certificate: Path | None = None
-    """PEM file of a certificate that names the servers' hosts. Servers then speak TLS, to the
-    agent loops and for weights. Here, as with the next three, it must be on every node."""
+    """PEM file of a certificate that names the servers' hosts. Servers then use TLS for requests
+    and for weights. This file and the next three must be on every node."""
     tls_key: Path | None = None
-    """PEM file of the certificate's key."""
+    """PEM file of the certificate's private key."""
     tls_roots: Path | None = None
-    """PEM file of what the certificate is checked against. Null: the system's certificates."""
+    """PEM file of the root certificates that the certificate is checked against. Null: the
+    system's."""
     token_file: Path | None = None
-    """File of a bearer token that the servers want with every call."""
+    """File with the bearer token that the servers require in every call."""
     tensor_model_parallel_size: Count = 1
-    """Devices that one copy of the weights is split over, in one server (vllm, sglang)."""
+    """Number of devices that one copy of the weights is split over, per server (vllm, sglang)."""
     data_parallel_size: Count = 1
-    """Copies of the weights in one server (vllm, sglang)."""
+    """Number of copies of the weights per server (vllm, sglang)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory for weights and KV cache (vllm, sglang). Null: the engine's own
-    choice."""
+    """Fraction of a GPU's memory for weights and KV cache (vllm, sglang). Null: the engine's
+    default."""
     kv_cache_bytes: Count | None = None
-    """Memory of the KV cache where there is no GPU (vllm, sglang). Null: the engine's own
-    choice."""
+    """Size of the KV cache in bytes when there is no GPU (vllm, sglang). Null: the engine's
+    default."""
     max_num_batched_tokens: Count | None = None
-    """Most tokens, prompts' included, that one step of the engine reads (vllm, sglang). Null: the
-    engine's own choice."""
+    """Maximum number of tokens, including prompt tokens, per engine step (vllm, sglang). Null: the
+    engine's default."""
     enforce_eager: bool = False
-    """Compile and capture nothing, for a faster start (vllm, sglang)."""
+    """Do not compile or capture CUDA graphs, for a faster start (vllm, sglang)."""
     enable_prefix_caching: bool = True
-    """Keep what was computed for a prompt for the next turn, and for prompts that begin alike."""
+    """Reuse the KV cache of a prompt for the next turn and for prompts with the same prefix."""
     engine_args: Mapping[str, JsonValue] = {}
-    """Arguments of the engine's own (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here
-    sets; the server refuses what its engine does not have."""
+    """Further engine arguments (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here sets;
+    the server rejects arguments that its engine does not have."""
     release_memory: bool = False
-    """Let the servers give their device memory away while the policy trains, for a trainer on the
-    same devices: weights and KV cache go after the rollout, and are back before the next one."""
+    """Release the servers' device memory while the policy trains, for a trainer on the same
+    devices: weights and KV cache are released after the rollout and restored before the next
+    one."""
     multi_stage_wake_up: bool = False
-    """With release_memory: take the weights back, update them, and only then the KV cache, so that
-    the cache is not there while the update is. False: take both back before the update."""
+    """With release_memory: restore the weights, update them, and only then restore the KV cache, so
+    that the cache takes no memory during the update. False: restore both before the update."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often in a run a server that died is started again; then the run goes on with the
-    replicas that are left, and fails when none is."""
+    """Maximum number of restarts per run of servers that died. After that the run continues with
+    the remaining replicas, and fails when none remains."""
     val: ValidationSamplingConfig = ValidationSamplingConfig()
     """Sampling settings of validation."""
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest trajectory."""
+        """Maximum number of tokens of a trajectory, prompt included."""
         return self.prompt_length + self.response_length
 
     @model_validator(mode="after")
@@ -256,7 +261,7 @@ class RolloutConfig(Section):
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
                 f"tls_certificate={self.tls_certificate} and tls_key={self.tls_key} belong "
-                "together: set both, or neither"
+                "together: set both or neither"
             )
         if self.tls_roots is not None and self.tls_certificate is None:
             raise ValueError(
@@ -268,63 +273,65 @@ class RolloutConfig(Section):
     def _wakes_up_from_something(self) -> Self:
         if self.multi_stage_wake_up and not self.release_memory:
             raise ValueError(
-                "multi_stage_wake_up=true says how released memory is taken back, and "
-                "release_memory=false releases none: set rollout.release_memory=true"
+                "multi_stage_wake_up=true needs released memory, and release_memory=false: set "
+                "rollout.release_memory=true"
             )
         return self
 
 
 class InlineTransportConfig(Section):
-    """Weights travel in the gRPC stream. For small models and servers on other hosts."""
+    """Weights are sent in the gRPC stream. For small models and servers on other hosts."""
 
     kind: Literal["inline"] = "inline"
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
-    """Bytes per message; a server may ask for less."""
+    """Bytes per message; a server may request less."""
 
 
 class FileTransportConfig(Section):
-    """Weights travel as safetensors files that the servers can read."""
+    """Weights are written to safetensors files that the servers can read."""
 
     kind: Literal["file"] = "file"
     directory: Path | None = None
-    """Where the files are written; the servers read below it only. Null: in the run directory."""
+    """Directory of the files; servers read nothing outside it. Null: in the run directory."""
 
 
 class SharedMemoryTransportConfig(Section):
-    """Weights travel in memory that policy ranks and servers of one host share; the fastest way."""
+    """Policy ranks and servers of one host share memory; the fastest transport there."""
 
     kind: Literal["shared_memory"] = "shared_memory"
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 16 << 20
-    """Most bytes of a bucket, unless a single weight is larger. With shared_memory (default 16 MiB)
-    each rank that sends holds two, with collective (256 MiB) each member of the group. In shared
-    memory a larger weight is split, but for vLLM and SGLang in place, which take it whole."""
+    """Maximum bytes of a bucket, unless a single weight is larger. Two buckets are held by each
+    sending rank with shared_memory (default 16 MiB), by each member of the group with collective
+    (256 MiB). In shared memory a larger weight is split, except for vLLM and SGLang in place, which
+    need it whole."""
 
 
 class CollectiveTransportConfig(Section):
-    """Weights travel through a torch.distributed group, always in place; for GPUs, many servers."""
+    """Weights are broadcast in a torch.distributed group, in place; for GPUs and many servers."""
 
     kind: Literal["collective"] = "collective"
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: through host memory, everywhere. nccl: from GPU to GPU, of which each policy rank and
-    each worker of a server must have its own. Neither encrypts."""
+    """gloo: through host memory, on any machine. nccl: from GPU to GPU; each policy rank and each
+    worker of a server must have its own GPU. Neither encrypts."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 28
-    """Most bytes of a bucket, unless a single weight is larger. With shared_memory (default 16 MiB)
-    each rank that sends holds two, with collective (256 MiB) each member of the group. In shared
-    memory a larger weight is split, but for vLLM and SGLang in place, which take it whole."""
+    """Maximum bytes of a bucket, unless a single weight is larger. Two buckets are held by each
+    sending rank with shared_memory (default 16 MiB), by each member of the group with collective
+    (256 MiB). In shared memory a larger weight is split, except for vLLM and SGLang in place, which
+    need it whole."""
     timeout_s: Annotated[float, Field(gt=0, le=300)] = 60.0
-    """Longest wait for all members to come, and for each broadcast. Then the update begins again
-    without the servers that are gone."""
+    """Maximum time to wait for all members to join, and for each broadcast. After that the update
+    starts again without the servers that are gone."""
 
 
 class DeltaConfig(Section):
-    """Sending only the elements that changed since the version before."""
+    """Sends only the elements that changed since the previous version."""
 
     enabled: bool = False
-    """Each policy rank then keeps a copy of its weights in host memory, each server one of all of
-    them. A server that does not hold the version before gets everything. With transport inline or
-    file, not in place."""
+    """Each policy rank then keeps a copy of its weights in host memory, and each server a copy of
+    all weights. A server without the previous version gets everything. Works with the transports
+    inline and file, not in place."""
     full_every: Count = 50
-    """Deltas that may follow one another; then all servers get everything once."""
+    """Maximum number of consecutive deltas; then all servers get everything once."""
 
 
 class WeightSyncConfig(Section):
@@ -340,29 +347,29 @@ class WeightSyncConfig(Section):
         ],
         BeforeValidator(_kind_alone),
     ] = InlineTransportConfig()
-    """What carries the bytes."""
+    """How the bytes are transferred."""
     in_place: bool = False
-    """Overwrite the servers' weights one by one as they come, instead of holding a second copy
-    until all are there. Completions then wait from the first byte on, as in_flight says, and a
-    server whose update breaks samples nothing until a later one succeeds."""
+    """Overwrite the servers' weights one by one as they arrive, instead of holding a second copy
+    until all are there. in_flight then applies from the first byte on, and a server whose update
+    fails samples nothing until a later update succeeds."""
     in_flight: InFlight = "drain"
-    """What becomes of completions that run when new weights come. drain: they end first, on the
-    weights they began with. interrupt: they stop, and are sent again with what they have.
-    continue: they stand still and go on with the new weights, where the engine can. Either way
-    each token is labelled with the weights that sampled it."""
+    """What to do with in-flight completions when new weights arrive. drain: they finish first, on
+    the old weights. interrupt: they stop, and are sent again with the tokens sampled so far.
+    continue: they pause and continue with the new weights, if the engine supports it. In all cases
+    each token is labelled with the version of the weights that sampled it."""
     delta: DeltaConfig = DeltaConfig()
-    """Sending only what changed."""
+    """Sends only the elements that changed."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
-    """A server drops an update after so long without a sign of life from the trainer."""
+    """A server drops an update after this time without a message from the trainer."""
     control_deadline_s: Seconds = 10.0
-    """Deadline of Begin, Get and Abort."""
+    """Deadline of the calls Begin, Get and Abort."""
     push_deadline_s: Seconds = 30.0
-    """Deadline of one Push, to which a second per 50 MB is added."""
+    """Deadline of one Push; one second per 50 MB is added."""
     commit_deadline_s: Seconds = 120.0
-    """Deadline of Commit, in which the server ends its running completions as in_flight says."""
+    """Deadline of Commit, which includes what in_flight does with in-flight completions."""
     max_push_attempts: Count = 3
-    """Pushes of one update to one server; a broken one resumes where it broke. Begin and Commit are
-    asked as often, where their answer got lost."""
+    """Maximum attempts to push one update to one server; a broken push resumes where it stopped.
+    Also the maximum attempts of Begin and Commit when their answer is lost."""
 
     @property
     def updates_in_place(self) -> bool:
@@ -383,53 +390,54 @@ class WeightSyncConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """What happens when."""
+    """The order and number of steps, validation and checkpoints."""
 
     kind: Literal["sync"] = "sync"
-    """sync: rollout, reward, update and weight sync take turns; every token is on-policy."""
+    """sync: rollout, reward, update and weight sync take turns, so every token is on-policy."""
     total_steps: Count | None = None
-    """Steps to train. Null: as many as total_epochs make."""
+    """Number of training steps. Null: as many as total_epochs give."""
     total_epochs: Count = 1
-    """Passes over the training rows, where total_steps is null."""
+    """Number of passes over the training rows, if total_steps is null."""
     val_every: Count | None = None
-    """Validate after every so many steps, and after the last. Null: never during training."""
+    """Number of steps between validations; the last step also validates. Null: no validation during
+    training."""
     val_before_train: bool = True
     """Validate before the first step."""
     save_every: Count | None = None
-    """Save a checkpoint after every so many steps, and after the last. Null: never."""
+    """Number of steps between checkpoints; the last step also saves one. Null: no checkpoints."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints to keep."""
+    """Number of checkpoints to keep, the latest ones."""
 
 
 class _LaunchConfig(Section):
     policy_threads: Count | None = None
-    """CPU threads of one policy rank. Null: all CPUs, divided by the ranks; trainer and servers
-    take turns, so they share them."""
+    """CPU threads per policy rank. Null: all CPUs, divided by the number of ranks; training and
+    rollout take turns, so policy and servers share them."""
     start_deadline_s: Seconds = 300.0
-    """Longest wait for a policy rank to start; servers have rollout.start_deadline_s."""
+    """Maximum time for a policy rank to start; servers have rollout.start_deadline_s."""
 
 
 class LocalLaunchConfig(_LaunchConfig):
-    """All processes on this machine."""
+    """All processes run on this machine."""
 
     kind: Literal["local"] = "local"
 
 
 class RayLaunchConfig(_LaunchConfig):
-    """Processes placed by Ray; Ray carries neither tokens nor weights."""
+    """Ray places the processes; it carries neither tokens nor weights."""
 
     kind: Literal["ray"] = "ray"
     address: str | None = None
     """Address of a running cluster, or `auto`. Null: start Ray on this machine."""
     cpus_per_process: Annotated[float, Field(gt=0)] = 1.0
-    """CPUs reserved for each process."""
+    """CPUs reserved per process."""
     gpus_per_policy_rank: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs reserved for each policy rank."""
+    """GPUs reserved per policy rank."""
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs reserved for each rollout server."""
+    """GPUs reserved per rollout server."""
     allow_plaintext_on_network: bool = False
-    """Let processes on other hosts be reached without TLS. Anyone in that network can then use
-    the servers; required where the cluster has more than one host."""
+    """Allow connections between hosts without TLS. Anyone in that network can then use the servers.
+    A cluster of several hosts needs this or TLS."""
 
 
 LaunchConfig = Annotated[
@@ -449,7 +457,7 @@ class RunDirConfig(Section):
     """The run as a whole."""
 
     dir: Path | None = None
-    """Where everything that the run writes goes. Null: a new directory below ./runs."""
+    """Directory of everything that the run writes. Null: a new directory below ./runs."""
     project: str = "treadle"
     """Heading of the report."""
     name: str = "run"
@@ -457,16 +465,16 @@ class RunDirConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the data order, of sampling and of training."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest checkpoint in `dir`, where there is one; never: refuse a
+    """auto: continue from the latest checkpoint in `dir`, if there is one. never: refuse a
     directory that already holds a run."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Training trajectories written to trajectories.jsonl after each step."""
+    """Number of training trajectories to write to trajectories.jsonl after each step."""
     val_trajectories: Annotated[int, Field(ge=0)] = 20
-    """Validation trajectories written to trajectories.jsonl after each validation."""
+    """Number of validation trajectories to write to trajectories.jsonl after each validation."""
 
 
 class RunConfig(Section):
-    """Everything a run is told; defaults, files and arguments are already merged."""
+    """The configuration of a run, with defaults, files and arguments merged."""
 
     data: DataConfig
     model: ModelConfig
