@@ -10,7 +10,6 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
@@ -36,6 +35,7 @@ CONTINUE = sync.IN_FLIGHT_POLICY_CONTINUE
 PAUSE = srv.PauseRequest(in_flight=DRAIN)
 KV_CACHE = [srv.MEMORY_KIND_KV_CACHE]
 WEIGHTS = [srv.MEMORY_KIND_WEIGHTS]
+RESUME = srv.ResumeRequest()
 
 
 def in_place(
@@ -67,44 +67,12 @@ async def staged(server: ServerHarness, version: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_update_in_place_brings_what_a_staged_one_brings() -> None:
-    async with fake_server() as server:
-        await staged(server, 1)
-        wanted = ids(await server.generate())
-    async with fake_server() as server:
-        before = ids(await server.generate())
-        begun = await begin(server)
-        assert list(begun.received_bytes) == [0, 0]
-        assert await state_of(server) == srv.SERVER_STATE_UPDATING
-        assert await begin(server) == begun
-        await server.weights.PushWeights(push(), timeout=60)
-        request = sync.CommitUpdateRequest(update_id="u")  # Begin has named the policy.
-        assert (await server.weights.CommitUpdate(request, timeout=60)).weight_version == 1
-        assert await commit(server) == 1
-        after = await server.generate()
-    assert ids(after) == wanted != before
-    assert {m.tokens.weight_version for m in after[1:-1]} == {1}
-
-
-@pytest.mark.asyncio
 async def test_a_commit_whose_answer_was_lost_is_answered_again() -> None:
     async with fake_server() as server:
         await begin(server)
         await server.weights.PushWeights(push(), timeout=60)
         unset = sync.IN_FLIGHT_POLICY_UNSPECIFIED  # It is Begin's that counts.
         assert [await commit(server, unset), await commit(server, unset)] == [1, 1]
-
-
-@pytest.mark.asyncio
-async def test_calls_meanwhile_queue_and_run_on_the_new_version() -> None:
-    async with fake_server() as server:
-        await begin(server)
-        queued = asyncio.create_task(server.generate(min_weight_version=1))
-        while server.replica.admission.queued == 0:
-            await server.settle()
-        await server.weights.PushWeights(push(), timeout=60)
-        await commit(server)
-        assert {m.tokens.weight_version for m in (await queued)[1:-1]} == {1}
 
 
 @pytest.mark.asyncio
@@ -140,21 +108,6 @@ async def test_without_a_commit_the_server_loads_until_another_update_commits(en
     async with fake_server() as server:
         await staged(server, 1)
         assert ids(await server.generate()) == healed
-
-
-RESUME = srv.ResumeRequest()
-
-
-@pytest.mark.asyncio
-async def test_what_was_kept_ends_as_interrupted_when_the_update_does_not_commit() -> None:
-    async with fake_server(latency_s=1.0) as server:
-        call = server.generation.Generate(want(), timeout=60)
-        await call.read()
-        await begin(server, policy=CONTINUE)
-        assert server.engine.counters.running == 1
-        await abort(server)
-        messages = await read_all(call)
-    assert messages[-1].finished.reason == gen.FINISH_REASON_INTERRUPTED
 
 
 @pytest.mark.asyncio
@@ -257,23 +210,6 @@ async def test_the_weights_must_be_there_and_the_cache_need_not() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_else_tells_the_engine_what_to_do_meanwhile() -> None:
-    async with fake_server() as server:
-        await begin(server)
-        release = srv.ReleaseMemoryRequest(kinds=KV_CACHE)
-        for call in (
-            server.control.Pause(PAUSE, timeout=60),
-            server.control.Resume(RESUME, timeout=60),
-            server.control.ReleaseMemory(release, timeout=60),
-            server.control.RestoreMemory(srv.RestoreMemoryRequest(kinds=KV_CACHE), timeout=60),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError, match="updated in place by 'u'"):
-                await call
-        other = server.weights.BeginUpdate(begin_request(2, "v"), timeout=60)
-        assert (await refusal(other))[1] == "UPDATE_IN_PROGRESS"
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("error", "reason", "state"),
     [
@@ -305,43 +241,3 @@ async def test_a_shutdown_does_not_wait_for_the_rest() -> None:
         await begin(server)
         await server.weights.PushWeights(push()[:3], timeout=60)
     assert server.engine.counters.running == 0
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("in_place.in_flight", {"in_place": sync.InPlace()}),
-        ("in_place", {"in_place": None}),
-        ("collective.backend", {"backend": "mpi"}),
-        ("collective.rendezvous", {"rendezvous": "somewhere"}),
-        ("collective.group_name", {"group_name": ""}),
-        ("collective.bucket_bytes", {"bucket_bytes": 0}),
-        ("collective.first_rank", {"first_rank": 2}),
-        ("collective.senders", {"senders": [0]}),
-        ("collective.senders", {"senders": [0, 2]}),
-    ],
-)
-async def test_a_malformed_group_is_named(field: str, fields: dict[str, Any]) -> None:
-    values: dict[str, Any] = {
-        "backend": "gloo",
-        "rendezvous": "127.0.0.1:1",
-        "group_name": "g",
-        "world_size": 2,
-        "first_rank": 1,
-        "bucket_bytes": 64,
-        "senders": [0, 0],
-    }
-    policy = {"in_place": fields.pop("in_place", sync.InPlace(in_flight=DRAIN))}
-    group = sync.CollectiveTransport(**values | fields)
-    request = begin_request(inline=None, collective=group, **policy)
-    async with fake_server() as server:
-        _, reason, (detail,) = await refusal(server.weights.BeginUpdate(request, timeout=60))
-        whole = begin_request(
-            inline=None,
-            collective=sync.CollectiveTransport(**values),
-            in_place=sync.InPlace(in_flight=DRAIN),
-        )
-        lacking = await refusal(server.weights.BeginUpdate(whole, timeout=60))
-    assert (reason, detail.field) == ("INVALID_FIELD", field)
-    assert lacking[1] == "CAPABILITY_MISSING"
