@@ -13,7 +13,7 @@ from engines.tiny_model import write_tiny_model
 
 from treadle.conformance.client.checkpoint import read_checkpoint
 from treadle.conformance.client.remote_engine import RemoteEngine, connect_engine
-from treadle.conformance.contracts.reader import drawn_prompt, request, run_all, update
+from treadle.conformance.contracts.reader import random_prompt, request, run_all, update
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout_server.engine import InFlightPolicy, MemoryKind
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(1200)
 _ENDS = {"tensor_model_parallel_size": signal.SIGKILL, "data_parallel_size": signal.SIGTERM}
 """What makes two workers, and what ends them."""
 _REQUESTS = [
-    request(drawn_prompt(40, 256, seed=seed), temperature=1.0, seed=seed, max_tokens=24)
+    request(random_prompt(40, 256, seed=seed), temperature=1.0, seed=seed, max_tokens=24)
     for seed in range(8)
 ]
 

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from treadle.conformance.client.remote_engine import RemoteEngine, connect_engine
-from treadle.conformance.contracts.reader import Output, drawn_prompt, request, run_all
+from treadle.conformance.contracts.reader import Output, random_prompt, request, run_all
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout.v1 import server_service_pb2 as server_pb
@@ -50,7 +50,7 @@ _POLICY = PolicyConfig(
     parallel=ParallelConfig(tensor=2, pipeline=2), optimizer=OptimizerConfig(lr=3e-5)
 )
 _REQUESTS = [
-    request(drawn_prompt(40, VOCAB, seed=seed), temperature=1.0, seed=seed, max_tokens=24)
+    request(random_prompt(40, VOCAB, seed=seed), temperature=1.0, seed=seed, max_tokens=24)
     for seed in range(4)
 ]
 _NEAR, _FAR = 1e-4, 1e-2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from treadle.conformance.client.remote_engine import connect_engine
-from treadle.conformance.contracts.reader import drawn_prompt, request, run, run_all
+from treadle.conformance.contracts.reader import random_prompt, request, run, run_all
 from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout_server.engine import EngineRequest
 from treadle.rollout_server.testing.descendants import Descendants
@@ -37,7 +37,7 @@ def server(tiny_models: tuple[Path, Path]) -> Iterator[ServerProcess]:
 
 
 def seeded(length: int, seed: int, *, max_tokens: int = 24) -> EngineRequest:
-    prompt = drawn_prompt(length, 256, seed=seed)
+    prompt = random_prompt(length, 256, seed=seed)
     return request(prompt, temperature=1.0, seed=seed, max_tokens=max_tokens)
 
 

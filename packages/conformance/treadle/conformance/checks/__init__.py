@@ -1,5 +1,5 @@
-"""The checks of the kit: each asks a running server, message by message, over gRPC.
+"""The checks of the kit: each talks to a running server over gRPC, message by message.
 
-One file per part of the contract. A check knows the server by its address only, so that it holds
-for servers in any language.
+There is one file per part of the contract. A check knows only the address of the server, so it
+works for servers in any language.
 """

@@ -1,7 +1,8 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Calls that come again, since an answer got lost: what is told depends on where the update stands.
+"""Repeated calls of an update, as after a lost answer: the answer depends on the update's state.
 
-The rows of the table in docs/protocol.md that can be seen from outside and need a whole update.
+Covers the rows of the table in docs/protocol.md that are visible from outside and need an update
+with all its bytes.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ _UNKNOWN = ("NOT_FOUND", "UPDATE_UNKNOWN")
 _CONFLICT = ("FAILED_PRECONDITION", "STATE_CONFLICT")
 
 
-class Again:
-    """One update, of which every byte was pushed, and its calls."""
+class PushedUpdate:
+    """An update whose bytes have all been pushed, and its calls."""
 
     def __init__(self, server: ServerHarness, update_id: str, way: _Way) -> None:
         self.server = server
@@ -68,7 +69,7 @@ class Again:
         return found.code, found.reason
 
     async def is_over(self) -> None:
-        """What each call but Begin is told of an update that was committed."""
+        """Checks the answers of all calls except BeginUpdate after a commit."""
         for call in ("GetUpdate", "PushWeights"):
             assert await self.refused(call) == _UNKNOWN, f"{call} after CommitUpdate"
         assert await self.server.commit(self.update_id) == self.version
@@ -80,13 +81,13 @@ class CheckCallsAgain(Checks):
     """See the module docstring."""
 
     @asynccontextmanager
-    async def pushed(self, way: _Way) -> AsyncIterator[Again]:
+    async def pushed(self, way: _Way) -> AsyncIterator[PushedUpdate]:
         async with self.connect() as server:
             if way and not server.capabilities.in_place_update:
-                pytest.skip("it takes no updates in place")
+                pytest.skip("the server takes no updates in place")
             update_id, _ = await server.begin(**way)
             await server.push(update_id)
-            yield Again(server, update_id, way)
+            yield PushedUpdate(server, update_id, way)
 
     @_WAYS
     async def test_a_whole_update_is_held_until_it_is_dropped(self, way: _Way) -> None:
@@ -103,7 +104,7 @@ class CheckCallsAgain(Checks):
     async def test_an_update_that_was_dropped_may_begin_anew(self, way: _Way) -> None:
         async with self.pushed(way) as update:
             await update.server.abort(update.update_id)
-            assert not any(await update.begin()), "it still holds what was dropped"
+            assert not any(await update.begin()), "it still holds bytes of the aborted update"
             await update.server.push(update.update_id)
             assert await update.server.commit(update.update_id) == update.version
 
@@ -128,7 +129,7 @@ class CheckCallsAgain(Checks):
         async with self.pushed(way) as update:
             tensors = list(update.server.begin_request().tensors)[::-1]
             if len(tensors) < 2:
-                pytest.skip("its model is one tensor")
+                pytest.skip("the model has only one tensor")
             await update.server.commit(update.update_id)
             found = await update.refused_begin(tensors=tensors)
         assert found == ("INVALID_ARGUMENT", "INVALID_FIELD")
@@ -144,7 +145,7 @@ class CheckCallsAgain(Checks):
         assert found == ("FAILED_PRECONDITION", "WEIGHT_VERSION_BEHIND")
 
     async def test_an_update_that_is_being_committed_is_neither_dropped_nor_begun(self) -> None:
-        """Each call is answered alike when the commit has ended meanwhile."""
+        """The answers are the same if the commit has ended meanwhile."""
         async with self.pushed({}) as update:
             server = update.server
             wanted = server.generate_request()

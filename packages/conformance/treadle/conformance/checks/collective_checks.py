@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""What a server may be told of a collective group. It joins none here."""
+"""Validation of collective groups in BeginUpdate; the server joins none here."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class CheckCollective(Checks):
     async def test_a_malformed_group_is_named(self, field: str, changes: dict[str, Any]) -> None:
         async with self.connect() as server:
             if not server.capabilities.collective_transport:
-                pytest.skip("it joins no collective groups")
+                pytest.skip("the server joins no collective groups")
             found = await self._refused(server, **changes)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert found.detail(errors_pb2.InvalidField).field == field
@@ -60,7 +60,7 @@ class CheckCollective(Checks):
     async def test_a_group_is_always_in_place(self) -> None:
         async with self.connect() as server:
             if not server.capabilities.collective_transport:
-                pytest.skip("it joins no collective groups")
+                pytest.skip("the server joins no collective groups")
             found = await self._refused(server, staged=True)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert found.detail(errors_pb2.InvalidField).field == "in_place"
@@ -68,6 +68,6 @@ class CheckCollective(Checks):
     async def test_it_is_refused_without_the_capability(self) -> None:
         async with self.connect() as server:
             if server.capabilities.collective_transport:
-                pytest.skip("it joins groups")
+                pytest.skip("the server joins collective groups")
             found = await self._refused(server)
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Updates by what changed: the base, the changes, and what a server does when they do not fit."""
+"""Delta updates: the base, the changes, and what a server does when they do not match."""
 
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -35,8 +35,8 @@ _INVALID: tuple[tuple[str, str, Callable[[sync.DeltaEncoding], _Fields]], ...] =
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Based:
-    """A server that holds weight set 0 as a base, and what they may become."""
+class ServerWithBase:
+    """A server with weight set 0 as its delta base, and the weights a delta leads to."""
 
     server: ServerHarness
     version: int
@@ -46,7 +46,7 @@ class Based:
     async def begin(
         self, old: list[NamedTensor], new: list[NamedTensor], *, base: int, **fields: Any
     ) -> tuple[str, list[bytes]]:
-        """Opens an update; returns its id and what is to be sent."""
+        """Begins an update and returns its id and the changes to send."""
         changes = encoded(old, new)
         values = {"delta": delta_encoding(base, changes, new)} | fields
         update_id, begun = await self.server.begin(0, **values)
@@ -54,18 +54,18 @@ class Based:
         return update_id, changes
 
     async def push(self, **fields: Any) -> str:
-        """Sends the changes to the new weights; returns the update's id."""
+        """Begins an update, sends the changes to the new weights, and returns its id."""
         update_id, changes = await self.begin(self.old, self.new, base=self.version, **fields)
         await self.send(update_id, changes)
         return update_id
 
     async def send(self, update_id: str, changes: Sequence[bytes]) -> None:
-        """Sends the changes of each tensor, in one chunk each."""
+        """Sends the changes, one chunk per tensor."""
         chunks = [chunk(index, data) for index, data in enumerate(changes) if data]
         await self.server.push_chunks(update_id, *chunks)
 
     async def refused(self, **fields: Any) -> Refusal:
-        """A delta that must not open."""
+        """Begins a delta update that must be refused."""
         changes = encoded(self.old, self.new)
         delta = delta_encoding(self.version, changes, self.new)
         _, found = await self.server.refused_begin(**({"delta": delta} | fields))
@@ -77,13 +77,13 @@ class CheckDelta(Checks):
     """See the module docstring."""
 
     @asynccontextmanager
-    async def based(self) -> AsyncIterator[Based]:
+    async def based(self) -> AsyncIterator[ServerWithBase]:
         async with self.connect() as server:
             if not server.capabilities.delta_encoding:
-                pytest.skip("it takes no deltas")
+                pytest.skip("the server takes no deltas")
             old = server.tensors(0)
             version = await server.update(0, keep_base=True)
-            yield Based(
+            yield ServerWithBase(
                 server=server, version=version, old=old, new=changed(old, server.tensors(1))
             )
 
@@ -115,9 +115,9 @@ class CheckDelta(Checks):
         async with self.based() as based:
             server, old, new = based.server, based.old, based.new
             if not server.capabilities.file_transport:
-                pytest.skip("it reads no files")
+                pytest.skip("the server reads no files")
             if self.settings.files is None:
-                pytest.skip("needs the directory that it reads: give --files")
+                pytest.skip("needs the directory that the server reads: set --files")
             changes = encoded(old, new)
             delta = delta_encoding(based.version, changes, new)
             crc32 = [zlib.crc32(data) for data in changes]
@@ -171,7 +171,7 @@ class CheckDelta(Checks):
         async with self.based() as based:
             tensors = list(based.server.begin_request().tensors)[::-1]
             if len(tensors) < 2:
-                pytest.skip("its model is one tensor")
+                pytest.skip("the model has only one tensor")
             changes = encoded(based.old, based.new)[::-1]
             delta = delta_encoding(based.version, changes, based.new[::-1])
             found = await based.refused(tensors=tensors, delta=delta)
@@ -232,7 +232,7 @@ class CheckDelta(Checks):
         assert found.reason in ("DELTA_BASE_MISMATCH", "INVALID_FIELD")
 
     async def _sent(
-        self, based: Based, delta: sync.DeltaEncoding, changes: Sequence[bytes]
+        self, based: ServerWithBase, delta: sync.DeltaEncoding, changes: Sequence[bytes]
     ) -> None:
         update_id, _ = await based.server.begin(0, delta=delta)
         await based.send(update_id, changes)
@@ -246,7 +246,7 @@ class CheckDelta(Checks):
     ) -> None:
         async with self.based() as based:
             if "in place" in field and not based.server.capabilities.in_place_update:
-                pytest.skip("it takes no updates in place")
+                pytest.skip("the server takes no updates in place")
             delta = delta_encoding(based.version, encoded(based.old, based.new), based.new)
             _, found = await based.server.refused_begin(**fields(delta))
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
@@ -256,7 +256,7 @@ class CheckDelta(Checks):
     async def test_it_is_refused_without_the_capability(self, asked: str) -> None:
         async with self.connect() as server:
             if server.capabilities.delta_encoding:
-                pytest.skip("it takes deltas")
+                pytest.skip("the server takes deltas")
             old = server.tensors(0)
             delta = delta_encoding(server.info.weight_version + 1, [b""] * len(old), old)
             fields: _Fields = {"delta": delta} if asked == "delta" else {"keep_base": True}
@@ -265,7 +265,7 @@ class CheckDelta(Checks):
 
 
 def chunk(index: int, data: bytes, *, offset: int = 0) -> sync.WeightChunk:
-    """Encoded bytes of a tensor, with their checksum."""
+    """Returns a chunk with encoded bytes of a tensor."""
     return sync.WeightChunk(tensor_index=index, offset=offset, data=data, crc32=zlib.crc32(data))
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Updates by files below the directory that the server was started with; the kit writes them."""
+"""Updates by the file transport; the kit writes the files below the server's directory."""
 
 import json
 import os
@@ -31,12 +31,12 @@ class CheckFiles(Checks):
 
     @asynccontextmanager
     async def capable(self) -> AsyncIterator[tuple[ServerHarness, Path]]:
-        """The server, and an empty directory of its own."""
+        """Yields a server that reads files, and an empty directory below its own."""
         async with self.connect() as server:
             if not server.capabilities.file_transport:
-                pytest.skip("it reads no files")
+                pytest.skip("the server reads no files")
             if self.settings.files is None:
-                pytest.skip("needs the directory that it reads: give --files")
+                pytest.skip("needs the directory that the server reads: set --files")
             with directory_in(self.settings.files) as made:
                 yield server, made
 
@@ -44,7 +44,7 @@ class CheckFiles(Checks):
     async def test_they_bring_what_inline_brings(self, way: str) -> None:
         async with self.capable() as (server, directory):
             if way == "in place" and not server.capabilities.in_place_update:
-                pytest.skip("it takes no updates in place")
+                pytest.skip("the server takes no updates in place")
             wanted, _ = await server.update_and_sample(1), await server.update(0)
             tensors = server.tensors(1)
             write(directory / "first.safetensors", tensors[::2])
@@ -94,21 +94,21 @@ class CheckFiles(Checks):
 
 @contextmanager
 def directory_in(files: Path) -> Iterator[Path]:
-    """A directory of our own below the server's."""
+    """Creates a temporary directory below the server's."""
     with tempfile.TemporaryDirectory(dir=files) as made:
-        os.chmod(made, 0o755)  # The server may be another user.
+        os.chmod(made, 0o755)  # The server may run as another user.
         yield Path(made)
 
 
 def _transport(directory: Path, tensors: list[NamedTensor]) -> sync.FileTransport:
-    """A directory below the server's, which both sides may know by other paths."""
+    """Returns the transport; its path is relative, because both sides may mount it elsewhere."""
     parts = [directory.name] if directory.name != "link" else [directory.parent.name, "link"]
     crc32 = [zlib.crc32(tensor.data) for tensor in tensors]
     return sync.FileTransport(directory="/".join(parts), crc32=crc32)
 
 
 def write(path: Path, tensors: list[NamedTensor], *, cut: int = 0) -> None:
-    """Writes a safetensors file, without its last bytes perhaps."""
+    """Writes a safetensors file without its last `cut` bytes."""
     parts = [
         (tensor.spec.name, _NAMES[tensor.spec.element_type], tensor.spec.shape, tensor.data)
         for tensor in tensors
@@ -117,7 +117,7 @@ def write(path: Path, tensors: list[NamedTensor], *, cut: int = 0) -> None:
 
 
 def write_delta(path: Path, tensors: list[NamedTensor], changes: list[bytes], *, base: int) -> None:
-    """Writes the encoded changes of tensors, as the file transport of a delta wants them."""
+    """Writes encoded changes as the file transport of a delta expects them."""
     parts = [
         (tensor.spec.name, "U8", (len(data),), memoryview(data))
         for tensor, data in zip(tensors, changes, strict=True)

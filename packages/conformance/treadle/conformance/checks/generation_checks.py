@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Generate, message by message: grammar, values, refusals."""
+"""The Generate call: order of events, values and refusals."""
 
 from typing import Any
 
@@ -147,7 +147,7 @@ class CheckStream(Checks):
     async def test_the_load_adds_up_while_completions_run(self) -> None:
         async with self.connect() as server:
             if not server.info.HasField("load"):
-                pytest.skip("it tells no load")
+                pytest.skip("the server reports no load")
             before = server.info.load
             most = _S(max_tokens=server.info.model.context_length, ignore_eos=True)
             calls = [
@@ -185,7 +185,7 @@ class CheckStream(Checks):
         async with self.connect() as server:
             before = (await server.refresh()).load
             if not server.info.HasField("load"):
-                pytest.skip("it tells no load")
+                pytest.skip("the server reports no load")
             most = server.info.model.context_length
             call = server.stubs.generation.Generate(
                 server.generate_request(sampling=_S(max_tokens=most, ignore_eos=True)), timeout=0.05
@@ -193,17 +193,17 @@ class CheckStream(Checks):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass
-                pytest.skip("it samples a whole context within 50 ms")
+                pytest.skip("the server samples a whole context within 50 ms")
             await server.pause()
             after = (await server.refresh()).load
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert after.running == 0
-        assert after.finished == before.finished, "it ran on after its deadline"
+        assert after.finished == before.finished, "it ran past its deadline"
 
 
 @pytest.mark.asyncio
 class CheckRefusals(Checks):
-    """Requests that cannot be served as they are."""
+    """Requests that must be refused."""
 
     @pytest.mark.parametrize(
         ("field", "fields"), [row[1:] for row in _INVALID], ids=[row[0] for row in _INVALID]
@@ -240,7 +240,7 @@ class CheckRefusals(Checks):
         )
         async with self.connect() as server:
             if server.capabilities.images:
-                pytest.skip("it takes images")
+                pytest.skip("the server takes images")
             found = await server.refused_generate(images=[image])
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
@@ -248,7 +248,7 @@ class CheckRefusals(Checks):
         image = gen.PromptImage(data=b"no image", media_type="image/png", num_placeholders=1)
         async with self.connect() as server:
             if not server.capabilities.images:
-                pytest.skip("it takes no images")
+                pytest.skip("the server takes no images")
             found = await server.refused_generate(images=[image])
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "IMAGE_UNREADABLE")
         assert found.detail(errors_pb2.ImageUnreadable).media_type == "image/png"
@@ -256,7 +256,7 @@ class CheckRefusals(Checks):
     async def test_priority_is_refused_without_the_capability(self) -> None:
         async with self.connect() as server:
             if server.capabilities.priority:
-                pytest.skip("it knows priorities")
+                pytest.skip("the server supports priorities")
             found = await server.refused_generate(priority=1)
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
@@ -265,14 +265,16 @@ class CheckRefusals(Checks):
             limits = server.info.limits
             room = limits.max_in_flight + limits.max_queued
             if room > 128:
-                pytest.skip(f"it takes {room} completions at once: start it with 128 at most")
+                pytest.skip(
+                    f"the server takes {room} completions at once: start it with at most 128"
+                )
             found = await self._overfill(server, room)
         assert (found.code, found.reason) == ("RESOURCE_EXHAUSTED", "OVERLOADED")
         delay = found.detail(error_details_pb2.RetryInfo).retry_delay
         assert delay.ToTimedelta().total_seconds() > 0
 
     async def _overfill(self, server: ServerHarness, room: int) -> Any:
-        """More completions than there is room for; the first that is refused."""
+        """Starts more completions than fit and returns the first refusal."""
         most = _S(max_tokens=server.info.model.context_length, ignore_eos=True)
         calls = [
             server.stubs.generation.Generate(server.generate_request(sampling=most), timeout=CALL_S)
@@ -284,7 +286,7 @@ class CheckRefusals(Checks):
                     await call.read()
                 except grpc.aio.AioRpcError:
                     return await refusal(call.read())
-            pytest.fail(f"{len(calls)} completions were taken, {room} are the bound")
+            pytest.fail(f"{len(calls)} completions were accepted; the limit is {room}")
         finally:
             for call in calls:
                 call.cancel()

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""What every client relies on: the handshake, health, reflection, deadlines and tokens."""
+"""What every client relies on: GetServerInfo, health, reflection, deadlines and tokens."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ _Seen = Callable[[str, object], None]
 
 @pytest.mark.asyncio
 class CheckHandshake(Checks):
-    """GetServerInfo, and what stands beside our services."""
+    """GetServerInfo, the standard services, and deadlines."""
 
     async def test_the_handshake_says_what_is_served(self, record_property: _Seen) -> None:
         async with self.connect() as server:
@@ -43,7 +43,7 @@ class CheckHandshake(Checks):
         assert info.engine, "engine is empty"
         assert info.state == srv.SERVER_STATE_SERVING
         assert model.vocab_size > 1 and model.context_length > 1
-        assert len(model.tokenizer_sha256) in (0, 32), "tokenizer_sha256 is no SHA-256"
+        assert len(model.tokenizer_sha256) in (0, 32), "tokenizer_sha256 is not a SHA-256"
         assert all(i < model.vocab_size for i in model.eos_token_ids)
         assert limits.max_in_flight > 0
         assert info.capabilities.inline_transport, "every server takes inline updates"
@@ -55,7 +55,7 @@ class CheckHandshake(Checks):
         async with self.connect() as server:
             before = (await server.refresh()).load
             if not server.info.HasField("load"):
-                pytest.skip("it tells no load")
+                pytest.skip("the server reports no load")
             await server.generate()
             after = (await server.refresh()).load
         for load in (before, after):
@@ -111,11 +111,11 @@ class CheckHandshake(Checks):
 
 @pytest.mark.asyncio
 class CheckToken(Checks):
-    """What a server with a bearer token does; the kit must have been given it."""
+    """Authentication; skipped unless the kit has the server's token."""
 
     async def _bare(self, server: ServerHarness, *metadata: tuple[str, str]) -> None:
         if not self.settings.target.metadata:
-            pytest.skip("the kit was given no token")
+            pytest.skip("the kit has no token: set --token-file")
         stubs = stubs_for(server.channel, metadata)
         info = await refusal(
             stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=CALL_S)

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Updates that overwrite the engine's weights as they come: who waits, and who is turned away."""
+"""Updates in place, which overwrite the weights as they arrive: what waits, what is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -45,7 +45,7 @@ class CheckInPlace(Checks):
     async def capable(self) -> AsyncIterator[ServerHarness]:
         async with self.connect() as server:
             if not server.capabilities.in_place_update:
-                pytest.skip("it takes no updates in place")
+                pytest.skip("the server takes no updates in place")
             yield server
 
     async def test_nothing_is_sampled_after_one_without_commit(self) -> None:
@@ -69,7 +69,7 @@ class CheckInPlace(Checks):
     async def test_pauses_do_not_cross_one(self, call: str) -> None:
         async with self.capable() as server:
             if "Memory" in call and not server.capabilities.release_memory:
-                pytest.skip("it releases no memory")
+                pytest.skip("the server cannot release memory")
             update_id, _ = await server.begin(**_DRAIN)
             found = await refusal(_CALLS[call](server))
             await server.push(update_id)
@@ -99,7 +99,7 @@ class CheckInPlace(Checks):
     async def _waiting(
         self, server: ServerHarness, **fields: Any
     ) -> "asyncio.Task[list[gen.GenerateResponse]]":
-        """A call that the server has let wait, as far as its load tells."""
+        """Returns a call that the server has queued, as far as its load shows."""
         queued = (await server.refresh()).load.queued
         task = asyncio.create_task(server.generate(**fields))
         for _ in range(1000):
@@ -130,7 +130,7 @@ class CheckInPlace(Checks):
     async def test_what_continue_kept_ends_when_it_ends_without_commit(self) -> None:
         async with self.capable() as server:
             if not server.capabilities.in_flight_continue:
-                pytest.skip("it cannot continue")
+                pytest.skip("the server does not support CONTINUE")
             wanted = server.generate_request()
             wanted.sampling.max_tokens = server.info.model.context_length
             call = server.stubs.generation.Generate(wanted, timeout=CALL_S)
@@ -138,7 +138,7 @@ class CheckInPlace(Checks):
             policy = sync.InPlace(in_flight=sync.IN_FLIGHT_POLICY_CONTINUE)
             update_id, _ = await server.begin(in_place=policy)
             if not (await server.refresh()).load.running:
-                pytest.skip("it sampled a whole context before it paused")
+                pytest.skip("the server sampled a whole context before it paused")
             await server.abort(update_id)
             last = (await remaining_messages(call))[-1]
         assert last.finished.reason == gen.FINISH_REASON_INTERRUPTED
@@ -146,7 +146,7 @@ class CheckInPlace(Checks):
     async def test_weights_that_are_released_are_not_written(self) -> None:
         async with self.capable() as server:
             if not server.capabilities.release_memory:
-                pytest.skip("it releases no memory")
+                pytest.skip("the server cannot release memory")
             await server.pause()
             await _CALLS["ReleaseMemory"](server)
             _, found = await server.refused_begin(**_DRAIN)

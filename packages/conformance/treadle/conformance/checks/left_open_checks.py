@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""What the other checks left behind: nothing."""
+"""Checks, last of all, that nothing runs or waits on the server."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from treadle.rollout.v1 import server_service_pb2 as srv
 
 @pytest.mark.asyncio
 class CheckLeftOpen(Checks):
-    """Runs last."""
+    """The state of the server after all other checks."""
 
     async def test_nothing_runs_and_nothing_waits(self) -> None:
         async with self.connect() as server:
             await server.pause()
             info = await server.refresh()
             if not info.HasField("load"):
-                pytest.skip("it tells no load")
+                pytest.skip("the server reports no load")
         assert (info.load.running, info.load.queued) == (0, 0)
         assert info.load.started == info.load.finished + info.load.aborted
 

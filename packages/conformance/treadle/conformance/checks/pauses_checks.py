@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Pause, Resume, ReleaseMemory, RestoreMemory: which call fits which state."""
+"""Pause, Resume, ReleaseMemory and RestoreMemory: which call is valid in which state."""
 
 import pytest
 from google.rpc import error_details_pb2
@@ -15,7 +15,7 @@ _KV_CACHE = [srv.MEMORY_KIND_KV_CACHE]
 
 def _need_memory(server: ServerHarness) -> None:
     if not server.capabilities.release_memory:
-        pytest.skip("it releases no memory")
+        pytest.skip("the server cannot release memory")
 
 
 @pytest.mark.asyncio
@@ -49,14 +49,14 @@ class CheckPauses(Checks):
     async def test_continue_is_refused_without_the_capability(self) -> None:
         async with self.connect() as server:
             if server.capabilities.in_flight_continue:
-                pytest.skip("it can continue")
+                pytest.skip("the server supports CONTINUE")
             found = await refusal(server.pause(sync.IN_FLIGHT_POLICY_CONTINUE))
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
     async def test_memory_is_refused_without_the_capability(self) -> None:
         async with self.connect() as server:
             if server.capabilities.release_memory:
-                pytest.skip("it releases memory")
+                pytest.skip("the server can release memory")
             await server.pause()
             request = srv.ReleaseMemoryRequest(kinds=_KV_CACHE)
             found = await refusal(server.stubs.control.ReleaseMemory(request, timeout=CALL_S))
@@ -103,7 +103,7 @@ class CheckPauses(Checks):
         async with self.connect() as server:
             _need_memory(server)
             if not server.capabilities.in_flight_continue:
-                pytest.skip("it cannot keep sequences")
+                pytest.skip("the server does not support CONTINUE")
             most = server.info.model.context_length
             wanted = server.generate_request()
             wanted.sampling.max_tokens = most
@@ -111,7 +111,7 @@ class CheckPauses(Checks):
             await call.read()
             await server.pause(sync.IN_FLIGHT_POLICY_CONTINUE)
             if not (await server.refresh()).load.running:
-                pytest.skip("it sampled a whole context before it paused")
+                pytest.skip("the server sampled a whole context before it paused")
             request = srv.ReleaseMemoryRequest(kinds=_KV_CACHE)
             found = await refusal(server.stubs.control.ReleaseMemory(request, timeout=CALL_S))
             call.cancel()

@@ -1,7 +1,7 @@
-"""The bench: one server, spoken to message by message.
+"""The harness through which a check talks to the server, message by message.
 
-Invariant: whatever a check does, the server serves again after it: updates that it began are
-aborted or mended, memory is restored, and what it paused goes on.
+Invariant: after each check the server serves again, whatever the check did. Its updates are
+aborted, torn weights are replaced, memory is restored, and a paused server is resumed.
 """
 
 import os
@@ -39,14 +39,14 @@ _KINDS = (srv.MEMORY_KIND_WEIGHTS, srv.MEMORY_KIND_KV_CACHE)
 
 
 SHARED: dict[str, Any] = {"inline": None, "shared_memory": sync.SharedMemoryTransport()}
-"""Fields of an update by shared memory."""
+"""Fields of BeginUpdate for shared memory."""
 Weights = int | list[NamedTensor]
-"""One of the two sets that the kit was given, or another one."""
+"""One of the kit's two weight sets by its number, or other tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """Ids and log-probs of a completion; equal within a tolerance of nats."""
+    """Token ids and log-probs of a completion, which compare equal within a tolerance in nats."""
 
     ids: list[int]
     logprobs: list[float]
@@ -62,12 +62,12 @@ class Sampled:
 
 
 class ServerHarness:
-    """What a check speaks through; made by `Checks.bench`.
+    """A server under test; see `Checks.connect`.
 
     Args:
-        settings: Of the kit.
-        channel: To the server.
-        info: Its first answer.
+        settings: The settings of the kit.
+        channel: A channel to the server.
+        info: The server's first answer to GetServerInfo.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class ServerHarness:
 
     @property
     def capabilities(self) -> srv.Capabilities:
-        """What the server can do."""
+        """The capabilities that the server reports."""
         return self.info.capabilities
 
     async def refresh(self) -> srv.GetServerInfoResponse:
-        """What the server is and does now."""
+        """Calls GetServerInfo and keeps the answer in `info`."""
         request = srv.GetServerInfoRequest(client="conformance")
         self.info = await self.stubs.control.GetServerInfo(request, timeout=CALL_S)
         return self.info
 
     def generate_request(self, **fields: Any) -> gen.GenerateRequest:
-        """A request for 8 ids that are drawn with a seed, unless told otherwise."""
+        """Returns a request for 8 tokens with a seed; `fields` override its values."""
         values: dict[str, Any] = {
             "request_id": f"conformance-{uuid.uuid4()}",
             "prompt_token_ids": [1, 2, 3],
@@ -101,24 +101,24 @@ class ServerHarness:
         return gen.GenerateRequest(**values)
 
     async def generate(self, **fields: Any) -> list[gen.GenerateResponse]:
-        """One completion's messages."""
+        """Returns the messages of one completion."""
         call = self.stubs.generation.Generate(self.generate_request(**fields), timeout=CALL_S)
         return [message async for message in call]
 
     async def refused_generate(self, **fields: Any) -> Refusal:
-        """A completion that must be refused."""
+        """Returns the refusal of a completion that must be refused."""
         return await refusal(self.generate(**fields))
 
     async def pause(self, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN) -> None:
-        """Stops the server."""
+        """Pauses the server."""
         await self.stubs.control.Pause(srv.PauseRequest(in_flight=policy), timeout=CALL_S)
 
     async def resume(self) -> None:
-        """Lets it go on."""
+        """Resumes the server."""
         await self.stubs.control.Resume(srv.ResumeRequest(), timeout=CALL_S)
 
     async def sample(self) -> Sampled:
-        """What the server makes of one prompt now."""
+        """Samples a fixed prompt with a fixed seed."""
         sampling = gen.SamplingParams(max_tokens=16, temperature=1, seed=5, ignore_eos=True)
         messages = await self.generate(prompt_token_ids=range(1, 17), sampling=sampling)
         return Sampled(
@@ -128,16 +128,16 @@ class ServerHarness:
         )
 
     def tensors(self, which: Weights = 1) -> list[NamedTensor]:
-        """A set of weights; skips the check where there is none."""
+        """Returns a set of weights; skips the check if the kit has none."""
         if not isinstance(which, int):
             return which
         checkpoints = self.settings.target.checkpoints
         if checkpoints is None:
-            pytest.skip("needs weights to send: give --model or --weights")
+            pytest.skip("needs weights to send: set --model or --weights")
         return read_checkpoint(checkpoints[which])
 
     def begin_request(self, which: int = 1, **fields: Any) -> sync.BeginUpdateRequest:
-        """A staged inline update to the next version, unless told otherwise."""
+        """Returns a staged inline update to the next version; `fields` override its values."""
         update_id = fields.pop("update_id", f"conformance-{uuid.uuid4()}")
         version = fields.pop("weight_version", self.info.weight_version + 1)
         request = begin_request(update_id, version, specs_of(self.tensors(which)))
@@ -153,20 +153,20 @@ class ServerHarness:
         return request
 
     async def refused_begin(self, **fields: Any) -> tuple[sync.BeginUpdateRequest, Refusal]:
-        """An update that must not open; what was asked for, and the answer."""
+        """Begins an update that must be refused; returns the request and the refusal."""
         request = self.begin_request(**fields)
         self._begun.append(request.update_id)
         return request, await refusal(self.stubs.weights.BeginUpdate(request, timeout=CALL_S))
 
     async def begin(self, which: int = 1, **fields: Any) -> tuple[str, sync.BeginUpdateResponse]:
-        """Opens an update; returns its id and the answer."""
+        """Begins an update and returns its id and the answer."""
         request = self.begin_request(which, **fields)
         self._begun.append(request.update_id)
         answer = await self.stubs.weights.BeginUpdate(request, timeout=CALL_S)
         return request.update_id, answer
 
     async def push(self, update_id: str, which: Weights = 1) -> sync.PushWeightsResponse:
-        """Sends all of a set of weights."""
+        """Pushes a whole set of weights."""
         tensors = self.tensors(which)
         messages = push_messages(update_id, specs_of(tensors), stream(tensors), 1 << 20)
         answer = await self.stubs.weights.PushWeights(messages, timeout=10 * CALL_S)
@@ -174,7 +174,7 @@ class ServerHarness:
         return answer
 
     async def push_chunks(self, update_id: str, *chunks: sync.WeightChunk) -> object:
-        """Sends some chunks in one stream."""
+        """Pushes chunks in one stream."""
         header = sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
         messages = [header, *(sync.PushWeightsRequest(chunk=chunk) for chunk in chunks)]
         return await self.stubs.weights.PushWeights(messages, timeout=CALL_S)
@@ -182,13 +182,13 @@ class ServerHarness:
     async def commit(
         self, update_id: str, policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN
     ) -> int:
-        """Switches; returns the version that serves."""
+        """Commits an update and returns the version that serves."""
         request = sync.CommitUpdateRequest(update_id=update_id, in_flight=policy)
         answer = await self.stubs.weights.CommitUpdate(request, timeout=10 * CALL_S)
         return int(answer.weight_version)
 
     async def update(self, which: Weights = 1, **fields: Any) -> int:
-        """One whole update; returns the version that serves."""
+        """Makes one whole update and returns the version that serves."""
         update_id, _ = await self.begin(**fields)
         await self.push(update_id, which)
         version = await self.commit(update_id)
@@ -196,7 +196,7 @@ class ServerHarness:
         return version
 
     async def update_and_sample(self, which: Weights) -> Sampled:
-        """What the server makes of one prompt after a whole update."""
+        """Makes one whole update and samples afterwards."""
         await self.update(which)
         return await self.sample()
 
@@ -208,7 +208,7 @@ class ServerHarness:
         *,
         num_slots: int = 2,
     ) -> None:
-        """Sends bytes by shared memory, tensor by tensor unless told how to cut them."""
+        """Pushes tensors by shared memory, one part per tensor unless `buckets` cuts them."""
         room = max(len(tensor) for tensor in data)
         segment = SharedSegment(update_id, num_slots=num_slots, slot_bytes=room)
         if buckets is None:
@@ -216,10 +216,12 @@ class ServerHarness:
         slots = await push_segment(
             self.stubs.weights, segment, data, buckets, timeout_s=10 * CALL_S
         )
-        assert len(slots) == len(buckets) + 1, f"of {len(buckets)} buckets came back {slots}"
+        assert len(slots) == len(buckets) + 1, (
+            f"{len(buckets)} buckets were sent, but the slots given back are {slots}"
+        )
 
     async def read_bucket_response(self, *requests: sync.PushBucketsRequest) -> object:
-        """What a stream is answered to its first messages, of which the last may be refused."""
+        """Returns the first answer to a stream of buckets, or raises its refusal."""
         call = self.stubs.weights.PushBuckets([*requests, LAST], timeout=CALL_S)
         try:
             return await call.read()
@@ -227,12 +229,12 @@ class ServerHarness:
             call.cancel()
 
     async def require_shared_memory(self) -> None:
-        """Skips the check where the server cannot be shown this process's memory.
+        """Skips the check if the server cannot read this process's memory.
 
-        A server that is reached by loopback is taken to be on this host.
+        A server with a loopback address is assumed to be on this host.
         """
         if not self.capabilities.shared_memory_transport:
-            pytest.skip("it reads no shared memory")
+            pytest.skip("the server reads no shared memory")
         if not hasattr(os, "memfd_create"):
             pytest.skip("run the kit on Linux: this system has no memfd")
         if self.settings.on_loopback:
@@ -245,20 +247,20 @@ class ServerHarness:
             pytest.skip(f"run the kit on the server's host: {read_refusal(error).message}")
 
     async def abort(self, update_id: str) -> None:
-        """Drops an update."""
+        """Aborts an update."""
         request = sync.AbortUpdateRequest(update_id=update_id)
         await self.stubs.weights.AbortUpdate(request, timeout=CALL_S)
 
     async def received_bytes(self, update_id: str) -> list[int]:
-        """Bytes that the server holds of each tensor."""
+        """Returns the number of bytes per tensor that the server holds (GetUpdate)."""
         request = sync.GetUpdateRequest(update_id=update_id)
         answer = await self.stubs.weights.GetUpdate(request, timeout=CALL_S)
         return list(answer.received_bytes)
 
     async def restore(self) -> None:
-        """Has the server serve again."""
+        """Makes the server serve again."""
         for update_id in self._begun:
-            with suppress(grpc.aio.AioRpcError):  # Most of them ended otherwise.
+            with suppress(grpc.aio.AioRpcError):  # Most have already ended.
                 await self.abort(update_id)
         info = await self.refresh()
         if info.state == srv.SERVER_STATE_LOADING:
@@ -274,7 +276,7 @@ class ServerHarness:
 
 
 class Checks:
-    """Base of the checks that speak message by message."""
+    """Base class of the checks that talk to the server message by message."""
 
     settings: Settings
 
@@ -284,7 +286,7 @@ class Checks:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[ServerHarness]:
-        """The server, which serves; likewise afterwards."""
+        """Yields the server, which serves now and again afterwards."""
         target = self.settings.target
         async with target.channel(target.address) as channel:
             stubs = stubs_for(channel, target.metadata)
@@ -306,7 +308,7 @@ def chunk_of(
     *,
     crc32: int | None = None,
 ) -> sync.WeightChunk:
-    """Consecutive bytes of one tensor, with their checksum or another one."""
+    """Returns a chunk of one tensor, with its checksum unless `crc32` is another."""
     data = bytes(tensors[index].data[offset : offset + length])
     return sync.WeightChunk(
         tensor_index=index,
@@ -317,7 +319,7 @@ def chunk_of(
 
 
 async def remaining_messages(call: Any) -> list[gen.GenerateResponse]:
-    """The messages of a stream of which some have been read."""
+    """Reads a stream to its end and returns the messages."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -325,5 +327,5 @@ async def remaining_messages(call: Any) -> list[gen.GenerateResponse]:
 
 
 def token_ids_of(messages: Sequence[gen.GenerateResponse]) -> list[int]:
-    """All ids of a completion."""
+    """Returns the token ids of all messages."""
     return [i for message in messages for i in message.tokens.token_ids]

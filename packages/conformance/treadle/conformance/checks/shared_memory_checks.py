@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Updates by the memory of a sender on the server's host, which the kit is here."""
+"""Updates by shared memory; the kit is the sender, on the server's host."""
 
 from contextlib import suppress
 from typing import Any
@@ -30,17 +30,17 @@ class CheckSharedMemory(Checks):
     """PushBuckets."""
 
     async def _begin(self, server: ServerHarness, way: _Way = SHARED) -> str:
-        """Opens an update, where all that it needs is there."""
+        """Begins an update, or skips the check if the server cannot take it."""
         await server.require_shared_memory()
         if way is _IN_PLACE and not server.capabilities.in_place_update:
-            pytest.skip("it takes no updates in place")
+            pytest.skip("the server takes no updates in place")
         update_id, _ = await server.begin(**way)
         return update_id
 
     @_WAYS
     @pytest.mark.parametrize("num_slots", [1, 2])
     async def test_it_brings_what_inline_brings(self, way: _Way, num_slots: int) -> None:
-        """Slots are overwritten as soon as they are given back, and before the commit."""
+        """The kit overwrites slots as soon as they are given back, before the commit."""
         async with self.connect() as server:
             wanted, first = await server.update_and_sample(1), await server.update_and_sample(0)
             data = [tensor.data for tensor in server.tensors(1)]
@@ -69,7 +69,7 @@ class CheckSharedMemory(Checks):
             update_id = await self._begin(server, way)
             _, again = await server.begin(update_id=update_id, **way)
             if way is _IN_PLACE and not again.split_tensors:
-                pytest.skip("in place it takes whole tensors only")
+                pytest.skip("in place the server takes only whole tensors")
             await server.push_shared_memory(update_id, data, buckets)
             assert await server.commit(update_id) == server.info.weight_version + 1
             assert await server.sample() == wanted
@@ -101,8 +101,8 @@ class CheckSharedMemory(Checks):
     async def _is_gone(
         self, server: ServerHarness, update_id: str, way: _Way, before: object
     ) -> None:
-        """The update has ended, another one may begin, and nothing of it serves."""
-        # To hear that a caller is gone may take a server a moment.
+        """Checks that the update has ended, its weights do not serve, and another may begin."""
+        # The server may take a moment to notice that the caller is gone.
         for _ in range(1000):
             try:
                 await server.received_bytes(update_id)
@@ -191,13 +191,13 @@ class CheckSharedMemory(Checks):
     async def test_it_is_refused_without_the_capability(self) -> None:
         async with self.connect() as server:
             if server.capabilities.shared_memory_transport:
-                pytest.skip("it reads shared memory")
+                pytest.skip("the server reads shared memory")
             _, found = await server.refused_begin(**SHARED)
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
 
 def _cut(length: int, most: int) -> list[tuple[int, int]]:
-    """Offsets and lengths of pieces."""
+    """Returns the offsets and lengths of pieces of at most `most` bytes."""
     return [(at, min(most, length - at)) for at in range(0, length, most)]
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""Weight updates, message by message: leases, chunks, commits, and what breaks on the way."""
+"""Weight updates, message by message: leases, chunks, commits and interruptions."""
 
 import asyncio
 import uuid
@@ -53,9 +53,9 @@ class CheckBegin(Checks):
     async def test_a_malformed_begin_is_named(self, field: str, fields: dict[str, Any]) -> None:
         async with self.connect() as server:
             if "file" in fields and not server.capabilities.file_transport:
-                pytest.skip("it reads no files")
+                pytest.skip("the server reads no files")
             if "in_place" in fields and not server.capabilities.in_place_update:
-                pytest.skip("it takes no updates in place")
+                pytest.skip("the server takes no updates in place")
             _, found = await server.refused_begin(**fields)
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert found.detail(errors_pb2.InvalidField).field == field
@@ -90,9 +90,11 @@ class CheckBegin(Checks):
                 left_s = await self._lease_left_s(server)
                 if left_s is None:
                     break
-                await asyncio.sleep(left_s)  # It is the server's clock that runs.
+                await asyncio.sleep(
+                    left_s
+                )  # Real time, because the lease runs on the server's clock.
             else:
-                pytest.fail("a lease of half a second does not run out")
+                pytest.fail("a lease of 0.5 s does not expire")
             late = await refusal(server.received_bytes(first))
         assert (late.code, late.reason) == ("NOT_FOUND", "UPDATE_UNKNOWN")
 
@@ -101,7 +103,7 @@ class CheckBegin(Checks):
         async with self.connect() as server:
             tensors = server.tensors()
             first, _ = await server.begin()
-            for offset in range(TRIES):  # Something else may hold the clock back for a moment.
+            for offset in range(TRIES):  # A slow machine may hide one renewal.
                 begun = left = await self._lease_left_s(server) or 0
                 while begun - left < 0.1:
                     left = await self._lease_left_s(server) or 0
@@ -118,7 +120,7 @@ class CheckBegin(Checks):
         request = server.begin_request()
         try:
             found = await refusal(server.stubs.weights.BeginUpdate(request, timeout=CALL_S))
-        except AssertionError:  # It was answered: the first update is gone.
+        except AssertionError:  # It succeeded, so the first update is gone.
             await server.abort(request.update_id)
             return None
         detail = found.detail(errors_pb2.UpdateInProgress)
@@ -159,14 +161,14 @@ class CheckBegin(Checks):
             transport = sync.FileTransport(directory="../..", crc32=crc32)
             _, found = await server.refused_begin(inline=None, file=transport)
         right = [("PERMISSION_DENIED", "FILE_OUTSIDE_ROOT")]
-        if not server.capabilities.file_transport:  # Then there is no directory to be outside of.
+        if not server.capabilities.file_transport:  # Then the server has no directory.
             right.append(("UNIMPLEMENTED", "CAPABILITY_MISSING"))
         assert (found.code, found.reason) in right
 
 
 @pytest.mark.asyncio
 class CheckPush(Checks):
-    """PushWeights: what a stream may bring."""
+    """PushWeights: which chunks are accepted."""
 
     async def test_a_corrupt_chunk_is_refused_and_nothing_of_it_kept(self) -> None:
         async with self.connect() as server:
@@ -195,7 +197,7 @@ class CheckPush(Checks):
         assert (found.code, found.reason) == ("OUT_OF_RANGE", "CHUNK_OUT_OF_ORDER")
         detail = found.detail(errors_pb2.ChunkOutOfOrder)
         assert (detail.tensor_index, detail.expected_offset) == (0, length)
-        assert held[0] == length, "what was there was lost"
+        assert held[0] == length, "bytes received before the refusal were lost"
 
     @pytest.mark.parametrize("wrong", ["index", "past the end", "empty", "too long"])
     async def test_a_chunk_that_has_no_place_is_refused(self, wrong: str) -> None:
@@ -239,7 +241,7 @@ class CheckPush(Checks):
     async def _push_others(
         self, server: ServerHarness, update_id: str, tensors: list[NamedTensor], step: int
     ) -> None:
-        """All tensors but the first over two streams at once."""
+        """Pushes all tensors except the first, over two concurrent streams."""
         streams: list[list[sync.WeightChunk]] = [[], []]
         for index, tensor in enumerate(tensors[1:], start=1):
             for at in range(0, len(tensor.data), step):
@@ -250,7 +252,7 @@ class CheckPush(Checks):
 
 @pytest.mark.asyncio
 class CheckCommit(Checks):
-    """CommitUpdate: all of the weights or none."""
+    """CommitUpdate: all weights switch, or none."""
 
     async def test_a_commit_runs_on_when_its_caller_gives_up(self) -> None:
         async with self.connect() as server:
@@ -265,7 +267,7 @@ class CheckCommit(Checks):
             )
             try:
                 await server.stubs.weights.CommitUpdate(request, timeout=0.05)
-                pytest.skip("it samples a whole context within 50 ms")
+                pytest.skip("the server samples a whole context within 50 ms")
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             version = await server.commit(update_id)
@@ -307,7 +309,7 @@ class CheckCommit(Checks):
             assert pushed.received_bytes == sum(len(tensor.data) for tensor in server.tensors())
             assert token_ids_of(await server.generate()) == before
             assert await server.commit(update_id) == base + 1
-            assert await server.commit(update_id) == base + 1, "a commit said twice"
+            assert await server.commit(update_id) == base + 1, "a repeated commit"
             messages = await server.generate(min_weight_version=base + 1)
             assert (await server.refresh()).weight_version == base + 1
         assert {message.tokens.weight_version for message in messages[1:-1]} == {base + 1}
@@ -325,7 +327,7 @@ class CheckCommit(Checks):
     async def test_nothing_commits_into_weights_that_are_released(self) -> None:
         async with self.connect() as server:
             if not server.capabilities.release_memory:
-                pytest.skip("it releases no memory")
+                pytest.skip("the server cannot release memory")
             update_id, _ = await server.begin()
             await server.push(update_id)
             await server.pause()
@@ -336,7 +338,7 @@ class CheckCommit(Checks):
 
 
 def _blank(length: int, wrong: str) -> sync.WeightChunk:
-    """Zeros that claim to be of the first tensor, or of none."""
+    """Returns a chunk of zeros for the first tensor, or for an index that does not exist."""
     data = bytes(length)
     index = 1 << 20 if wrong == "index" else 0
     return sync.WeightChunk(tensor_index=index, data=data, crc32=zlib.crc32(data))

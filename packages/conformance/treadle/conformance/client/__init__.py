@@ -1,5 +1,4 @@
-"""A client of the contract for tests: stubs, messages, refusals, and an engine at an address.
+"""A client of the contract for checks and tests: stubs, messages, refusals and a remote engine.
 
-Here lives what checks and contracts speak to a server with. The trainer's and the agent loop's
-own clients are in their packages.
+The trainer and the agent loop have their own clients.
 """

@@ -1,8 +1,7 @@
-"""Changes of weights, and how a delta says them.
+"""Small changes of weights and their delta encoding, without torch or numpy.
 
-Invariant: few elements change, spread over every tensor, so that a change of a large model is
-made and sent in no time, and so that every sequence notices it. Neither torch nor numpy is
-needed.
+Few elements change, spread over every tensor, so that a change of a large model is fast to make
+and send, and still affects every sequence.
 """
 
 import struct
@@ -13,11 +12,11 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import NamedTensor
 
 _EACH = 4096
-"""About so many elements of a tensor change, or all that it has."""
+"""Approximate number of elements that change per tensor; smaller tensors change entirely."""
 
 
 def changed(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """Old tensors with some elements of the new ones, evenly spread; in copies of their own."""
+    """Returns copies of the old tensors with some evenly spread elements of the new ones."""
     made: list[NamedTensor] = []
     for before, after in zip(old, new, strict=True):
         data = memoryview(bytearray(before.data))
@@ -28,14 +27,14 @@ def changed(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> list[Name
 
 
 def encoded(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> list[bytes]:
-    """What a delta carries of each tensor, where `new` is `changed` from `old` or back."""
+    """Returns the encoded changes per tensor, if `changed` made `new` of `old` or the reverse."""
     return [_encode(before, after) for before, after in zip(old, new, strict=True)]
 
 
 def delta_encoding(
     base: int, changes: Sequence[bytes], new: Sequence[NamedTensor]
 ) -> sync.DeltaEncoding:
-    """What an update by these changes of weights of version `base` announces."""
+    """Returns the announcement of an update by these changes of version `base`."""
     return sync.DeltaEncoding(
         base_weight_version=base,
         encoded_bytes=[len(change) for change in changes],
@@ -44,7 +43,7 @@ def delta_encoding(
 
 
 def encode(places: Sequence[int], values: Sequence[bytes]) -> bytes:
-    """The changes of one tensor; no bytes for none."""
+    """Encodes the changes of one tensor; no change is no bytes."""
     if not places:
         return b""
     return struct.pack(f"<Q{len(places)}I", len(places), *places) + b"".join(values)
@@ -60,7 +59,7 @@ def _encode(before: NamedTensor, after: NamedTensor) -> bytes:
 
 
 def _some(tensor: NamedTensor) -> Iterator[tuple[int, slice]]:
-    """Places of elements, and where their bytes are."""
+    """Yields the indices of the elements that may change, with their bytes' positions."""
     size = tensor.spec.element_type.size_bytes
     count = len(tensor.data) // size
     for place in range(0, count, max(1, count // _EACH)):

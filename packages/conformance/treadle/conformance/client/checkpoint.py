@@ -1,7 +1,7 @@
-"""The checkpoint: the tensors of a Hugging Face directory as updates carry them.
+"""Reads the tensors of a Hugging Face directory as updates carry them, without torch or numpy.
 
-Invariant: the files are mapped privately, so that a checkpoint takes no memory before it is
-read, what writes to its views changes no file, and neither torch nor numpy is needed.
+Files are mapped privately: a checkpoint takes no memory until it is read, and writing to its
+views changes no file.
 """
 
 import mmap
@@ -12,15 +12,15 @@ from treadle.rollout_server.safetensors_file import read_header
 
 
 def read_checkpoint(directory: Path) -> list[NamedTensor]:
-    """The tensors of the directory's ``*.safetensors`` files, in the order of their names.
+    """Returns the tensors of the directory's ``*.safetensors`` files, sorted by name.
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: There is no such file, or one is malformed.
+        ValueError: There are no such files, or one is malformed.
     """
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise ValueError(f"{directory} holds no *.safetensors file")
+        raise ValueError(f"{directory} has no *.safetensors file")
     found: list[NamedTensor] = []
     for path in paths:
         with path.open("rb") as file:
@@ -36,5 +36,5 @@ def read_checkpoint(directory: Path) -> list[NamedTensor]:
 
 
 def specs_of(tensors: list[NamedTensor]) -> tuple[TensorSpec, ...]:
-    """What an update of these tensors announces."""
+    """Returns the specs that an update of these tensors announces."""
     return tuple(tensor.spec for tensor in tensors)

@@ -1,9 +1,9 @@
-"""The sender of a collective group: rank 0, its store, and what it broadcasts to the workers.
+"""The sender of a collective group: rank 0 with its store, which broadcasts to the workers.
 
-Invariant: it sends as `docs/protocol.md` says, and waits for no member that has left: all its waits
-end by the group's timeout, or when somebody says that the group failed.
+Invariant: it follows `docs/protocol.md` and never waits for a member that has left. Every wait ends
+at the group's timeout, or when a member reports that the group failed.
 
-Needs torch, and is therefore imported by itself. Everything blocks; run it in a thread.
+Needs torch, so it is imported only where it is needed. All methods block; call them in a thread.
 """
 
 import time
@@ -26,11 +26,11 @@ class CollectiveSender:
     """The only sender of a group.
 
     Args:
-        tensors: What each update brings, other values perhaps.
-        num_workers: That take part.
-        host: Of this machine, as the workers reach it.
-        absent: Workers that are counted and never come.
-        timeout_s: Longest wait for a member or a broadcast.
+        tensors: The tensors of each update; their values may differ per update.
+        num_workers: Number of workers that take part.
+        host: The address of this machine as the workers reach it.
+        absent: Number of workers that are counted but never join.
+        timeout_s: Maximum wait for a member or a broadcast.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CollectiveSender:
         self.keys.set("timeout_s", str(timeout_s))
 
     def send(self, tensors: Sequence[NamedTensor], *, num_buckets: int | None = None) -> None:
-        """Broadcasts one update, and waits until it was written; or only its first buckets.
+        """Broadcasts one update, or its first `num_buckets`, and waits until it is written.
 
         Raises:
             RuntimeError: A member did not come, left, or took too long.
@@ -78,7 +78,7 @@ class CollectiveSender:
             backend.gather([answers], [torch.zeros(1, dtype=torch.uint8)]).wait()
 
     def close(self) -> None:
-        """Lets its connections go, which must not wait for the end of the process. Idempotent."""
+        """Closes the connections. Idempotent."""
         self._backend = None
 
     def leave(self, cause: str) -> None:

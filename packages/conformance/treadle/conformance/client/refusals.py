@@ -1,7 +1,7 @@
-"""The refusal: a call that failed, with the reason and the details that the contract promises.
+"""Reads refusals: failed calls with the reason and the details that the contract promises.
 
-Invariant: one that exists was complete: `ErrorInfo` of our domain came first, with a reason of
-the contract, and every other detail is of a known type.
+Invariant: a `Refusal` is complete. `ErrorInfo` with our domain and a reason of the contract came
+first, and every other detail has a known type.
 """
 
 from collections.abc import Awaitable
@@ -21,7 +21,7 @@ _TRAILER = "grpc-status-details-bin"
 
 
 class Refused(RolloutServerError):
-    """A server refused a call; read from the status and its details."""
+    """A server refused a call."""
 
     def __init__(self, refusal: "Refusal") -> None:
         super().__init__(f"{refusal.code} {refusal.reason}: {refusal.message}")
@@ -30,13 +30,13 @@ class Refused(RolloutServerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """One failed call.
+    """A failed call.
 
     Attributes:
-        code: Name of the gRPC status.
+        code: Name of the gRPC status code.
         reason: An `ErrorReason` without its prefix.
-        details: The messages that came after `ErrorInfo`.
-        message: For people.
+        details: The messages after `ErrorInfo`.
+        message: The text for people.
     """
 
     code: str
@@ -45,10 +45,10 @@ class Refusal:
     message: str
 
     def detail(self, kind: type[Message]) -> Any:
-        """The detail of a type.
+        """Returns the detail of a type.
 
         Raises:
-            AssertionError: There is none.
+            AssertionError: There is no such detail.
         """
         found = [detail for detail in self.details if isinstance(detail, kind)]
         name = kind.DESCRIPTOR.name
@@ -57,10 +57,10 @@ class Refusal:
 
 
 def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
-    """Reads what a failed call says.
+    """Returns the refusal that a failed call carries.
 
     Raises:
-        AssertionError: It carries no status details of the contract.
+        AssertionError: Its status details do not follow the contract.
     """
     shown = f"{error.code().name}: {error.details()}"
     trailer = dict(error.trailing_metadata() or ()).get(_TRAILER)
@@ -83,14 +83,14 @@ def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 async def refusal(call: Awaitable[object], name: str = "a call") -> Refusal:
-    """Awaits a call that must fail.
+    """Awaits a call that must be refused, and returns the refusal.
 
     Args:
-        call: It.
-        name: Of the call, for whoever reads that it was answered.
+        call: The call.
+        name: Name of the call, for the error message.
 
     Raises:
-        AssertionError: It did not, or not as the contract says.
+        AssertionError: The call succeeded, or failed without the details of the contract.
     """
     try:
         answer = await call
@@ -100,12 +100,12 @@ async def refusal(call: Awaitable[object], name: str = "a call") -> Refusal:
 
 
 def as_exception(error: grpc.aio.AioRpcError) -> Exception:
-    """What an `Engine` raises where a server refuses."""
+    """Returns the exception that an `Engine` raises where a server refuses."""
     if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
         return error
     try:
         found = read_refusal(error)
-    except AssertionError:  # Not the server's own words, as a connection that broke.
+    except AssertionError:  # Not from the server, for example a broken connection.
         return error
     if found.reason == "TENSOR_MISMATCH":
         mismatch = found.detail(errors_pb2.TensorMismatch)

@@ -1,15 +1,13 @@
-"""The remote engine: any rollout server, behind the `Engine` protocol.
+"""The remote engine: any rollout server behind the `Engine` protocol.
 
-Invariant: `info`, `weight_version` and `counters` are the server's own as of the last call that
-ended; every call but an unfinished `generate` reads them again. A sequence that comes while this
-engine holds the server paused waits for `resume`, as the protocol of engines says; the server
-itself turns it away. One that finds the queue full comes again when the server says so, since no
-check may depend on how large the queue is; for ten minutes at most.
+Invariant: `info`, `weight_version` and `counters` are the server's values when the last call ended;
+every call except an unfinished `generate` refreshes them.
 
-Who waits: a sequence that was turned away, for `resume`, or as long as the server wishes.
-Everybody else waits for the server.
+Where a server refuses a sequence, an `Engine` makes it wait. While this engine keeps the server
+paused, a refused sequence waits for `resume`. If the queue is full, the sequence is retried after
+the server's delay, for up to ten minutes, because no check may depend on the size of the queue.
 
-The server outlives the engine: `aclose` ends what this engine runs, and nothing else.
+The server outlives the engine: `aclose` only ends the calls of this engine.
 """
 
 import asyncio
@@ -53,17 +51,17 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.errors import EngineFailed
 
 CALL_S = 60.0
-"""Deadline of control calls; an engine that loads weights gets it too."""
+"""Deadline of short calls; longer ones get a multiple of it."""
 
 
 class RemoteEngine:
-    """See the module docstring; made by `connect_engine`.
+    """See the module docstring; created by `connect_engine`.
 
     Args:
-        stubs: Of the server.
+        stubs: Stubs of the server.
         health: Stub of its health service.
-        info: Its first answer.
-        parameters: What it must be given at an update, where that is known.
+        info: Its first answer to GetServerInfo.
+        parameters: The tensors that an update must bring, if known.
     """
 
     def __init__(
@@ -76,7 +74,9 @@ class RemoteEngine:
         self._stubs = stubs
         self._health = health
         self._parameters = parameters
-        self._policy = InFlightPolicy.DRAIN  # Of the last pause, for a commit while paused.
+        self._policy = (
+            InFlightPolicy.DRAIN
+        )  # The policy of the last pause, for a commit while paused.
         self._pauses = 0
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -87,7 +87,7 @@ class RemoteEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the server says it is."""
+        """The server's description of itself."""
         return read_info(self.server, self._parameters)
 
     @property
@@ -97,14 +97,14 @@ class RemoteEngine:
 
     @property
     def counters(self) -> EngineCounters:
-        """The counters when the last call ended; since the server was started."""
+        """The counters since the server started, when the last call ended."""
         load = self.server.load
         return EngineCounters(
             started=load.started, finished=load.finished, aborted=load.aborted, running=load.running
         )
 
     async def refresh(self) -> srv.GetServerInfoResponse:
-        """Reads what the server is and does now."""
+        """Calls GetServerInfo."""
         request = srv.GetServerInfoRequest(client="conformance")
         self.server = await self._stubs.control.GetServerInfo(request, timeout=CALL_S)
         return self.server
@@ -115,7 +115,7 @@ class RemoteEngine:
         until = asyncio.get_running_loop().time() + 10 * CALL_S
         while True:
             began = False
-            # Whether its refusal is this engine's doing, which comes when all may be over.
+            # Whether this engine paused the server; when a refusal arrives, the pause may be over.
             paused, pauses = not self._resumed.is_set(), self._pauses
             call = self._stubs.generation.Generate(message, timeout=10 * CALL_S)
             self._calls.add(call)
@@ -128,12 +128,12 @@ class RemoteEngine:
                     yield event
                 return
             except grpc.aio.AioRpcError as error:
-                turned_away = as_exception(error)
+                refused = as_exception(error)
                 ours = paused or self._pauses != pauses
-                wait_s = _full_for_s(turned_away)
+                wait_s = _full_for_s(refused)
                 late = asyncio.get_running_loop().time() > until
-                if began or late or (wait_s is None and not (ours and _is_pause(turned_away))):
-                    raise turned_away from error
+                if began or late or (wait_s is None and not (ours and _is_pause(refused))):
+                    raise refused from error
             finally:
                 self._calls.discard(call)
                 call.cancel()
@@ -141,24 +141,24 @@ class RemoteEngine:
             await self._resumed.wait()
 
     async def pause(self, policy: InFlightPolicy) -> None:
-        """Stops the server; see `Engine.pause`."""
+        """Pauses the server; see `Engine.pause`."""
         self._policy = policy
         self._pauses += 1
         self._resumed.clear()
         await self._control("Pause", srv.PauseRequest(in_flight=IN_FLIGHT[policy]))
 
     async def resume(self) -> None:
-        """Lets it go on; see `Engine.resume`."""
+        """Resumes the server; see `Engine.resume`."""
         await self._control("Resume", srv.ResumeRequest())
         self._resumed.set()
 
     async def load_weights(
         self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
     ) -> None:
-        """One update over inline transport; see `Engine.load_weights`.
+        """Makes one update over inline transport; see `Engine.load_weights`.
 
-        In place the tensors of `info` are announced and pushed as they come; else all of them
-        are read first, since what is announced is what came.
+        In place, the tensors of `info` are announced and pushed as they come. Otherwise all tensors
+        are read first, and exactly those are announced.
         """
         update_id = str(uuid.uuid4())
         held: list[NamedTensor] = []
@@ -182,24 +182,24 @@ class RemoteEngine:
     async def receive_weights(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
     ) -> None:
-        """One update over collective transport; see `Engine.receive_weights`."""
+        """Makes one update over collective transport; see `Engine.receive_weights`."""
         request = begin_request(str(uuid.uuid4()), version, tensors)
         request.collective.CopyFrom(encode_group(group))
         request.in_place.in_flight = IN_FLIGHT[self._policy]
         await self._update(request)
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives memory away; see `Engine.release_memory`."""
+        """Releases memory; see `Engine.release_memory`."""
         wanted = [MEMORY_KINDS[kind] for kind in kinds]
         await self._control("ReleaseMemory", srv.ReleaseMemoryRequest(kinds=wanted))
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes memory back; see `Engine.restore_memory`."""
+        """Restores memory; see `Engine.restore_memory`."""
         wanted = [MEMORY_KINDS[kind] for kind in kinds]
         await self._control("RestoreMemory", srv.RestoreMemoryRequest(kinds=wanted))
 
     async def wait_failed(self) -> Exception:
-        """Returns once health says NOT_SERVING and the server FAILED; see `Engine`."""
+        """Returns when health is NOT_SERVING and the server FAILED; see `Engine`."""
         watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=24 * 3600.0)
         try:
             async for answer in watch:
@@ -212,7 +212,7 @@ class RemoteEngine:
             watch.cancel()
 
     async def aclose(self) -> None:
-        """Ends what this engine runs and lets the server serve. Idempotent."""
+        """Ends the calls of this engine and resumes the server. Idempotent."""
         for call in list(self._calls):
             call.cancel()
         if not self._closed:
@@ -224,7 +224,7 @@ class RemoteEngine:
         request: sync.BeginUpdateRequest,
         push: Callable[[sync.BeginUpdateResponse], Awaitable[None]] | None = None,
     ) -> None:
-        """Begin, push if anything is, commit; abort where something failed."""
+        """Begins, pushes and commits an update; aborts it if any step fails."""
         weights = self._stubs.weights
         commit = sync.CommitUpdateRequest(
             update_id=request.update_id, in_flight=IN_FLIGHT[self._policy]
@@ -243,7 +243,7 @@ class RemoteEngine:
         await self.refresh()
 
     async def _push(self, messages: AsyncIterator[sync.PushWeightsRequest]) -> None:
-        """Written message by message: gRPC would hide what the iterator raises."""
+        """Writes message by message, because gRPC hides what an iterator raises."""
         call = self._stubs.weights.PushWeights(timeout=10 * CALL_S)
         try:
             async for message in messages:
@@ -257,7 +257,7 @@ class RemoteEngine:
             call.cancel()
 
     async def _restore(self) -> None:
-        """A test that failed in the middle may have left the server paused."""
+        """Resumes a server that a failed test left paused."""
         if (await self.refresh()).state == srv.SERVER_STATE_PAUSED:
             if self.server.capabilities.release_memory:
                 await self.restore_memory(frozenset(MemoryKind))
@@ -275,7 +275,7 @@ class RemoteEngine:
         try:
             await self._stubs.weights.AbortUpdate(request, timeout=CALL_S)
         except grpc.aio.AioRpcError:
-            # It was never begun, or the server is gone: what failed first is what to tell.
+            # Not begun, or the server is gone; the first error matters.
             return
         await self.refresh()
 
@@ -287,12 +287,12 @@ async def connect_engine(
     parameters: tuple[TensorSpec, ...] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> AsyncIterator[RemoteEngine]:
-    """The engine of a server, for as long as the block lasts.
+    """Yields the engine of a server.
 
     Args:
-        channel: To the server; stays open.
-        parameters: What the server must be given at an update; see `EngineInfo.parameters`.
-        metadata: What every call carries, as a bearer token.
+        channel: A channel to the server; stays open.
+        parameters: The tensors that an update must bring; see `EngineInfo.parameters`.
+        metadata: Metadata of every call, such as a bearer token.
     """
     stubs = stubs_for(channel, metadata)
     health = health_pb2_grpc.HealthStub(channel)
@@ -315,7 +315,7 @@ def _is_pause(error: Exception) -> bool:
 
 
 def _full_for_s(error: Exception) -> float | None:
-    """When a queue that is full may have room; None: that is not the trouble."""
+    """Returns the delay after which to retry if the queue is full; None for other errors."""
     if not isinstance(error, Refused) or error.refusal.reason != "OVERLOADED":
         return None
     delay = error.refusal.detail(error_details_pb2.RetryInfo).retry_delay

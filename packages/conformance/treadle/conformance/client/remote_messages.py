@@ -1,7 +1,7 @@
-"""The messages of the contract, made from and read into the engine's own types, as clients do.
+"""Converts between the messages of the contract and the types of `Engine`, as a client does.
 
-Invariant: nothing is left to a server's defaults; what is unset here is unset because the
-contract says that this means something.
+Invariant: nothing is left to a server's defaults. A field is unset only where the contract gives
+that a meaning.
 """
 
 import zlib
@@ -57,7 +57,7 @@ _REASONS = {
 def read_info(
     server: srv.GetServerInfoResponse, parameters: tuple[TensorSpec, ...] | None
 ) -> EngineInfo:
-    """The handshake as an engine's own words."""
+    """Returns GetServerInfo's answer as an `EngineInfo`."""
     can, model = server.capabilities, server.model
     return EngineInfo(
         name=server.engine,
@@ -83,7 +83,7 @@ def read_info(
 
 
 def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateRequest:
-    """The message of a request; every sampling field is set."""
+    """Returns the message of a request, with every sampling field set."""
     sampling = request.sampling
     return gen.GenerateRequest(
         request_id=request_id,
@@ -115,10 +115,10 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
 
 
 def decode_event(response: gen.GenerateResponse) -> EngineEvent:
-    """The event of a message of the stream.
+    """Returns the event in a message of the stream.
 
     Raises:
-        AssertionError: It is none that the contract knows, or carries an unspecified reason.
+        AssertionError: The event or its finish reason is not in the contract.
     """
     match response.WhichOneof("event"):
         case "started":
@@ -128,16 +128,16 @@ def decode_event(response: gen.GenerateResponse) -> EngineEvent:
             return Tokens(tuple(chunk.token_ids), tuple(chunk.logprobs), chunk.weight_version)
         case "finished":
             reason = response.finished.reason
-            assert reason in _REASONS, f"finish reason {reason} is none of the contract's"
+            assert reason in _REASONS, f"finish reason {reason} is not in the contract"
             return Finished(_REASONS[reason])
         case other:
-            raise AssertionError(f"a message with event {other!r}, which nobody asked for")
+            raise AssertionError(f"a message with the unexpected event {other!r}")
 
 
 def begin_request(
     update_id: str, version: int, specs: Sequence[TensorSpec]
 ) -> sync.BeginUpdateRequest:
-    """Opens a staged update over inline transport."""
+    """Returns the request for a staged update over inline transport."""
     return sync.BeginUpdateRequest(
         update_id=update_id,
         weight_version=version,
@@ -153,7 +153,7 @@ def begin_request(
 
 
 def encode_group(group: CollectiveGroup) -> sync.CollectiveTransport:
-    """Where the workers meet the senders."""
+    """Returns the message of a collective group."""
     return sync.CollectiveTransport(
         backend=group.backend,
         rendezvous=group.rendezvous,
@@ -171,7 +171,7 @@ async def push_messages(
     tensors: AsyncIterator[NamedTensor],
     max_chunk_bytes: int,
 ) -> AsyncIterator[sync.PushWeightsRequest]:
-    """One stream of PushWeights."""
+    """Yields the messages of one PushWeights stream."""
     places = {spec.name: index for index, spec in enumerate(specs)}
     yield sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
     async for tensor in tensors:

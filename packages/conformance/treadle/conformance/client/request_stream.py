@@ -1,7 +1,7 @@
-"""A call that sends a stream, by gRPC's asyncio client, and that says why the server ended it.
+"""A streaming call of gRPC's asyncio client that keeps the server's status.
 
-Where a write fails since the server has ended the call, grpcio puts a status of its own in the
-place of the server's (https://github.com/grpc/grpc/issues/36066): "Internal error from Core".
+If a write fails because the server has ended the call, grpcio replaces the server's status with
+"Internal error from Core" (https://github.com/grpc/grpc/issues/36066).
 """
 
 import asyncio
@@ -20,10 +20,10 @@ _LOOK_S = 0.001
 
 
 class RequestStream:
-    """Does what the call does, and raises the server's status.
+    """Wraps a call and raises the server's status.
 
     Args:
-        call: Of a `StreamUnaryMultiCallable` or a `StreamStreamMultiCallable`, just made.
+        call: A new call of a `StreamUnaryMultiCallable` or a `StreamStreamMultiCallable`.
     """
 
     def __init__(self, call: Any) -> None:
@@ -43,7 +43,7 @@ class RequestStream:
             yield answer
 
     async def read(self) -> Any:
-        """The next answer, or `grpc.aio.EOF`."""
+        """Returns the next answer, or `grpc.aio.EOF`."""
         return await self._told(self._call.read())
 
     async def write(self, request: Any) -> None:
@@ -56,15 +56,15 @@ class RequestStream:
         except grpc.aio.AioRpcError as error:
             if error.details() != _OF_GRPCIO:
                 raise
-        if self._ended is None:  # It comes yet, and then takes the place of grpcio's.
-            while await self._call.details() == _OF_GRPCIO:  # noqa: ASYNC110 - nothing tells
+        if self._ended is None:  # The server's status is still to come and replaces grpcio's.
+            while await self._call.details() == _OF_GRPCIO:  # noqa: ASYNC110 - no event to wait for
                 await asyncio.sleep(_LOOK_S)
             self._note(self._call)
         assert self._ended is not None
         raise self._ended
 
     def _note(self, call: Any) -> None:
-        """Keeps the first status, before grpcio can put its own in its place."""
+        """Keeps the first status before grpcio can replace it."""
         if (details := _now(call.details())) != _OF_GRPCIO:
             self._ended = grpc.aio.AioRpcError(
                 code=_now(call.code()),
@@ -75,7 +75,7 @@ class RequestStream:
 
 
 def _now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that has nothing to wait for."""
+    """Returns the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as stop:

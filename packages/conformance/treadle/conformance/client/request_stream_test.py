@@ -1,4 +1,4 @@
-"""A server that refuses what is still being sent, which plain `grpc.aio` forgets every time."""
+"""A server refuses a stream while it is sent; plain `grpc.aio` loses its status every time."""
 
 import asyncio
 from collections.abc import AsyncIterator

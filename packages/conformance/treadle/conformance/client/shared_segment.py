@@ -1,10 +1,8 @@
-"""The segment of a sender: memory of this process that a server on its host is shown.
+"""The shared-memory segment of a sender, which a server on the same host reads.
 
-Invariant: what a bucket says lies in a slot was written there before the bucket is sent, and a
-slot is filled anew only when the server has given it back; then all of it is overwritten, so
-that a server that still reads from it reads something else.
-
-Who waits: `push_segment`, for slots.
+Invariant: a slot is written before its bucket is sent, and written again only after the server has
+given it back. A slot that comes back is overwritten completely, so that a server that still reads
+from it reads other data. `push_segment` waits for free slots.
 """
 
 import asyncio
@@ -25,14 +23,14 @@ Part = tuple[int, int, int]
 
 
 class SharedSegment:
-    """Some slots of equal size behind a page that names the update.
+    """A page that names the update, then slots of equal size.
 
     Args:
-        update_id: Whose bytes it is going to hold.
-        num_slots: How many.
-        slot_bytes: Of each; rounded up to whole pages.
-        name: Of the memfd.
-        sealed: Whether it is kept from shrinking, as it must be.
+        update_id: The update whose bytes it will hold.
+        num_slots: Number of slots.
+        slot_bytes: Size of a slot, rounded up to whole pages.
+        name: Name of the memfd.
+        sealed: Whether it is sealed against shrinking, as the contract requires.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class SharedSegment:
         self._map[: len(update_id)] = update_id.encode()
 
     def header(self, **fields: Any) -> sync.PushBucketsRequest:
-        """The first message, with other values where they are given."""
+        """Returns the first message of a stream; `fields` override its values."""
         values: dict[str, Any] = {
             "update_id": self.update_id,
             "pid": os.getpid(),
@@ -69,15 +67,15 @@ class SharedSegment:
     def fill(
         self, slot: int, data: Sequence[bytes | memoryview], *parts: Part
     ) -> sync.PushBucketsRequest:
-        """Writes parts of the tensors into a slot, one after another, and zeros behind them.
+        """Writes parts of tensors into a slot, one after another, then zeros.
 
         Args:
-            slot: Which.
-            data: Bytes of each tensor announced.
-            parts: What of them.
+            slot: Index of the slot.
+            data: Bytes of each announced tensor.
+            parts: The parts to write.
 
         Returns:
-            The message that says so.
+            The message that announces the bucket.
         """
         bucket = sync.Bucket(slot=slot)
         start = PAGE + slot * self.slot_bytes
@@ -92,7 +90,7 @@ class SharedSegment:
 
 
 def whole_tensors(data: Sequence[bytes | memoryview], slot_bytes: int) -> list[list[Part]]:
-    """What to put into each bucket, where no tensor is split; a slot must fit the largest."""
+    """Returns the parts of each bucket without splitting tensors; a slot must fit the largest."""
     buckets: list[list[Part]] = []
     room = 0
     for index, tensor in enumerate(data):
@@ -114,14 +112,14 @@ async def push_segment(
     *,
     timeout_s: float,
 ) -> list[int]:
-    """Sends buckets, each in the slot that is free for longest; returns the slots given back.
+    """Sends buckets, each in the slot that has been free longest; returns the slots given back.
 
     Args:
         weights: Stub of WeightSyncService.
-        segment: Named after the update.
-        data: Bytes of each tensor announced.
-        buckets: Parts of each, none of them empty.
-        timeout_s: Of the whole stream.
+        segment: The segment of the update.
+        data: Bytes of each announced tensor.
+        buckets: Parts of each bucket, none of them empty.
+        timeout_s: Deadline of the whole stream.
     """
     free: asyncio.Queue[int] = asyncio.Queue()
     for slot in range(segment.num_slots):
@@ -131,7 +129,7 @@ async def push_segment(
         yield segment.header()
         for parts in buckets:
             yield segment.fill(await free.get(), data, *parts)
-        for _ in range(segment.num_slots):  # All have come back, and hold nothing.
+        for _ in range(segment.num_slots):  # All slots have come back.
             await free.get()
         yield LAST
 
@@ -139,7 +137,9 @@ async def push_segment(
     async for answer in weights.PushBuckets(requests(), timeout=timeout_s):
         given_back.append(answer.slot)
         if answer.slot != LAST.bucket.slot:
-            assert answer.slot < segment.num_slots, f"slot {answer.slot} came back, nobody's"
+            assert answer.slot < segment.num_slots, (
+                f"slot {answer.slot} came back but does not exist"
+            )
             segment.fill(answer.slot, data)
             free.put_nowait(answer.slot)
     return given_back

@@ -1,4 +1,4 @@
-"""Plain gRPC stubs of one server's services."""
+"""The gRPC stubs of one server."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,12 @@ _SENDS_STREAM = (grpc.aio.StreamUnaryMultiCallable, grpc.aio.StreamStreamMultiCa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stubs:
-    """Generated stubs carry no types, hence `Any`.
+    """The stubs of a server; `Any`, because generated stubs have no types.
 
     Attributes:
-        generation: Of GenerationService.
-        weights: Of WeightSyncService.
-        control: Of ServerService.
+        generation: Stub of GenerationService.
+        weights: Stub of WeightSyncService.
+        control: Stub of ServerService.
     """
 
     generation: Any
@@ -33,7 +33,7 @@ class Stubs:
 def stubs_for(
     channel: grpc.aio.Channel | grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()
 ) -> Stubs:
-    """The stubs on one channel, which send `metadata` with every call."""
+    """Returns the stubs on a channel, which send `metadata` with every call."""
     return Stubs(
         generation=_Sending(GenerationServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
         weights=_Sending(WeightSyncServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ def stubs_for(
 
 
 class _Sending:
-    """A stub whose calls carry metadata, and say why the server ended them."""
+    """A stub whose calls carry metadata and keep the server's status."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         self._stub = stub

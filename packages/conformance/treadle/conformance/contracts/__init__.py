@@ -1,7 +1,7 @@
 """The engine contract: suites to inherit, for an engine in process or behind an address.
 
-`engine_contract.py` says what every engine does; the other files are its parts. Suites for one
-engine alone belong beside that engine.
+`engine_contract.py` specifies what every engine does; the other files are its parts. Tests of one
+engine only belong next to that engine.
 """
 
 import sys
@@ -10,7 +10,7 @@ CONTRACTS = tuple(
     f"{__name__}.{part}_contract"
     for part in ("collective", "control", "image", "model", "sampling", "update")
 )
-"""Modules whose bare assertions pytest must rewrite, to say what they compared."""
+"""Modules whose assertions pytest rewrites, so that failures show the compared values."""
 
 if "pytest" in sys.modules:
     sys.modules["pytest"].register_assert_rewrite(*CONTRACTS)

@@ -1,7 +1,7 @@
 # ruff: noqa: D102  (a test's name says what it shows)
-"""The part of the engine contract about groups: what senders broadcast to an engine's workers.
+"""The collective part of the engine contract: broadcasts from senders to an engine's workers.
 
-Invariant: the senders are the test, so that what comes, and what does not, is known.
+The test is the sender, so it knows what is sent and what is not.
 
 Needs torch.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from treadle.conformance.client.refusals import Refused
-from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import Output, request, run, stream
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout_server.engine import Engine, InFlightPolicy
@@ -32,13 +32,13 @@ class CollectiveContract(ContractBase):
     """See `ContractBase`.
 
     Attributes:
-        sender_host: This machine, as the engine's workers reach it.
+        sender_host: The address of this machine as the engine's workers reach it.
     """
 
     sender_host: str = "127.0.0.1"
 
     async def test_what_a_group_brings_is_what_an_update_brings(self) -> None:
-        """Twice through one group, since a group is kept."""
+        """Updates twice through one group, because engines keep groups."""
         wanted = [await self._wanted(which) for which in (0, 1)]
         async with self.engine() as engine, self._sender(engine) as sender:
             for which in (1, 0):
@@ -60,7 +60,7 @@ class CollectiveContract(ContractBase):
             async with self._sender(engine, absent=1, timeout_s=1.0) as sender:
                 with pytest.raises(_BROKEN) as caught:
                     await self._receive(engine, sender, 0, version)
-            self._named(caught.value)
+            self._check_refusal(caught.value)
             await self._mend(engine, version, wanted)
 
     async def test_a_sender_that_leaves_in_the_middle_ends_the_update(self) -> None:
@@ -71,15 +71,15 @@ class CollectiveContract(ContractBase):
             async with self._sender(engine) as sender:
                 with pytest.raises(_BROKEN) as caught:
                     await self._receive(engine, sender, 0, version, leaves=True)
-            self._named(caught.value)
-            async with self._sender(engine) as sender:  # In another group, the same version comes.
+            self._check_refusal(caught.value)
+            async with self._sender(engine) as sender:  # Another group, the same version.
                 await self._receive(engine, sender, 1, version)
             await engine.resume()
             assert (await run(engine, request(PROMPT))).token_ids == wanted.token_ids
 
     async def _wanted(self, which: int) -> Output:
         async with self.engine(weights=which) as engine:
-            need(engine.info.capabilities.collective, "this engine joins no groups")
+            skip_unless(engine.info.capabilities.collective, "this engine joins no groups")
             return await run(engine, request(PROMPT))
 
     @asynccontextmanager
@@ -104,14 +104,14 @@ class CollectiveContract(ContractBase):
         *,
         leaves: bool = False,
     ) -> None:
-        """One update of a paused engine through a group."""
+        """Updates a paused engine once through a group."""
         tensors = self.weights(which)
         specs = [tensor.spec for tensor in tensors]
 
         def send() -> None:
             sender.send(tensors, num_buckets=1 if leaves else None)
             if leaves:
-                sender.leave("it has seen enough")
+                sender.leave("the test ends it")
 
         sending = asyncio.create_task(asyncio.to_thread(send))
         try:
@@ -125,19 +125,19 @@ class CollectiveContract(ContractBase):
         await sending
 
     def _need_reachable(self, error: Exception) -> None:
-        """A server with TLS meets nobody on a network, where a group has none."""
+        """Skips the test if a server with TLS refuses an unencrypted group on a network."""
         if isinstance(error, Refused) and error.refusal.reason == "INVALID_FIELD":
             detail = error.refusal.detail(errors_pb2.InvalidField)
             if detail.field == "collective.rendezvous":
                 pytest.skip(f"{detail.field} is {detail.received}, expected {detail.expected}")
 
-    def _named(self, error: Exception) -> None:
+    def _check_refusal(self, error: Exception) -> None:
         if isinstance(error, Refused):
             found = error.refusal
             assert (found.code, found.reason) == ("NOT_FOUND", "UPDATE_UNKNOWN")
 
     async def _mend(self, engine: Engine, version: int, wanted: Output) -> None:
-        """Any whole update brings the engine back, with the same version too."""
+        """Checks that a whole update, with the same version, repairs the engine."""
         await engine.load_weights(stream(self.weights(1)), version=version)
         await engine.resume()
         output = await run(engine, request(PROMPT))

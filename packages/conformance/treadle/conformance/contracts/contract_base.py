@@ -1,4 +1,4 @@
-"""What every part of the engine contract is told about the engine it tests."""
+"""The base of every part of the engine contract: how it gets the engine and its properties."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ import pytest
 from treadle.rollout_server.engine import Engine, NamedTensor
 
 LONG = 300
-"""Tokens of a completion that must still run when something happens to it."""
+"""Default of `ContractBase.long`."""
 
 
 class ContractBase:
-    """Inherit from a contract, name the subclass `Test...`, and give it these two.
+    """Inherit from a contract, name the subclass `Test...`, and define `engine` and `weights`.
 
     Attributes:
-        long: Tokens of a completion that must still run when something happens to it.
-        turn_tokens: Tokens of a prompt that is long enough for the prefix cache to keep.
-        draws: Sequences by which a distribution is measured.
-        logprob_tolerance: Nats by which the log-prob of a token may differ between batches.
-        fresh: Whether `engine` gives one whose prefix caches are empty.
-        ends: Whether `aclose` ends the engine, rather than a connection to it.
-        caches_prefixes: Whether a second turn must find its first in the cache.
-        places: Sequences that the engine runs side by side; None: too many to fill.
+        long: Length in tokens of completions that must still be running when a test interferes.
+        turn_tokens: Length of a prompt that is long enough for the prefix cache to keep.
+        draws: Number of sequences used to measure a distribution.
+        logprob_tolerance: Maximum difference between a token's log-probs in two batches, in nats.
+        fresh: Whether `engine` returns an engine with empty prefix caches.
+        ends: Whether `aclose` ends the engine rather than a connection to it.
+        caches_prefixes: Whether a second turn must find the first in the cache.
+        places: Number of sequences that the engine runs at once; None if too many to fill.
     """
 
     long: int = LONG
@@ -37,22 +37,22 @@ class ContractBase:
 
     @abstractmethod
     def engine(self, weights: int = 0) -> AbstractAsyncContextManager[Engine]:
-        """An engine with nothing in flight that holds weight set 0 or 1."""
+        """Returns an engine with weight set 0 or 1 and nothing in flight."""
 
     @abstractmethod
     def weights(self, which: int) -> Sequence[NamedTensor]:
-        """Weight set 0 or 1; they lead to different greedy completions."""
+        """Returns weight set 0 or 1; their greedy completions differ."""
 
     def takes_in_place(self, engine: Engine) -> bool:
-        """Whether updates in place reach the engine."""
+        """Returns whether updates in place reach the engine."""
         return True
 
     async def break_engine(self, engine: Engine) -> None:
-        """Breaks it as a worker that dies would; it is of no use afterwards."""
-        pytest.skip("nothing here knows how to break this engine")
+        """Breaks the engine for good, as the death of a worker does."""
+        pytest.skip("the suite does not know how to break this engine")
 
 
-def need(holds: bool, lack: str) -> None:
-    """Skips the test where the engine has not what it needs."""
-    if not holds:
-        pytest.skip(lack)
+def skip_unless(condition: bool, reason: str) -> None:
+    """Skips the test if the engine lacks what it needs."""
+    if not condition:
+        pytest.skip(reason)

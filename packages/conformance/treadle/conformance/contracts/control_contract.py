@@ -1,21 +1,21 @@
 # ruff: noqa: D102  (a test's name says what it shows)
-"""The part of the engine contract about many sequences: batching, caches, ends and pauses."""
+"""The control part of the engine contract: batching, cancellation, caches, pauses and memory."""
 
 import asyncio
 
 import pytest
 
-from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import (
-    OF_FEW,
+    FEW_CANDIDATES,
     TRIES,
     Reader,
-    drawn_prompt,
-    kept,
+    counters_since,
+    pause_midway,
+    random_prompt,
     request,
     run,
     run_all,
-    since,
 )
 from treadle.rollout_server.engine import Engine, FinishReason, InFlightPolicy, MemoryKind
 
@@ -33,7 +33,7 @@ class ControlContract(ContractBase):
             before = engine.counters
             together = [output.token_ids for output in await run_all(engine, wanted)]
             alone = [(await run(engine, one)).token_ids for one in wanted[:6]]
-            counters = since(before, engine.counters)
+            counters = counters_since(before, engine.counters)
         assert together[:6] == alone
         assert (counters.running, counters.aborted) == (0, 0)
         assert counters.started == counters.finished == 30
@@ -45,9 +45,9 @@ class ControlContract(ContractBase):
                 reader = Reader(engine, request(max_tokens=self.long))
                 await reader.first_tokens()
                 await reader.abort()
-                # The pause waits for whatever still runs, so the count afterwards is settled.
+                # The pause waits for what still runs, so the count is final afterwards.
                 await engine.pause(InFlightPolicy.DRAIN)
-                counters = since(before, engine.counters)
+                counters = counters_since(before, engine.counters)
                 assert counters.running == 0
                 await engine.resume()
                 if counters.aborted:
@@ -66,7 +66,7 @@ class ControlContract(ContractBase):
                 await reader.abort()
             others = [await reader.output() for reader in readers[1::2]]
             await engine.pause(InFlightPolicy.DRAIN)
-            counters = since(before, engine.counters)
+            counters = counters_since(before, engine.counters)
             await engine.resume()
         assert others[0].token_ids == alone
         assert {len(output.token_ids) for output in others} == {40}
@@ -84,13 +84,13 @@ class ControlContract(ContractBase):
 
     async def test_a_second_turn_finds_the_first_in_the_cache(self) -> None:
         async with self.engine() as engine:
-            need(self.caches_prefixes, "this engine keeps no prefixes")
+            skip_unless(self.caches_prefixes, "this engine has no prefix cache")
             vocab_size = engine.info.model.vocab_size
-            prompt = drawn_prompt(self.turn_tokens, vocab_size, seed=2)
+            prompt = random_prompt(self.turn_tokens, vocab_size, seed=2)
             first = await run(engine, request(prompt, max_tokens=8))
-            turn = prompt + first.token_ids + drawn_prompt(12, vocab_size, seed=3)
-            second = await run(engine, request(turn, seed=4, **OF_FEW))
-            again = await run(engine, request(turn, seed=4, **OF_FEW))
+            turn = prompt + first.token_ids + random_prompt(12, vocab_size, seed=3)
+            second = await run(engine, request(turn, seed=4, **FEW_CANDIDATES))
+            again = await run(engine, request(turn, seed=4, **FEW_CANDIDATES))
         assert first.cached_prompt_tokens == 0 or not self.fresh
         assert second.cached_prompt_tokens >= self.turn_tokens // 2
         assert second.cached_prompt_tokens < len(turn)
@@ -100,19 +100,19 @@ class ControlContract(ContractBase):
     async def test_the_higher_priority_runs_first(self) -> None:
         async with self.engine() as engine:
             places = self.places or 0
-            need(engine.info.capabilities.priority, "this engine knows no priority")
-            need(places > 0, "how many sequences it runs at once is not known here")
-            # The first ends long before the others and leaves the only place there is.
+            skip_unless(engine.info.capabilities.priority, "this engine has no priorities")
+            skip_unless(places > 0, "the number of sequences it runs at once is unknown")
+            # The first ends long before the others and frees the only slot.
             most = engine.info.model.context_length - 8
             lengths = [most // 2, *[most] * (places - 1)]
-            for _ in range(TRIES):  # It may end before all three wait.
+            for _ in range(TRIES):  # It may end before all three are queued.
                 order = await self._order_of_priorities(engine, lengths)
                 if order == ["high", "middle", "low"]:
                     break
         assert order == ["high", "middle", "low"]
 
     async def _order_of_priorities(self, engine: Engine, lengths: list[int]) -> list[str]:
-        """In which order sequences end that came while others of these lengths ran."""
+        """Returns the order in which sequences end that arrive while others of `lengths` run."""
         busy = [Reader(engine, request((9, n), max_tokens=m)) for n, m in enumerate(lengths)]
         for reader in busy:
             await reader.first_tokens()
@@ -142,7 +142,7 @@ class ControlContract(ContractBase):
                 if all(len(output.token_ids) < self.long for output in outputs):
                     break
             whole = await run(engine, request((5, 0), max_tokens=self.long))
-            counters = since(before, engine.counters)
+            counters = counters_since(before, engine.counters)
         for output in outputs:
             assert output.reason is FinishReason.INTERRUPTED
             assert 1 <= len(output.token_ids) < self.long
@@ -153,9 +153,9 @@ class ControlContract(ContractBase):
     async def test_what_continue_kept_goes_on_as_if_nothing_had_been(self) -> None:
         wanted = request(temperature=1.0, seed=6, max_tokens=self.long)
         async with self.engine() as engine:
-            need(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
+            skip_unless(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
             whole = await run(engine, wanted)
-            reader = await kept(engine, wanted)
+            reader = await pause_midway(engine, wanted)
             await engine.resume()
             output = await reader.output()
         assert output.token_ids == whole.token_ids
@@ -163,8 +163,8 @@ class ControlContract(ContractBase):
 
     async def test_what_continue_kept_can_still_be_interrupted(self) -> None:
         async with self.engine() as engine:
-            need(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
-            reader = await kept(engine, request(max_tokens=self.long))
+            skip_unless(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
+            reader = await pause_midway(engine, request(max_tokens=self.long))
             await engine.pause(InFlightPolicy.INTERRUPT)
             output = await reader.output()
             await engine.resume()
@@ -172,8 +172,8 @@ class ControlContract(ContractBase):
 
     async def test_what_continue_kept_can_still_be_drained(self) -> None:
         async with self.engine() as engine:
-            need(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
-            reader = await kept(engine, request(max_tokens=self.long))
+            skip_unless(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
+            reader = await pause_midway(engine, request(max_tokens=self.long))
             await engine.pause(InFlightPolicy.DRAIN)
             output = await reader.output()
             await engine.resume()
@@ -187,7 +187,9 @@ class ControlContract(ContractBase):
     async def test_released_memory_comes_back_as_it_was(self, kinds: frozenset[MemoryKind]) -> None:
         wanted = request(tuple(range(1, 31)) * 3, temperature=1.0, seed=8)
         async with self.engine() as engine:
-            need(engine.info.capabilities.release_memory, "this engine cannot release memory")
+            skip_unless(
+                engine.info.capabilities.release_memory, "this engine cannot release memory"
+            )
             before = await run(engine, wanted)
             await engine.pause(InFlightPolicy.DRAIN)
             await engine.release_memory(kinds)
@@ -199,7 +201,7 @@ class ControlContract(ContractBase):
         assert after.logprobs == pytest.approx(before.logprobs, abs=self.logprob_tolerance)
 
     async def test_closing_ends_what_runs(self) -> None:
-        need(self.ends, "the server outlives its tests")
+        skip_unless(self.ends, "the server outlives its tests")
         async with self.engine() as engine:
             reader = Reader(engine, request(max_tokens=self.long))
             await reader.first_tokens()
@@ -209,7 +211,7 @@ class ControlContract(ContractBase):
         assert output.reason is FinishReason.INTERRUPTED
 
     async def test_an_engine_that_breaks_says_so_while_it_is_idle(self) -> None:
-        """Last of all: the engine is of no use afterwards."""
+        """Runs last, because the engine is broken afterwards."""
         async with self.engine() as engine:
             watch = asyncio.create_task(engine.wait_failed())
             await run(engine, request())

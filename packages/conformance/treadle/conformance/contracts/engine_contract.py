@@ -10,9 +10,9 @@
         def weights(self, which):
             return [NamedTensor(...), ...]
 
-Needs a vocabulary of at least 32 ids and a context of at least 512 tokens; a long completion
-should take more than a few event-loop turns. What does not fit an engine is set by the
-attributes of `ContractBase`. An engine that runs a real model passes `ModelContract` too.
+The engine needs a vocabulary of at least 32 ids and a context of at least 512 tokens, and a long
+completion should take more than a few turns of the event loop. The attributes of `ContractBase`
+adapt the suite to an engine. An engine that runs a real model also passes `ModelContract`.
 """
 
 from treadle.conformance.contracts.control_contract import ControlContract
@@ -22,4 +22,4 @@ from treadle.conformance.contracts.update_contract import UpdateContract
 
 # In this order: the last test of the last part may break the engine.
 class EngineContract(ControlContract, UpdateContract, SamplingContract):
-    """See the module docstring."""
+    """The whole contract; see the module docstring."""

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a test's name says what it shows)
-"""The image contract: what every `Engine` that has the capability must do, as tests to inherit.
+"""The image contract: tests to inherit for every `Engine` with the images capability.
 
 class TestMyEngineSees(ImageContract):
     @asynccontextmanager
@@ -23,17 +23,17 @@ from treadle.rollout_server.engine import Engine, EngineRequest, InFlightPolicy,
 
 @pytest.mark.asyncio
 class ImageContract:
-    """Inherit, name the subclass `Test...`, and give it these two."""
+    """Inherit, name the subclass `Test...`, and define `engine` and `pictured`."""
 
     @abstractmethod
     def engine(self) -> AbstractAsyncContextManager[Engine]:
-        """A fresh engine."""
+        """Returns a fresh engine."""
 
     @abstractmethod
     def pictured(self, which: int) -> tuple[tuple[int, ...], PromptImage]:
-        """A prompt and its image: 0 or 1, with the same ids and not the same pixels.
+        """Returns a prompt with image 0 or 1; the ids are the same, the pixels differ.
 
-        At least 16 ids stand before the image and 32 behind it.
+        At least 16 ids precede the image and 32 follow it.
         """
 
     def wanted(self, which: int, **sampling: object) -> EngineRequest:
@@ -118,7 +118,7 @@ class ImageContract:
 
 
 def _close(left: Output, right: Output) -> bool:
-    """The same draws, up to the rounding of another batch."""
+    """Returns whether the draws are the same, up to rounding in different batches."""
     return left.token_ids == right.token_ids and left.logprobs == pytest.approx(
         right.logprobs, abs=1e-4
     )

@@ -1,9 +1,8 @@
 # ruff: noqa: D102  (a test's name says what it shows)
-"""The part of the engine contract about real models: the engine computes what transformers does.
+"""The model part of the engine contract: the engine computes what transformers computes.
 
-Invariant: every number that is compared with comes from the checkpoints themselves, by
-`reference`; an engine that keeps anything of old weights, as a packed output head, is told apart
-from one that does not.
+Invariant: every expected number comes from the checkpoints, through `reference`. An engine that
+keeps any part of old weights, such as a packed output head, fails.
 
 Needs torch and transformers.
 """
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import (
     Output,
     Reader,
-    drawn_prompt,
-    kept,
+    pause_midway,
+    random_prompt,
     request,
     run,
     run_all,
@@ -41,18 +40,19 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.4},
     {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
 )
-"""Every filter alone, and all of them in their order."""
+"""Every filter alone, and all of them together."""
 
 
 @pytest.mark.asyncio
 class ModelContract(ContractBase):
-    """See `ContractBase`, and give it these.
+    """See `ContractBase`; subclasses also define `checkpoint`.
 
     Attributes:
-        model_tolerance: Nats between a log-prob and transformers', for the engine's element type.
-        compared: Tokens that are compared of each completion.
-        continue_recomputes: Whether sequences kept by CONTINUE are read anew by new weights;
-            else the keys and values that old weights made of them stay.
+        model_tolerance: Maximum difference from transformers' log-probs in nats, for the engine's
+            element type.
+        compared: Number of tokens to compare per completion.
+        continue_recomputes: Whether new weights recompute the KV cache of sequences kept by
+            CONTINUE; else the keys and values of the old weights stay.
     """
 
     model_tolerance: float = 1e-4
@@ -61,10 +61,10 @@ class ModelContract(ContractBase):
 
     @abstractmethod
     def checkpoint(self, which: int) -> Path:
-        """The Hugging Face directory of weight set 0 or 1."""
+        """Returns the Hugging Face directory of weight set 0 or 1."""
 
     def reference(self, which: int) -> "Reference":
-        """The same weights in transformers."""
+        """Returns the same weights in transformers."""
         # Late: it needs torch, and the kit loads this module where there is none.
         from treadle.conformance.contracts.reference import reference
 
@@ -78,7 +78,7 @@ class ModelContract(ContractBase):
 
     async def _is_greedy(self, engine: Engine, which: int) -> None:
         vocab_size = engine.info.model.vocab_size
-        prompts = [drawn_prompt(length, vocab_size, seed=length) for length in (1, 7, 40)]
+        prompts = [random_prompt(length, vocab_size, seed=length) for length in (1, 7, 40)]
         wanted = [request(prompt, max_tokens=self.compared) for prompt in prompts]
         for prompt, output in zip(prompts, await run_all(engine, wanted), strict=True):
             assert output.token_ids == self.reference(which).greedy(prompt, self.compared)
@@ -93,7 +93,7 @@ class ModelContract(ContractBase):
 
     async def test_logprobs_are_those_of_transformers_after_an_update_in_place(self) -> None:
         async with self.engine() as engine:
-            need(self.takes_in_place(engine), "this server takes no updates in place")
+            skip_unless(self.takes_in_place(engine), "this server takes no updates in place")
             await engine.pause(InFlightPolicy.DRAIN)
             version = engine.weight_version + 1
             tensors = stream(self.weights(1))
@@ -102,8 +102,8 @@ class ModelContract(ContractBase):
             await self._fit(engine, 1)
 
     async def _fit(self, engine: Engine, which: int) -> None:
-        """All filters side by side in one batch, each against its own distribution."""
-        prompt = drawn_prompt(30, engine.info.model.vocab_size, seed=11)
+        """Compares all filters, run in one batch, each with its own distribution."""
+        prompt = random_prompt(30, engine.info.model.vocab_size, seed=11)
         wanted = [
             request(prompt, seed=place, max_tokens=self.compared, **({"temperature": 1.0} | values))
             for place, values in enumerate(SAMPLINGS)
@@ -115,10 +115,10 @@ class ModelContract(ContractBase):
     async def test_a_cached_prefix_leads_to_the_same_logprobs(self) -> None:
         async with self.engine() as engine:
             vocab_size = engine.info.model.vocab_size
-            prompt = drawn_prompt(self.turn_tokens, vocab_size, seed=5)
+            prompt = random_prompt(self.turn_tokens, vocab_size, seed=5)
             first = request(prompt, temperature=1.0, seed=1, max_tokens=self.compared)
             begun = await run(engine, first)
-            turn = prompt + begun.token_ids + drawn_prompt(9, vocab_size, seed=6)
+            turn = prompt + begun.token_ids + random_prompt(9, vocab_size, seed=6)
             wanted = replace(first, prompt=turn)
             output = await run(engine, wanted)
         assert output.cached_prompt_tokens > 0 or not self.caches_prefixes
@@ -131,15 +131,15 @@ class ModelContract(ContractBase):
     async def test_each_token_was_sampled_by_the_version_it_is_labelled_with(
         self, policy: InFlightPolicy
     ) -> None:
-        """Its log-prob tells: no other version has that number for it."""
+        """The log-prob shows the version, because no other gives the token the same one."""
         async with self.engine() as engine:
             can = engine.info.capabilities.in_flight_continue
-            need(can or policy is InFlightPolicy.DRAIN, "this engine cannot continue")
+            skip_unless(can or policy is InFlightPolicy.DRAIN, "this engine cannot continue")
             base = engine.weight_version
-            prompt = drawn_prompt(12, engine.info.model.vocab_size, seed=9)
+            prompt = random_prompt(12, engine.info.model.vocab_size, seed=9)
             wanted = request(prompt, temperature=1.0, seed=5, max_tokens=self.long)
             if policy is InFlightPolicy.CONTINUE:
-                reader = await kept(engine, wanted)
+                reader = await pause_midway(engine, wanted)
             else:
                 reader = Reader(engine, wanted)
                 await reader.first_tokens()
@@ -168,8 +168,8 @@ class ModelContract(ContractBase):
         )
 
     async def test_the_sets_of_weights_differ_in_every_way_that_is_compared(self) -> None:
-        """A test of the test: an engine that kept its old weights would not pass."""
-        prompt = drawn_prompt(30, 32, seed=11)
+        """Tests the test: an engine that kept its old weights would fail."""
+        prompt = random_prompt(30, 32, seed=11)
         sampling = request(temperature=1.0).sampling
         ids = self.reference(0).greedy(prompt, self.compared)
         assert self.reference(1).greedy(prompt, self.compared) != ids

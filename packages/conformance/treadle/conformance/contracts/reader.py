@@ -1,8 +1,7 @@
-"""The reader: one sequence of an `Engine`, read in a task of its own and held to its grammar.
+"""Reads sequences of an `Engine`, each in a task, and checks the order of their events.
 
-Invariant: what `output` returns began with one `Started`, went on with `Tokens` and ended with
-one `Finished`; anything else fails the test. Who waits: the test, for the first tokens or the
-end; the reader waits for the engine alone.
+Invariant: the events of a returned output were one `Started`, then `Tokens`, then one `Finished`;
+anything else fails the test.
 """
 
 import asyncio
@@ -26,16 +25,16 @@ from treadle.rollout_server.engine import (
 )
 
 TRIES = 5
-"""How often something that a fast engine may outrun is tried."""
+"""Number of attempts at something that a fast engine may outrun."""
 
-OF_FEW: dict[str, Any] = {"temperature": 1.0, "top_k": 4}
-"""Draws that rounding, another one in each batch and cache, does not decide: between a few ids that
-are likely, and not among all those of a large vocabulary."""
+FEW_CANDIDATES: dict[str, Any] = {"temperature": 1.0, "top_k": 4}
+"""Draws among a few likely tokens, which rounding does not decide. It differs between batches and
+caches, and may decide draws among all tokens of a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything that one sequence yielded."""
+    """Everything that one sequence yielded; `versions` has one entry per token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -45,7 +44,7 @@ class Output:
 
 
 class Reader:
-    """Reads one sequence in a task, and tells when its first tokens are there."""
+    """Reads one sequence in a task and tells when its first tokens have arrived."""
 
     def __init__(self, engine: Engine, request: EngineRequest) -> None:
         self._first = asyncio.Event()
@@ -62,11 +61,11 @@ class Reader:
 
     @property
     def done(self) -> bool:
-        """Whether the sequence ended."""
+        """Whether the sequence has ended."""
         return self._task.done()
 
     async def output(self) -> Output:
-        """Waits for the end of the sequence."""
+        """Waits for the end of the sequence and returns its output."""
         return await self._task
 
     async def abort(self) -> None:
@@ -112,13 +111,13 @@ class Reader:
 
 
 async def stream(tensors: Sequence[NamedTensor]) -> AsyncIterator[NamedTensor]:
-    """`tensors` as `Engine.load_weights` wants them."""
+    """Yields `tensors`, as `Engine.load_weights` takes them."""
     for tensor in tensors:
         yield tensor
 
 
 async def update(engine: Engine, tensors: Sequence[NamedTensor], version: int) -> None:
-    """Loads weights with nothing in flight."""
+    """Loads weights while nothing is in flight."""
     await engine.pause(InFlightPolicy.DRAIN)
     await engine.load_weights(stream(tensors), version=version)
     await engine.resume()
@@ -132,7 +131,7 @@ def request(
     priority: int = 0,
     **sampling: object,
 ) -> EngineRequest:
-    """A greedy request of 16 tokens that ignores end of sequence, unless told otherwise."""
+    """Returns a greedy request for 16 tokens that ignores end of sequence; arguments override."""
     values = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | sampling
     return EngineRequest(
         request_id=name,
@@ -144,18 +143,18 @@ def request(
 
 
 async def run(engine: Engine, wanted: EngineRequest) -> Output:
-    """One sequence from start to end."""
+    """Runs one sequence to its end."""
     return await Reader(engine, wanted).output()
 
 
-async def kept(engine: Engine, wanted: EngineRequest) -> Reader:
-    """A sequence that a pause with CONTINUE has just stopped on its way; nothing else runs.
+async def pause_midway(engine: Engine, wanted: EngineRequest) -> Reader:
+    """Starts a sequence and pauses the engine with CONTINUE before the sequence ends.
 
-    An engine in another process may have sampled all of it when the pause arrives; then another
-    takes its turn.
+    An engine in another process may finish the sequence before the pause arrives; then the next
+    attempt follows.
 
     Raises:
-        AssertionError: Each of `TRIES` ended before, or one of them did not end as it should.
+        AssertionError: All `TRIES` sequences ended before the pause, or one did not end normally.
     """
     for _ in range(TRIES):
         reader = Reader(engine, wanted)
@@ -169,23 +168,23 @@ async def kept(engine: Engine, wanted: EngineRequest) -> Reader:
         await engine.resume()
     raise AssertionError(
         f"{TRIES} sequences of {wanted.sampling.max_tokens} tokens ended before a pause that "
-        "came after their first: ask for longer ones"
+        "came after their first tokens: use longer ones"
     )
 
 
 async def run_all(engine: Engine, wanted: Iterable[EngineRequest]) -> list[Output]:
-    """Sequences side by side, in their order."""
+    """Runs sequences concurrently and returns their outputs in order."""
     readers = [Reader(engine, one) for one in wanted]
     return [await reader.output() for reader in readers]
 
 
-def drawn_prompt(length: int, vocab_size: int, *, seed: int = 0) -> tuple[int, ...]:
-    """Ids that look like text to no model: drawn evenly, the first four ids left out."""
+def random_prompt(length: int, vocab_size: int, *, seed: int = 0) -> tuple[int, ...]:
+    """Returns token ids drawn uniformly from all but the first four ids."""
     return tuple(random.Random(seed).choices(range(4, vocab_size), k=length))
 
 
-def since(before: EngineCounters, after: EngineCounters) -> EngineCounters:
-    """What happened between two readings; `running` is the later one."""
+def counters_since(before: EngineCounters, after: EngineCounters) -> EngineCounters:
+    """Returns the difference between two readings; `running` is that of the later one."""
     return EngineCounters(
         started=after.started - before.started,
         finished=after.finished - before.finished,

@@ -1,9 +1,9 @@
-"""The reference: what transformers computes of a checkpoint, and the distributions it leads to.
+"""The reference for engines: transformers' logits for a checkpoint, and the sampling distributions.
 
-Invariant: nothing here is shared with any engine; the filters are written a second time, from
-the words of `Sampling`, over one row of float64 logits.
+Invariant: nothing here is shared with any engine. The filters are implemented a second time, from
+the documentation of `Sampling`, over one row of float64 logits.
 
-Needs torch and transformers, and is therefore imported by itself.
+Needs torch and transformers, so it is imported only where they are needed.
 """
 
 import functools
@@ -23,7 +23,7 @@ class Reference:
     """A checkpoint in transformers, in float32 on the CPU.
 
     Args:
-        directory: Read by ``from_pretrained``.
+        directory: A Hugging Face directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,13 +31,13 @@ class Reference:
         self._model = model.eval()
 
     def logits(self, token_ids: Sequence[int], *, start: int) -> torch.Tensor:
-        """Logits of the ids that follow each of ``token_ids[start:]``, ``[T - start, V]``."""
+        """Returns the next-token logits at each of ``token_ids[start:]``, ``[T - start, V]``."""
         with torch.no_grad():
             found: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits
         return found[0, start:].double()
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """What ``generate`` answers, past any end of sequence."""
+        """Returns greedy tokens from ``generate``, which ignores end of sequence."""
         inputs = torch.tensor([list(prompt)])
         with torch.no_grad():
             found = self._model.generate(
@@ -54,7 +54,7 @@ class Reference:
     def logprobs(
         self, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling
     ) -> list[float]:
-        """Log-probs of a completion's ids under the distributions they were drawn from."""
+        """Returns the log-prob of each completion token under its sampling distribution."""
         ids = (*prompt, *completion)
         return _of_each(self.logits(ids[:-1], start=len(prompt) - 1), ids, len(prompt), sampling)
 
@@ -67,18 +67,18 @@ class Reference:
         *,
         switched: int,
     ) -> list[float]:
-        """Log-probs where other weights have read the beginning, and their keys and values stay.
+        """Returns log-probs of tokens after a switch of weights that keeps keys and values.
 
         Args:
             before: The weights that sampled ``completion[:switched]``.
-            prompt: The prompt.
-            completion: All ids sampled.
-            sampling: How.
-            switched: At least 1: ids sampled before the switch. The last of them is the first
-                that these weights read.
+            prompt: Token ids of the prompt.
+            completion: All sampled token ids.
+            sampling: The sampling parameters.
+            switched: Number of tokens sampled before the switch, at least 1. The last of them is
+                the first that the new weights process.
 
         Returns:
-            Of ``completion[switched:]``.
+            The log-probs of ``completion[switched:]``.
         """
         ids = (*prompt, *completion)
         place = len(prompt) + switched
@@ -94,17 +94,17 @@ class Reference:
 
 @functools.lru_cache(maxsize=4)
 def reference(directory: Path) -> Reference:
-    """The reference of a directory, read once."""
+    """Returns the reference for a directory, cached."""
     return Reference(directory)
 
 
 def distribution(logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling) -> torch.Tensor:
-    """Log-probs of all ids, ``[V]``; minus infinity for ids that a filter drops.
+    """Returns the log-probs of all ids, ``[V]``; minus infinity for ids that a filter drops.
 
     Args:
-        logits_V: Of the model.
-        seen: Prompt and completion so far.
-        sampling: At a temperature above 0.
+        logits_V: The model's logits.
+        seen: Ids of the prompt and of the completion so far.
+        sampling: Sampling parameters with a temperature above 0.
     """
     scores = logits_V.clone()
     for token_id in set(seen):
@@ -127,7 +127,7 @@ def distribution(logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling
 def _of_each(
     logits_TV: torch.Tensor, ids: Sequence[int], place: int, sampling: Sampling
 ) -> list[float]:
-    """Log-probs of ``ids[place:]``, whose logits are the rows."""
+    """Returns the log-probs of ``ids[place:]``, given one row of logits per id."""
     return [
         float(distribution(row_V, ids[: place + index], sampling)[ids[place + index]])
         for index, row_V in enumerate(logits_TV)

@@ -1,8 +1,8 @@
-"""What lets the engine contract run against a server: how one server serves many tests.
+"""Runs the engine contract against a server; one server serves many tests.
 
-Invariant: each test finds the weights it asks for in the server, nothing in flight, and empty
-prefix caches, since an update opens it; where there are no weights to send, the server's own
-serve as set 0, and tests that need others are skipped.
+Invariant: each test starts with the weights it asks for, nothing in flight and empty prefix
+caches, because it begins with an update. If there are no weights to send, the server's weights
+count as set 0, and tests that need set 1 are skipped.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,7 +16,7 @@ import pytest
 
 from treadle.conformance.client.checkpoint import read_checkpoint, specs_of
 from treadle.conformance.client.remote_engine import RemoteEngine, connect_engine
-from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import stream
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout_server.engine import Engine, InFlightPolicy, NamedTensor
@@ -28,12 +28,12 @@ CHANNEL_OPTIONS = (
 
 
 def plain_channel(address: str) -> grpc.aio.Channel:
-    """A channel without TLS."""
+    """Opens a channel without TLS."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def tls_channel(ca: bytes, address: str) -> grpc.aio.Channel:
-    """A channel to a server whose certificate `ca` signed, or is."""
+    """Opens a channel to a server whose certificate `ca` signed, or is."""
     credentials = grpc.ssl_channel_credentials(ca)
     return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
 
@@ -43,12 +43,12 @@ class Target:
     """The server under test.
 
     Attributes:
-        address: host:port.
-        channel: Opens a channel to it, in the event loop that runs.
-        checkpoints: Directories of weight sets 0 and 1; set 0 is what it was started with.
-            None: there are none to send.
-        pid: Of its process, where the test owns it.
-        metadata: What every call carries, as a bearer token.
+        address: The host:port of the server.
+        channel: Opens a channel to the address, in the running event loop.
+        checkpoints: Directories of weight sets 0 and 1; the server was started with set 0. None
+            if there are no weights to send.
+        pid: The server's process id, if the test owns the process.
+        metadata: Metadata of every call, such as a bearer token.
     """
 
     address: str
@@ -59,7 +59,7 @@ class Target:
 
 
 class RemoteContract(ContractBase):
-    """Inherit before a contract, and give the module a fixture `target`."""
+    """Inherit from this before a contract, and define a fixture `target` in the module."""
 
     ends = False
     target: Target
@@ -70,13 +70,15 @@ class RemoteContract(ContractBase):
         self.fresh = target.checkpoints is not None
 
     def engine(self, weights: int = 0) -> AbstractAsyncContextManager[Engine]:
-        """The server, updated to a weight set."""
+        """Returns the server, updated to a weight set."""
         return self._connected(weights)
 
     @asynccontextmanager
     async def _connected(self, weights: int) -> AsyncIterator[Engine]:
         tensors = None if self.target.checkpoints is None else self.weights(weights)
-        need(tensors is not None or weights == 0, "no other weights to send: give a checkpoint")
+        skip_unless(
+            tensors is not None or weights == 0, "needs weights to send: set Target.checkpoints"
+        )
         parameters = None if tensors is None else specs_of(list(tensors))
         async with (
             self.target.channel(self.target.address) as channel,
@@ -87,20 +89,20 @@ class RemoteContract(ContractBase):
             yield engine
 
     def weights(self, which: int) -> Sequence[NamedTensor]:
-        """The tensors of a checkpoint."""
+        """Returns the tensors of a checkpoint."""
         if self.target.checkpoints is None:
-            pytest.skip("no weights to send: give a checkpoint")
+            pytest.skip("needs weights to send: set Target.checkpoints")
         return read_checkpoint(self.target.checkpoints[which])
 
     def takes_in_place(self, engine: Engine) -> bool:
-        """As the server says."""
+        """Returns the server's capability."""
         assert isinstance(engine, RemoteEngine)
         return engine.server.capabilities.in_place_update
 
 
 async def _settle(engine: RemoteEngine, tensors: Sequence[NamedTensor]) -> None:
-    """Ends what an earlier test left behind, and loads weights."""
-    if engine.server.state == srv.SERVER_STATE_LOADING:  # Torn in place: only this helps.
+    """Ends what an earlier test left running, and loads weights."""
+    if engine.server.state == srv.SERVER_STATE_LOADING:  # Only a whole update repairs torn weights.
         await engine.load_weights(stream(tensors), version=engine.weight_version + 1)
     await engine.pause(InFlightPolicy.INTERRUPT)
     await engine.load_weights(stream(tensors), version=engine.weight_version + 1)

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a test's name says what it shows)
-"""The part of the engine contract about one sequence: its draws, its log-probs and its end."""
+"""The sampling part of the engine contract: draws, log-probs and the end of one sequence."""
 
 import math
 from collections import Counter
@@ -9,9 +9,9 @@ import pytest
 
 from treadle.conformance.contracts.contract_base import ContractBase
 from treadle.conformance.contracts.reader import (
-    OF_FEW,
+    FEW_CANDIDATES,
     Output,
-    drawn_prompt,
+    random_prompt,
     request,
     run,
     run_all,
@@ -38,7 +38,8 @@ class SamplingContract(ContractBase):
     async def test_seeds_repeat_and_differ(self) -> None:
         async with self.engine() as engine:
             outputs = [
-                (await run(engine, request(seed=seed, **OF_FEW))).token_ids for seed in (1, 1, 2)
+                (await run(engine, request(seed=seed, **FEW_CANDIDATES))).token_ids
+                for seed in (1, 1, 2)
             ]
         assert outputs[0] == outputs[1], "the same seed gave other tokens"
         assert outputs[1] != outputs[2], "another seed gave the same tokens"
@@ -57,12 +58,12 @@ class SamplingContract(ContractBase):
         assert len(outputs) > 1
 
     async def test_a_seeded_sequence_goes_on_from_its_middle(self) -> None:
-        wanted = request(seed=7, max_tokens=12, **OF_FEW)
+        wanted = request(seed=7, max_tokens=12, **FEW_CANDIDATES)
         async with self.engine() as engine:
             whole = await run(engine, wanted)
             for done in (1, 5, 11):
                 prompt = wanted.prompt + whole.token_ids[:done]
-                left = request(prompt, seed=7, max_tokens=12 - done, **OF_FEW)
+                left = request(prompt, seed=7, max_tokens=12 - done, **FEW_CANDIDATES)
                 assert (await run(engine, left)).token_ids == whole.token_ids[done:]
 
     async def test_logprobs_are_as_many_as_tokens_and_never_positive(self) -> None:
@@ -79,7 +80,7 @@ class SamplingContract(ContractBase):
     async def test_draws_follow_the_distribution_that_is_reported(
         self, sampling: dict[str, Any]
     ) -> None:
-        """How often an id is drawn is what its log-prob says, within six standard deviations."""
+        """Each id is drawn as often as its log-prob says, within six standard deviations."""
         async with self.engine() as engine:
             outputs = await run_all(
                 engine,
@@ -97,7 +98,7 @@ class SamplingContract(ContractBase):
                 f"log-prob promises {expected:.1f}"
             )
         unseen = self.draws * (1 - sum(told.values()))
-        # Of the ids never drawn each is rare, and together they may hold only so much.
+        # Ids that were never drawn may hold only a small part of the probability.
         assert unseen <= 6 * math.sqrt(self.draws), f"{unseen:.0f} draws are missing"
 
     def _one_logprob_each(self, outputs: list[Output]) -> dict[int, float]:
@@ -143,7 +144,7 @@ class SamplingContract(ContractBase):
     async def test_a_completion_may_fill_the_context(self) -> None:
         async with self.engine() as engine:
             model = engine.info.model
-            prompt = drawn_prompt(model.context_length - 5, model.vocab_size, seed=1)
+            prompt = random_prompt(model.context_length - 5, model.vocab_size, seed=1)
             output = await run(engine, request(prompt, max_tokens=5))
         assert (len(output.token_ids), output.reason) == (5, FinishReason.LENGTH)
 

@@ -1,7 +1,7 @@
 # ruff: noqa: D102  (a test's name says what it shows)
-"""The part of the engine contract about weights: all of them or none, and which made what.
+"""The update part of the engine contract: weights switch as a whole, and versions label tokens.
 
-Versions count from the one that serves when the test begins, so that a server may live for many
+Versions count from the one that serves when the test begins, because one server may run many
 tests.
 """
 
@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from treadle.conformance.contracts.contract_base import ContractBase, need
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import (
     Output,
     Reader,
-    drawn_prompt,
-    kept,
+    pause_midway,
+    random_prompt,
     request,
     run,
     stream,
@@ -35,17 +35,17 @@ PROMPT = tuple(range(1, 31)) * 3
 
 
 class Torn(Exception):
-    """What a stream of tensors that breaks raises."""
+    """Raised by a stream of tensors that breaks off."""
 
 
 async def torn(tensors: Sequence[NamedTensor]) -> AsyncIterator[NamedTensor]:
-    """One tensor, and then the end of the sender."""
+    """Yields one tensor, then raises `Torn`."""
     yield tensors[0]
     raise Torn
 
 
 def in_parts(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """The first halves of all tensors, and then the rest of each, last tensor first."""
+    """Returns the first halves of all tensors, then the second halves in reverse order."""
     heads, tails = [], []
     for tensor in tensors:
         size = tensor.spec.element_type.size_bytes
@@ -108,7 +108,7 @@ class UpdateContract(ContractBase):
     @pytest.mark.parametrize("wrong", _WRONG, ids=["missing", "unknown", "renamed", "misshapen"])
     async def test_a_refused_update_keeps_the_old_weights(self, wrong: _Change) -> None:
         async with self.engine() as engine:
-            need(engine.info.parameters is not None, "this engine takes any tensors")
+            skip_unless(engine.info.parameters is not None, "this engine takes any tensors")
             base = engine.weight_version
             before = await run(engine, request())
             await engine.pause(InFlightPolicy.DRAIN)
@@ -133,7 +133,7 @@ class UpdateContract(ContractBase):
     async def test_an_update_in_place_equals_a_fresh_engine(self) -> None:
         wanted = await self._expected(1)
         async with self.engine() as engine:
-            need(self.takes_in_place(engine), "this server takes no updates in place")
+            skip_unless(self.takes_in_place(engine), "this server takes no updates in place")
             version = engine.weight_version + 1
             await run(engine, request(PROMPT))
             await engine.pause(InFlightPolicy.DRAIN)
@@ -148,7 +148,7 @@ class UpdateContract(ContractBase):
     async def test_tensors_may_come_in_parts_in_place(self) -> None:
         wanted = await self._expected(1)
         async with self.engine() as engine:
-            need(engine.info.capabilities.split_tensors, "this engine takes whole tensors")
+            skip_unless(engine.info.capabilities.split_tensors, "this engine takes whole tensors")
             version = engine.weight_version + 1
             await engine.pause(InFlightPolicy.DRAIN)
             tensors = stream(in_parts(self.weights(1)))
@@ -159,10 +159,10 @@ class UpdateContract(ContractBase):
         assert set(after.versions) == {version}
 
     async def test_a_torn_update_in_place_is_mended_by_a_whole_one(self) -> None:
-        """What comes between waits, so that nothing is sampled from a mixture."""
+        """A request between the updates waits, so that nothing is sampled from mixed weights."""
         wanted = await self._expected(1)
         async with self.engine() as engine:
-            need(self.takes_in_place(engine), "this server takes no updates in place")
+            skip_unless(self.takes_in_place(engine), "this server takes no updates in place")
             version = engine.weight_version + 2
             await engine.pause(InFlightPolicy.DRAIN)
             with pytest.raises(Torn):
@@ -194,10 +194,10 @@ class UpdateContract(ContractBase):
 
     async def test_continue_goes_on_with_the_new_weights(self) -> None:
         async with self.engine() as engine:
-            need(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
+            skip_unless(engine.info.capabilities.in_flight_continue, "this engine cannot continue")
             base = engine.weight_version
             whole = await run(engine, request(max_tokens=self.long))
-            reader = await kept(engine, request(max_tokens=self.long))
+            reader = await pause_midway(engine, request(max_tokens=self.long))
             await engine.load_weights(stream(self.weights(1)), version=base + 2)
             await engine.resume()
             output = await reader.output()
@@ -209,10 +209,12 @@ class UpdateContract(ContractBase):
         assert output.token_ids[old:] != whole.token_ids[old:], "the old weights went on"
 
     async def test_new_weights_come_between_weights_and_cache(self) -> None:
-        """The wake-up in steps: weights first, then the update, the KV cache last."""
+        """Memory is restored in steps: weights first, then the update, the KV cache last."""
         wanted = await self._expected(1)
         async with self.engine() as engine:
-            need(engine.info.capabilities.release_memory, "this engine cannot release memory")
+            skip_unless(
+                engine.info.capabilities.release_memory, "this engine cannot release memory"
+            )
             version = engine.weight_version + 1
             await run(engine, request(PROMPT))
             await engine.pause(InFlightPolicy.DRAIN)
@@ -237,6 +239,6 @@ class UpdateContract(ContractBase):
                 assert set(output.versions) == {version}
 
     async def _after(self, engine: Engine) -> Output:
-        # Other sequences of the same beginning keep the caches busy.
-        await run(engine, request(PROMPT[:60] + drawn_prompt(20, 30), max_tokens=4))
+        # Another sequence with the same prefix keeps the caches in use.
+        await run(engine, request(PROMPT[:60] + random_prompt(20, 30), max_tokens=4))
         return await run(engine, request(PROMPT))
