@@ -200,10 +200,10 @@ async def test_a_start_without_router_or_replica_is_an_error() -> None:
         async with connect(router=router, deadlines=RpcDeadlines(connect_s=0)):
             pass
     for arguments in ({"addresses": ["a:1"]}, {"policy": StickySession()}):
-        with pytest.raises(SetupError, match="pass it alone"):
+        with pytest.raises(SetupError, match="pass the router alone"):
             async with connect(router=router, **arguments):
                 pass
-    with pytest.raises(SetupError, match="replicas of its own"):
+    with pytest.raises(SetupError, match="the policy already has replicas"):
         async with connect(["a:1"], policy=StickySession(["a:1"])):
             pass
 

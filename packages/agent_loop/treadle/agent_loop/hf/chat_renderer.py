@@ -1,18 +1,18 @@
-"""The renderer of Hugging Face tokenizers and their chat templates (extra `hf`).
+"""The renderer of Hugging Face tokenizers and their chat templates (extra `[hf]`).
 
-Invariant: what `extend` returns is what the template writes after a closed assistant turn, token
-for token, the newline after the end-of-turn mark included (verl issue #6501 is that newline
-missing). `hf_template` finds that text; it is tokenised alone, and because it begins with an added
-token, at which every tokenizer splits, that gives the same ids as tokenising it in its context.
-The ids that were sampled are never decoded and encoded again.
+Invariant: `extend` returns what the template writes after a closed assistant turn, token for
+token, including the newline after the end-of-turn mark (which is missing in verl issue #6501).
+`template` finds that text. It is tokenised alone; because it begins with an added token, at which
+every tokenizer splits, the ids are the same as in context. Sampled ids are never decoded and
+encoded again.
 
-So an extension stays exact where a template rewrites what came before, as those do that drop the
-reasoning of earlier turns: the model goes on from what it sampled, not from what the template would
-now make of it. `drift` shows such places. `extend` refuses where it would have to guess: the
-template refuses or drops the messages, or ends the turn in another way before them. What holds for
-which template is listed in docs/chat_templates.md.
+So an extension stays exact if the template rewrites earlier messages, for example drops the
+reasoning of earlier turns: the model continues from the ids that it sampled, not from the rewritten
+ones. `retokenization_drift` reports such places. `extend` refuses where it would have to guess: if
+the template refuses or drops the messages, or ends the turn differently before them.
+docs/chat_templates.md lists what holds for which template.
 
-Construction checks that the template and the tokenizer allow this, and refuses them otherwise.
+The constructor checks that the template and the tokenizer allow this, and refuses them otherwise.
 """
 
 import hashlib
@@ -38,34 +38,34 @@ if TYPE_CHECKING:
     from treadle.agent_loop.hf.vision import ImagePlaceholders
 
 _TEXT_MODEL = "this renderer is of a text model"
-_PROMPT_END = 16  # ids that are enough to see whether a reasoning was opened
+_PROMPT_END = 16  # number of ids that show whether the template has opened the reasoning
 
 
 class HfRenderer:
     """Renders chats with a tokenizer's own template.
 
     Args:
-        tokenizer: With a chat template.
-        tokenizer_sha256: Of the bytes of its tokenizer.json; compared with the servers'.
-        parser: Reads tool calls and reasoning; or its name. None: the one that the template asks
-            for, hermes if it asks for none.
-        template_kwargs: Handed to the template, as `enable_thinking`.
-        placeholders: Places images among the ids; or why there are none: messages cannot have
-            images then.
+        tokenizer: A tokenizer with a chat template.
+        tokenizer_sha256: Hash of the bytes of its tokenizer.json; compared with the servers'.
+        parser: Parser of tool calls and reasoning, or its name. None means the template's, or
+            hermes if the template's is not known.
+        template_kwargs: Passed to the template, for example `enable_thinking`.
+        placeholders: Expands the placeholders of images; or a string that says why messages
+            cannot have images.
 
     Attributes:
-        template: The chat template, as text.
-        parser: Reads completions.
-        tokenizer_sha256: 32 bytes, or None when the tokenizer has no file.
-        vocab_size: Ids that the tokenizer knows, added tokens included. A model's embedding may
-            be larger.
-        eos_token_id: The tokenizer's end-of-sequence id, None when it has none.
+        template: The chat template.
+        parser: Parses completions.
+        tokenizer_sha256: 32 bytes, or None if the tokenizer has no file.
+        vocab_size: Number of ids that the tokenizer knows, including added tokens. A model's
+            embedding may be larger.
+        eos_token_id: The tokenizer's end-of-sequence id, None if it has none.
         stop_token_ids: Ids that end a turn: the template's, then the end-of-sequence id, then
             those of the parser's format.
 
     Raises:
         SetupError: The template is missing, or its turns do not end with a special token, or the
-            parser is of another family: its stop tokens are not in the tokenizer.
+            parser belongs to another family, whose stop tokens are not in the tokenizer.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HfRenderer:
         ids += [] if self.eos_token_id is None else [self.eos_token_id]
         ids += [self._id_of_stop(token) for token in self.parser.stop_tokens]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
-        # A server may end a turn with another id than ours, as Qwen's <|endoftext|>.
+        # A server may end a turn with a different id, such as Qwen's <|endoftext|>.
         self._closing_ids = frozenset((*ids, self._tokenizer.pad_token_id))
 
     @classmethod
@@ -104,13 +104,13 @@ class HfRenderer:
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> "HfRenderer":
-        """Loads a tokenizer, and an image processor if there is one, without a network.
+        """Loads a tokenizer, and an image processor if there is one, without network access.
 
-        Chats of text need no image processor: one that cannot be used is an error for messages
-        with images, and says why.
+        Text chats need no image processor: one that cannot be loaded is an error only for messages
+        with images, with the reason.
 
         Raises:
-            SetupError: The directory holds no tokenizer.json, or it does not load.
+            SetupError: The directory has no tokenizer.json, or it does not load.
         """
         folder = Path(directory)
         file = folder / "tokenizer.json"
@@ -118,7 +118,7 @@ class HfRenderer:
             raise SetupError(f"{directory} holds no tokenizer.json")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except Exception as error:  # the libraries raise whatever the file makes them stumble over
+        except Exception as error:  # the libraries raise errors of any type for a bad file
             raise SetupError(
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
             ) from error
@@ -131,12 +131,11 @@ class HfRenderer:
         )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
-        """Returns the ids of a conversation, open for the assistant's turn.
+        """Returns the ids of a conversation, ready for the assistant's next turn.
 
         Raises:
-            RenderError: The template refuses these messages, or one has images that cannot be
-                shown.
-            SetupError: There are tools, and the parser does not read this template's calls.
+            RenderError: The template refuses these messages, or images cannot be rendered.
+            SetupError: There are tools, and the parser cannot parse this template's calls.
         """
         if tools and self._unread_call is not None:
             raise SetupError(self._unread_call)
@@ -155,12 +154,12 @@ class HfRenderer:
 
         Raises:
             RenderError: The template refuses these messages, drops them, or ends the turn before
-                them in another way than it ends turns.
+                them differently than it ends other turns.
         """
         after = self.template.after_turn(messages, tools, history=history)
         if any(ids[-1] == self._added_ids[end] for end in after.ends):
-            # Tokenised with the end in front: some tokenizers treat the beginning of a text
-            # in another way, and some added tokens swallow the space behind them.
+            # Tokenise with the end-of-turn token in front: some tokenizers treat the start of a
+            # text differently, and some added tokens swallow the space after them.
             return self._placed(self.encode(after.text)[1:], messages)
         return self._placed(self.encode(after.closing + after.text), messages)
 
@@ -171,7 +170,7 @@ class HfRenderer:
         tools: Sequence[ToolSpec] = (),
         prompt: Sequence[int] = (),
     ) -> ParsedCompletion:
-        """Reads the ids of one completion; the id that ended it is no part of its text."""
+        """Parses the ids of one completion; its text excludes the id that ended it."""
         ids = list(token_ids)
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
@@ -190,7 +189,7 @@ class HfRenderer:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of a text; marks of special tokens in it become special ids.
+        """Returns the ids of a text; special tokens in it become special ids.
 
         Raises:
             RenderError: The tokenizer refuses the text.
@@ -199,7 +198,7 @@ class HfRenderer:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of ids, special tokens included."""
+        """Returns the text of ids, including special tokens."""
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -222,7 +221,7 @@ class HfRenderer:
         return self._added_ids[token]
 
     def _find_unread_call(self) -> str | None:
-        """What is wrong with the parser, told by a call as the template writes it."""
+        """Returns why the parser cannot parse a call of this template; None if it can."""
         written = self.template.probe_call
         if written is None or _reads(self.parser, written):
             return None

@@ -137,7 +137,7 @@ def test_any_tool_texts_extend_exactly(contents: list[str]) -> None:
 
 def test_a_tool_that_holds_our_marker_is_refused(renderer: HfRenderer) -> None:
     tool = ToolSpec(name="x", description="treadle-boundary")
-    with pytest.raises(RenderError, match="a tool's schema holds"):
+    with pytest.raises(RenderError, match="a tool's schema contains"):
         renderer.extend((0,), [Message(role="tool", content="6")], tools=[tool])
 
 

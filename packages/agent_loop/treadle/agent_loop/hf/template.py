@@ -1,15 +1,16 @@
 """A tokenizer's chat template: conversations as text, and what it writes after a sampled turn.
 
-Invariant: `after_turn` gives what the template writes behind an assistant's turn, from the token
-that ends the turn on, whatever that turn said. How: it renders a synthetic conversation (a
-question, a turn that holds a marker) with the new messages behind it, and cuts at the end of that
-turn. Answers to tool calls get a synthetic turn that makes these calls, because templates look
+Invariant: `after_turn` returns what the template writes after an assistant's turn, beginning with
+the token that ends the turn, whatever the turn contains. It renders a synthetic conversation (a
+question, and a turn that contains a marker) followed by the new messages, and cuts at the end of
+that turn. For answers to tool calls the synthetic turn makes these calls, because templates look
 there for names, ids and the number of results. So the cost does not grow with the conversation,
-but for templates that number its results.
+except for templates that number its results.
 
-What a template does not say is found by rendering probes once, when it is loaded: which token ends
-a turn, whether the next header does that, in which form it wants contents, arguments and ids.
-Nothing waits; nothing here knows token ids.
+The constructor renders probes to find what a template does not declare: which token ends a turn,
+whether the next header does that, and in which form it expects contents, arguments and ids. A turn
+must end with an added token of the tokenizer, because only then can the text after it be tokenised
+alone. Nothing waits; nothing here knows token ids.
 """
 
 import hashlib
@@ -45,11 +46,11 @@ PROBE_CALL = ToolCall(id="call_0", name="probe", arguments={"text": _MARKER})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageForm:
-    """The form in which a template accepts messages.
+    """The form in which a template accepts messages. Texts are passed unchanged.
 
     Attributes:
-        parts: Contents are lists of parts, as in templates of models that see.
-        arguments_as_text: A call's arguments are JSON text, not an object.
+        parts: Contents are lists of parts, as in templates of vision models.
+        arguments_as_text: A call's arguments are a JSON string, not an object.
         nine_character_ids: Ids of calls have nine letters and digits (Mistral); others are hashed.
     """
 
@@ -94,14 +95,16 @@ class MessageForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """How a template ends an assistant's turn that something follows.
+    """How a template ends an assistant's turn that is not the last message.
 
     Attributes:
-        token: The added token that ends it. Where turns have no end of their own (GLM), it is the
+        token: The added token that ends the turn. If turns have no end token (GLM), it is the
             first token of the next header.
-        skipped: Added tokens between the turn's text and `token`; the model samples them.
-        stop: What the model samples to end the turn; another token where the template writes one
-            for the last turn and replaces it later (gpt-oss: <|return|>, then <|end|>).
+        skipped: Number of added tokens between the turn's text and `token`; the model samples
+            them.
+        stop: The token that the model samples to end the turn. It differs from `token` if the
+            template writes another one for the last turn and replaces it later (gpt-oss:
+            <|return|>, then <|end|>).
     """
 
     token: str
@@ -110,11 +113,11 @@ class TurnEnd:
 
 
 class AddedTokens:
-    """The added tokens of a tokenizer, as texts.
+    """The added tokens of a tokenizer, as strings.
 
     Args:
-        tokens: Their texts; at which the tokenizer splits.
-        eos: The one that ends a sequence, None when there is none.
+        tokens: The strings, at which the tokenizer splits.
+        eos: The end-of-sequence token, None if there is none.
     """
 
     def __init__(self, tokens: Iterable[str], *, eos: str | None) -> None:
@@ -123,11 +126,11 @@ class AddedTokens:
         self._eos = eos
 
     def any_in(self, text: str) -> bool:
-        """Returns whether the text holds one."""
+        """Returns whether the text contains an added token."""
         return self._pattern.search(text) is not None
 
     def cut(self, text: str, end: TurnEnd) -> tuple[str, str] | None:
-        """Splits what follows a turn's text before the turn's end; None when that is not there."""
+        """Splits the text after a turn at the turn's end; returns None if there is no end."""
         match = next(itertools.islice(self._pattern.finditer(text), end.skipped, None), None)
         if match is None or match[0] != end.token:
             return None
@@ -136,17 +139,17 @@ class AddedTokens:
     def find_end(self, closed: str, followed: str, *, implied: bool) -> TurnEnd | None:
         """Finds the added token that ends a turn.
 
-        It is the first of: the end-of-sequence token; the last token that is written in both
-        cases; the first one that is written only when something follows.
+        It is the first of these that exists: the end-of-sequence token; the last token that is
+        written in both cases; the first token that is written only if a message follows.
 
         Args:
-            closed: What is written after the turn's text when the turn is the last.
-            followed: What is written between it and an answer.
-            implied: Turns have no end of their own, so that what is written in both cases still
-                belongs to the turn, if anything comes after it.
+            closed: The text after the turn if the turn is the last message.
+            followed: The text between the turn and an answer.
+            implied: Turns have no end token, so text that is written in both cases still belongs
+                to the turn, if any text comes after it.
 
         Returns:
-            None when there is no added token.
+            The end, or None if there is no added token.
         """
         mine, theirs = list(self._pieces(closed)), list(self._pieces(followed))
         shared = _shared(mine, theirs)
@@ -170,7 +173,7 @@ class AddedTokens:
         return self._pattern.fullmatch(piece) is not None
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """The added tokens of a text, and the text between them."""
+        """Yields the added tokens of a text and the strings between them."""
         place = 0
         for match in self._pattern.finditer(text):
             if match.start() > place:
@@ -183,12 +186,12 @@ class AddedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterTurn:
-    """What follows a turn.
+    """The text that follows a turn.
 
     Attributes:
         closing: What the template writes between the turn's text and its end.
-        text: From the end on: the end, the messages, the next header.
-        ends: Tokens of which any one, sampled, stands for the end at the beginning of `text`.
+        text: The end of the turn, the messages, and the next header.
+        ends: If the model sampled one of these tokens, it replaces the end at the start of `text`.
     """
 
     closing: str
@@ -200,15 +203,15 @@ class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
-        tokenizer: With a chat template.
-        kwargs: Handed to the template, as `enable_thinking`.
+        tokenizer: A tokenizer with a chat template.
+        kwargs: Passed to the template, for example `enable_thinking`.
 
     Attributes:
-        form: In which it accepts messages.
-        stops: Texts of the tokens that end a turn, each once.
-        probe_call: How it writes a turn that makes `PROBE_CALL`; None when calls are not written,
-            because it expects them in the content or knows no tools.
-        tool_problem: Why results of tools cannot be shown to the model; None when they can.
+        form: The form in which the template accepts messages.
+        stops: The tokens that end a turn, as strings, without duplicates.
+        probe_call: How the template writes a turn with `PROBE_CALL`. None if it writes no calls,
+            because it expects them in the content or has no tools.
+        tool_problem: Why tool results cannot be shown to the model; None if they can.
 
     Raises:
         SetupError: There is no template, it does not use one of `kwargs`, it cannot render a
@@ -249,7 +252,7 @@ class ChatTemplate:
         Args:
             messages: In order.
             tools: Shown to the model.
-            open_turn: End with the header of the assistant's next turn.
+            open_turn: Whether to end with the header of the assistant's next turn.
 
         Raises:
             RenderError: The template refuses these messages.
@@ -271,16 +274,16 @@ class ChatTemplate:
         *,
         history: Sequence[Message] = (),
     ) -> AfterTurn:
-        """Returns what follows an assistant's turn.
+        """Returns the text that follows an assistant's turn.
 
         Args:
-            messages: That answer the turn; results of its calls first, where there are any.
-            tools: Of the conversation.
-            history: The conversation up to the turn, the turn included.
+            messages: The answers to the turn; results of its calls come first.
+            tools: The tools of the conversation.
+            history: The conversation including the turn.
 
         Raises:
-            RenderError: The template refuses these messages, cannot show results of tools, or
-                ends the turn before them in another way than it ends turns.
+            RenderError: The template refuses these messages, cannot show tool results, or ends
+                the turn before them differently than it ends other turns.
         """
         end, turn, answers = self._plain_end, _TURN, tuple(messages)
         if messages[0].role == "tool":
@@ -294,13 +297,13 @@ class ChatTemplate:
         cut = self._added.cut(after, end)
         if cut is None:
             raise RenderError(
-                f"the template ends a turn with {end.token!r}, but writes {after[:80]!r} once "
+                f"the template ends a turn with {end.token!r}, but writes {after[:80]!r} if "
                 f"{[m.role for m in messages]} follow: the conversation cannot be extended exactly"
             )
         return AfterTurn(closing=cut[0], text=cut[1], ends=frozenset((end.token, end.stop)))
 
     def _before_turn(self, history: Sequence[Message]) -> tuple[Message, ...]:
-        """What comes before the synthetic turn: as little as the template allows."""
+        """Returns the messages before the synthetic turn: as few as the template allows."""
         if self._counts_results and history:
             return tuple(
                 m if m.role == "system" else replace(m, content="", images=()) for m in history[:-1]
@@ -309,7 +312,7 @@ class ChatTemplate:
         return (*system, _QUESTION)
 
     def _calling_turn(self, messages: Sequence[Message]) -> tuple[Message, tuple[Message, ...]]:
-        """A turn that makes the calls which the messages answer, and the messages with its ids."""
+        """Returns a turn with the calls that the messages answer, and the messages with its ids."""
         results = tuple(itertools.takewhile(lambda m: m.role == "tool", messages))
         named = tuple(
             replace(m, tool_call_id=m.tool_call_id or f"call_{i}", name=m.name or "unknown")
@@ -326,7 +329,7 @@ class ChatTemplate:
         return turn, (*named, *messages[len(results) :])
 
     def _probe_plain(self) -> tuple[TurnEnd, bool]:
-        """The end of a turn without calls, and whether it is only the next header."""
+        """Returns the end of a turn without calls, and whether it is just the next header."""
         problem: RenderError | None = None
         for parts, tools in itertools.product((False, True), ((), (PROBE_TOOL,))):
             self.form = MessageForm(parts=parts)
@@ -345,7 +348,7 @@ class ChatTemplate:
         raise SetupError(f"the chat template cannot render a plain chat: {problem}") from problem
 
     def _probe_tools(self, *, implied: bool) -> TurnEnd | None:
-        """The end of a turn with calls; None, and `tool_problem`, when there can be none."""
+        """Returns the end of a turn with calls; sets `tool_problem` and returns None if none."""
         plain = self.form
         for written, text, nine in itertools.product((True, False), *[(False, True)] * 2):
             self._calls_are_written = written
@@ -370,7 +373,7 @@ class ChatTemplate:
     def _probe(
         self, turn: Message, answers: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> tuple[str, str]:
-        """What is written after the turn's text when it is the last one, and before an answer."""
+        """Returns the text after the turn if the turn is last, and the text before an answer."""
         chat = (_QUESTION, turn)
         closed = _after_marker(self.text(chat, tools, open_turn=False), turn)
         whole = self.text((*chat, *answers), tools, open_turn=True)
@@ -380,7 +383,7 @@ class ChatTemplate:
         return closed, followed
 
     def _writes_several(self) -> bool:
-        """Whether several calls of one turn are written, each with its result."""
+        """Returns whether the template writes several calls of one turn, each with its result."""
         self._parallel = True
         turn, answers = self._calling_turn((_RESULT, replace(_RESULT, tool_call_id="call_1")))
         try:
@@ -390,7 +393,7 @@ class ChatTemplate:
         return True
 
     def _counts(self) -> bool:
-        """Whether a result is written in another way after an earlier round of calls.
+        """Returns whether a result is written differently after an earlier round of calls.
 
         Cohere's templates number the results of a conversation.
         """
@@ -404,14 +407,14 @@ class ChatTemplate:
                     self.text((*before, *middle, second, *answer), (PROBE_TOOL,), open_turn=True)
                     for middle in ((), (first, *result))
                 )
-            except RenderError:  # it takes no system message; then none comes before a round
+            except RenderError:  # the template accepts no system message
                 continue
             if once.rpartition(_MARKER)[2] != twice.rpartition(_MARKER)[2]:
                 return True
         return False
 
     def _written_call(self, turn: Message, closed: str, end: TurnEnd) -> str:
-        """The text of the turn, from behind the open header to the turn's end."""
+        """Returns the text of the turn, from after its header to its end."""
         prompt = self.text((_QUESTION,), (PROBE_TOOL,), open_turn=True)
         whole = self.text((_QUESTION, turn), (PROBE_TOOL,), open_turn=False)
         pairs = enumerate(zip(prompt, whole, strict=False))
@@ -423,13 +426,13 @@ class ChatTemplate:
 
 def _refuse_marker(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
     if any(_MARKER in message.content for message in messages):
-        raise RenderError(f"a system message holds {_MARKER!r}, which is kept for us: reword it")
+        raise RenderError(f"a system message contains the reserved text {_MARKER!r}: reword it")
     if any(_MARKER in json.dumps(tool.as_schema(), default=str) for tool in tools):
-        raise RenderError(f"a tool's schema holds {_MARKER!r}, which is kept for us: reword it")
+        raise RenderError(f"a tool's schema contains the reserved text {_MARKER!r}: reword it")
 
 
 def _after_marker(text: str, turn: Message) -> str:
-    """What follows the synthetic turn's text; the messages after it may hold the marker too."""
+    """Returns the text after the synthetic turn; messages after it may contain the marker too."""
     markers = max(1, sum(bool(call.arguments) for call in turn.tool_calls))
     pieces = text.split(_MARKER, markers)
     if len(pieces) <= markers:
@@ -438,6 +441,6 @@ def _after_marker(text: str, turn: Message) -> str:
 
 
 def _shared(left: Sequence[str], right: Sequence[str]) -> int:
-    """The length of the common beginning."""
+    """Returns the length of the common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

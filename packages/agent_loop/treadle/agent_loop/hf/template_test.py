@@ -337,7 +337,7 @@ def test_arguments_of_the_template_are_used_or_refused() -> None:
 
 def test_a_system_message_that_holds_our_marker_is_refused() -> None:
     odd = Message(role="system", content="treadle-boundary")
-    with pytest.raises(RenderError, match="a system message holds"):
+    with pytest.raises(RenderError, match="a system message contains"):
         renderer_of(PLAIN).extend((0,), [ASK], tools=(), history=[odd, ASK, SAYS])
 
 

@@ -1,14 +1,14 @@
-"""The images of a rendered chat: how many ids stand for each, and where (extra `hf`).
+"""The placeholders of images in a rendered chat (extra `[hf]`).
 
-Invariant: the ids are those of the model's own processor, `processor(text=..., images=...)`,
-placeholder for placeholder. A chat template writes one placeholder for an image; this repeats it as
-often as the image processor would, which follows from the image's size alone. So only headers are
-read: no pixel is decoded here, and the bytes travel to the server as they are.
+Invariant: the ids equal those of the model's own processor, `processor(text=..., images=...)`. A
+chat template writes one placeholder per image. This module repeats it as often as the image
+processor would, which depends only on the image's size. So it reads only headers: it decodes no
+pixel, and the bytes are sent to the server unchanged.
 
-The placeholder is an added token, at which every tokenizer splits, so that repeating its id is the
-same as repeating it in the text.
+The placeholder is an added token, at which every tokenizer splits, so repeating its id equals
+repeating it in the text.
 
-Pure, but for the files that `from_directory` reads; nothing waits.
+Pure, except that `from_directory` reads files; nothing waits.
 """
 
 import io
@@ -26,21 +26,21 @@ from treadle.agent_loop.types import Image
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _ORIENTATION: Final = 0x0112  # EXIF
-_ON_ITS_SIDE: Final = (5, 6, 7, 8)  # Others, also those that EXIF does not know, are upright.
+_ON_ITS_SIDE: Final = (5, 6, 7, 8)  # All other values, including invalid ones, mean upright.
 _PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
 
 
 class ImagePlaceholders:
-    """Places images in the ids of a chat.
+    """Expands the placeholders of images in the ids of a chat.
 
     Args:
-        processor: transformers' image processor; of a family that tells the number of patches from
-            the size (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
-        token: The placeholder that the chat template writes once for each image.
-        token_id: Its id.
+        processor: An image processor of transformers that computes the number of patches from
+            the image's size (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
+        token: The placeholder that the chat template writes once per image.
+        token_id: Id of the placeholder.
 
     Raises:
-        SetupError: The image processor is of another family.
+        SetupError: The image processor belongs to another family.
     """
 
     def __init__(self, processor: Any, *, token: str, token_id: int) -> None:
@@ -62,14 +62,15 @@ class ImagePlaceholders:
         """Loads the image processor of a model directory.
 
         Raises:
-            SetupError: It does not load or is of another family, or nothing names the placeholder.
+            SetupError: It does not load or belongs to another family, or no file names the
+                placeholder.
         """
         folder = Path(directory)
         try:
             processor = _PROCESSORS.from_pretrained(
                 str(folder), local_files_only=True, backend="pil"
             )
-        except Exception as error:  # the libraries raise whatever the files make them stumble over
+        except Exception as error:  # the libraries raise errors of any type for bad files
             raise SetupError(
                 f"the image processor in {folder} does not load: {type(error).__name__}: {error}"
             ) from error
@@ -85,17 +86,17 @@ class ImagePlaceholders:
         return cls(processor, token=names.convert_ids_to_tokens(token_id), token_id=token_id)
 
     def num_tokens(self, image: Image) -> int:
-        """Ids that stand for an image.
+        """Returns the number of placeholder ids of an image.
 
         Raises:
-            RenderError: Its header cannot be read, is of another type, or the processor refuses
-                its size.
+            RenderError: The header cannot be read or has another type, or the processor refuses
+                the size.
         """
         with boundary(RenderError, f"an {image.mime} image of {len(image.data)} bytes"):
             formats = [_FORMATS[image.mime]]
             with PIL.Image.open(io.BytesIO(image.data), formats=formats) as opened:
                 width, height = opened.size
-                # Elsewhere than in the header, Pillow would decode a PNG to look for it.
+                # Only from the header: otherwise Pillow would decode a PNG to look for EXIF.
                 if "exif" in opened.info and opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                     width, height = height, width
             patches: int = self._processor.get_number_of_image_patches(height, width)
@@ -106,18 +107,18 @@ class ImagePlaceholders:
         """Repeats the placeholder of each image.
 
         Args:
-            ids: As tokenised, with one placeholder for each image.
+            ids: Tokenised text with one placeholder per image.
             images: In the order of their placeholders.
 
         Raises:
-            RenderError: The numbers differ, or an image cannot be read.
+            RenderError: The numbers of placeholders and images differ, or an image cannot be read.
         """
         places = [place for place, token in enumerate(ids) if token == self._token_id]
         if len(places) != len(images):
             raise RenderError(
                 f"the chat has {len(places)} placeholders {self._token!r} for {len(images)} "
-                "images: a text holds the placeholder itself, or the chat template does not "
-                "write the images of this role"
+                "images: a text contains the placeholder itself, or the chat template does not "
+                "write images of this role"
             )
         expanded: list[int] = []
         placed: list[PlacedImage] = []

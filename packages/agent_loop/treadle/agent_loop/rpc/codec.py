@@ -1,7 +1,7 @@
-"""Our types to protobuf and back. Pure.
+"""Conversions between this package's types and protobuf. Pure.
 
-Invariant: None is sent as absent, never as 0 (an explicit temperature of 0 is greedy); an enum
-value that this client does not know is refused, not guessed.
+Invariant: None is sent as absent, never as 0, because an explicit temperature of 0 is greedy. An
+unknown enum value is refused, not guessed.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from treadle.agent_loop.types import FinishReason, SamplingParams
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import server_service_pb2 as server_pb2
 
-_GRPC_REQUEST_BYTES = 4 << 20  # What gRPC takes where a server does not say otherwise.
+_GRPC_REQUEST_BYTES = 4 << 20  # gRPC's default limit
 _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -53,22 +53,22 @@ def encode_request(
 
 
 def check_size(message: generation_pb2.GenerateRequest, server: ServerInfo) -> None:
-    """Checks that a server takes a message; gRPC itself would not say what is wrong with it.
+    """Checks that a message is not too large for a server; gRPC's own error would not say why.
 
     Raises:
-        ImageRejectedError: It is too large.
+        ImageRejectedError: The message is too large.
     """
     size = message.ByteSize()
     if size > server.max_request_bytes:
         raise ImageRejectedError(
-            f"{server.address}: a request with {len(message.images)} images has {size} bytes and "
-            f"the server takes {server.max_request_bytes}: send smaller images, or raise its "
+            f"{server.address}: a request with {len(message.images)} images has {size} bytes; the "
+            f"server accepts {server.max_request_bytes}: send smaller images, or raise its "
             "max_request_bytes"
         )
 
 
 def encode_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
-    """Returns the message; what is None stays absent."""
+    """Returns the message; fields that are None stay absent."""
     return generation_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -83,7 +83,7 @@ def encode_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
 
 
 def decode_finish(reason: generation_pb2.FinishReason) -> FinishReason | None:
-    """Returns why a completion ended; None when it was interrupted and can be resumed.
+    """Returns why a completion ended; None if it was interrupted and can be resumed.
 
     Raises:
         ContractError: The reason is unspecified or unknown.
@@ -94,7 +94,7 @@ def decode_finish(reason: generation_pb2.FinishReason) -> FinishReason | None:
 
 
 def decode_server_info(address: str, info: server_pb2.GetServerInfoResponse) -> ServerInfo:
-    """Returns the answer of GetServerInfo."""
+    """Decodes the answer of GetServerInfo."""
     fields = server_pb2.Capabilities.DESCRIPTOR.fields
     return ServerInfo(
         address=address,

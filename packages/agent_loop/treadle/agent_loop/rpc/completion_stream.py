@@ -1,12 +1,13 @@
-"""The completion stream: the messages of one Generate call, checked as they come.
+"""The completion stream: the messages of one Generate call, validated as they arrive.
 
-Invariant: one `started`, then tokens, then one `finished`, then the end; counts add up; nothing
-after a stop id or beyond max_tokens; ids below the vocabulary; versions not older than asked for.
-Anything else is a `ContractError`: wrong tokens in the training data are worse than none.
+Invariant: one `started`, then tokens, then one `finished`, then the end. Counts add up; there is
+no token after a stop id or beyond max_tokens; ids are below the vocabulary size; versions are not
+older than requested. Anything else is a `ContractError`, because wrong tokens in the training data
+are worse than none.
 
 `read` is the only place that consumes a stream. It cancels the call in `finally`, because leaving
-`async for` does not: the server would go on generating. The reader waits for the server, bounded
-by the call's deadline; HTTP/2 windows slow the server down when the reader is slow.
+`async for` does not, and the server would continue to generate. The reader waits for the server,
+bounded by the call's deadline; HTTP/2 windows slow the server down if the reader is slow.
 """
 
 import math
@@ -31,7 +32,7 @@ GenerateCall = grpc.aio.UnaryStreamCall[
 async def read(
     call: "GenerateCall", on_event: Callable[[generation_pb2.GenerateResponse], None]
 ) -> None:
-    """Consumes a stream to its end; the call is over when this returns or raises.
+    """Reads a stream to its end; the call has ended when this returns or raises.
 
     Raises:
         grpc.aio.AioRpcError: The call failed.
@@ -45,14 +46,17 @@ async def read(
 
 @dataclass(slots=True, kw_only=True)
 class CompletionStream:
-    """What one stream has said so far.
+    """The content of one stream so far.
 
     Attributes:
-        address: The server, for the texts of errors.
-        params: As they were sent.
-        vocab_size: Of the server's model.
-        min_weight_version: As it was sent.
-        chunks: Tokens so far, good even if the stream fails afterwards.
+        address: The server's address, for error messages.
+        params: Sampling parameters of the request.
+        vocab_size: Vocabulary size of the server's model.
+        min_weight_version: Oldest weight version that the request accepts.
+        chunks: Tokens so far; valid even if the stream fails afterwards.
+        cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
+        queue_s: Seconds from arrival at the server to the first step.
+        engine_s: Seconds in the engine.
     """
 
     address: str
@@ -70,10 +74,10 @@ class CompletionStream:
     _finish: FinishReason | None = None
 
     def accept(self, event: generation_pb2.GenerateResponse) -> None:
-        """Takes the next message.
+        """Validates and adds the next message.
 
         Raises:
-            ContractError: It cannot come here, or its numbers are wrong.
+            ContractError: The message is out of order, or its numbers are wrong.
         """
         match event.WhichOneof("event"):
             case "started":
@@ -90,21 +94,21 @@ class CompletionStream:
                 if event.batch.HasField("finished"):
                     self._take_finish(event.batch.finished)
             case None:
-                # A message of a newer server; contract v1 only adds, so it may be passed over.
+                # From a newer server. Contract v1 only adds messages, so it may be skipped.
                 self._check_place("an unknown event", started=self._started)
 
     def end(self) -> FinishReason | None:
-        """Says that the stream ended well; returns why, None when it was interrupted.
+        """Returns why the completion ended, after a normal end; None if it was interrupted.
 
         Raises:
-            ContractError: It ended without `finished`.
+            ContractError: The stream ended without `finished`.
         """
         if not self._finished:
             self._refuse("the stream ended without finished")
         return self._finish
 
     def _check_place(self, event: str, *, started: bool) -> None:
-        """Checks that an event may come now, `started` or not yet."""
+        """Checks that an event may come now; `started` tells whether it follows the start."""
         if self._finished:
             self._refuse(f"{event} came after finished")
         if self._started is not started:

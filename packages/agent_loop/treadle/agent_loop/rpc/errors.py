@@ -1,7 +1,7 @@
-"""Failed calls: ErrorReason -> exception -> what the client does.
+"""Maps a failed call to an exception and to what the client does about it.
 
-Invariant: `RULES` is total over `ErrorReason` (a test holds it so). A failure without a reason
-(no server there, the connection lost) is told from its status code. Pure.
+Invariant: `RULES` covers every `ErrorReason`, which a test checks. A failure without a reason (no
+server, connection lost) is classified by its status code. Pure.
 """
 
 import enum
@@ -34,11 +34,11 @@ class Action(enum.Enum):
     """What the client does about a failed call."""
 
     RAISE = "raise"
-    """It would fail everywhere and again."""
+    """Raise: the call would fail again, on every replica."""
     WAIT = "wait"
-    """The replica lives and cannot take it now: another replica, or the same one later."""
+    """The replica is alive and cannot accept the call now: try another one, or this one later."""
     LEAVE = "leave"
-    """The replica is gone, failing or behind: another one; the same one a few times."""
+    """The replica is gone, failing or behind: try another one, and this one a few more times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ RULES: dict[errors_pb2.ErrorReason, Rule] = {
     errors_pb2.ERROR_REASON_IMAGE_PLACEHOLDERS: Rule(ImageRejectedError, Action.RAISE),
 }
 
-# Statuses that gRPC itself gives, without a reason of ours.
+# Statuses that gRPC sets itself, without an ErrorReason.
 _BY_CODE: dict[grpc.StatusCode, Rule] = {
     grpc.StatusCode.UNAVAILABLE: Rule(ReplicaUnavailableError, Action.LEAVE),
     grpc.StatusCode.CANCELLED: Rule(ReplicaUnavailableError, Action.LEAVE),
@@ -93,13 +93,13 @@ _BY_CODE: dict[grpc.StatusCode, Rule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RpcFailure:
-    """One failed call, understood.
+    """A failed call, classified.
 
     Attributes:
         address: The replica.
-        error: The exception to raise when nothing else helps.
+        error: The exception to raise if nothing else helps.
         action: What to do.
-        retry_after_s: The server's wish; None when it had none.
+        retry_after_s: The wait that the server asked for; None if it did not.
     """
 
     address: str
@@ -109,13 +109,13 @@ class RpcFailure:
 
 
 def classify(address: str, failed: grpc.aio.AioRpcError) -> RpcFailure:
-    """Tells what a failed call means."""
+    """Classifies a failed call."""
     code = failed.code()
     info, retry_after_s = _details(failed)
     reason = "" if info is None or info.domain != DOMAIN else info.reason
     if reason:
         number = dict(errors_pb2.ErrorReason.items()).get(_PREFIX + reason)
-        # A newer server may know reasons that we do not; its status code still counts.
+        # A newer server may send unknown reasons; its status code still counts.
         rule = _BY_CODE.get(code, _BUG) if number is None else RULES[_reason(number)]
     else:
         rule = _BY_CODE.get(code, _BUG)
@@ -135,7 +135,7 @@ def _reason(number: int) -> errors_pb2.ErrorReason:
 def _details(
     failed: grpc.aio.AioRpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
-    """Returns ErrorInfo and the seconds of RetryInfo, each None when absent."""
+    """Returns ErrorInfo and the seconds of RetryInfo, each None if absent."""
     packed = dict(failed.trailing_metadata() or ()).get(_DETAILS_KEY)
     if not isinstance(packed, bytes):
         return None, None

@@ -1,7 +1,7 @@
-"""The handshake: what a client needs of its servers, checked before the first token.
+"""The handshake: checks what a client requires of its servers, before the first token.
 
-Invariant: whatever would fail or silently go wrong later (other tokenizer, smaller vocabulary, no
-log-probabilities) is refused at start, with the server's address and both values. Pure.
+Invariant: whatever would fail or silently go wrong later (another tokenizer, a smaller vocabulary,
+no log-probabilities) is refused at start, with the server's address and both values. Pure.
 """
 
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ from dataclasses import dataclass
 from treadle.agent_loop.errors import ImageRejectedError, SetupError
 
 IMAGES = "images"
-"""The capability that prompts with images need."""
+"""The capability that prompts with images require."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What one server said of itself.
+    """A server's answer at the handshake.
 
     Attributes:
         address: host:port.
-        server_version: Of the server's package.
+        server_version: Version of the server's package.
         engine: "fake", "torch", "sglang" or "vllm".
-        engine_version: Of the engine.
+        engine_version: Version of the engine.
         capabilities: Names of the fields of `Capabilities` that are true.
-        architecture: Of the model.
-        vocab_size: Rows of the model's embedding; every id is below it.
-        context_length: Prompt plus completion, in tokens.
-        tokenizer_sha256: Of tokenizer.json; empty when the server has none.
-        weight_version: That served when it was asked.
-        max_in_flight: Requests that run at a time.
-        max_queued: Requests that may wait.
-        max_request_bytes: Largest request message.
+        architecture: Architecture of the model.
+        vocab_size: Number of rows of the model's embedding; every id is below it.
+        context_length: Maximum number of prompt and completion tokens.
+        tokenizer_sha256: Hash of tokenizer.json; empty if the server has none.
+        weight_version: Weight version at the time of the handshake.
+        max_in_flight: Maximum number of running requests.
+        max_queued: Maximum number of waiting requests.
+        max_request_bytes: Maximum size of a request message.
     """
 
     address: str
@@ -50,13 +50,13 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What the client needs. None: not checked.
+    """What the client requires of its servers. None means not checked.
 
     Attributes:
-        tokenizer_sha256: Of the renderer's tokenizer.json.
-        vocab_size: Ids that the renderer may send; the model's embedding may be larger.
-        context_length: Tokens of prompt and response that must fit.
-        capabilities: Names of fields of `Capabilities`.
+        tokenizer_sha256: Hash of the renderer's tokenizer.json.
+        vocab_size: Number of ids that the renderer knows; the model's embedding may be larger.
+        context_length: Number of prompt and response tokens that must fit.
+        capabilities: Names of fields of `Capabilities` that must be true.
     """
 
     tokenizer_sha256: bytes | None = None
@@ -66,12 +66,12 @@ class Requirements:
 
 
 def check(servers: Sequence[ServerInfo], needs: Requirements) -> None:
-    """Refuses servers that do not fit the client or one another.
+    """Refuses servers that are incompatible with the client or with one another.
 
     Raises:
-        SetupError: Lists everything that does not fit.
+        SetupError: The message lists every incompatibility.
     """
-    problems = [problem for server in servers for problem in _misfits(server, needs)]
+    problems = [problem for server in servers for problem in _unmet(server, needs)]
     for server in servers[1:]:
         problems.extend(_differences(servers[0], server))
     if problems:
@@ -79,10 +79,10 @@ def check(servers: Sequence[ServerInfo], needs: Requirements) -> None:
 
 
 def check_images_taken(servers: Sequence[ServerInfo]) -> None:
-    """Checks that a prompt with images may go to any of the servers.
+    """Checks that each of the servers accepts prompts with images.
 
     Raises:
-        ImageRejectedError: The engine of one takes no images.
+        ImageRejectedError: The engine of a server does not accept images.
     """
     for server in servers:
         if IMAGES not in server.capabilities:
@@ -93,7 +93,7 @@ def check_images_taken(servers: Sequence[ServerInfo]) -> None:
             )
 
 
-def _misfits(server: ServerInfo, needs: Requirements) -> list[str]:
+def _unmet(server: ServerInfo, needs: Requirements) -> list[str]:
     problems = []
     sha = needs.tokenizer_sha256
     if sha is not None and server.tokenizer_sha256 != sha:
@@ -120,7 +120,7 @@ def _misfits(server: ServerInfo, needs: Requirements) -> list[str]:
 
 
 def _differences(first: ServerInfo, other: ServerInfo) -> list[str]:
-    """What replicas of one model may not disagree about."""
+    """Returns the differences that replicas of one model must not have."""
     names = ("architecture", "vocab_size", "tokenizer_sha256")
     return [
         f"{other.address}: {name} is {_show(getattr(other, name))}, at {first.address} it is "

@@ -104,7 +104,7 @@ async def test_a_request_that_the_server_would_not_take_is_not_sent() -> None:
     server = ScriptedServer(images=True)  # It names no size: 4 MiB.
     large = PlacedImage(image=Image(data=bytes(4 << 20), mime="image/webp"), start=1, num_tokens=3)
     async with serving(server) as addresses, connect(addresses) as generator:
-        with pytest.raises(ImageRejectedError, match=r"1 images has 41\d{5} bytes .* 4194304"):
+        with pytest.raises(ImageRejectedError, match=r"1 images has 41\d{5} bytes; .* 4194304"):
             await ask(generator, (large,))
     assert not server.requests
 

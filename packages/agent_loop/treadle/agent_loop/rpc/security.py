@@ -1,4 +1,4 @@
-"""How a channel is opened: plain on this machine, TLS and a token beyond it.
+"""Channel security: plain text on this machine, TLS and a token beyond it.
 
 Invariant: a bearer token never leaves the machine in plain text.
 """
@@ -12,32 +12,32 @@ import grpc.aio
 from treadle.agent_loop.errors import SetupError
 
 CHANNEL_OPTIONS = (
-    # Retries and waits are ours (`retry`), visible and tested; gRPC's own would multiply them.
+    # `retry` implements retries and waits; gRPC's own would multiply them.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Named after a wait, it is the time that one attempt to connect may take, TLS included: enough
-    # for a busy server or a far one.
+    # Despite its name, the time limit of one attempt to connect, TLS included: enough for a busy
+    # or distant server.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     # A proxy from the environment must not come between us and a server on this machine.
     ("grpc.enable_http_proxy", 0),
-    # A server whose host is gone says nothing, not even that: without pings a stream from there
-    # would hang until its deadline. Servers of this project allow one every ten seconds.
+    # Without pings, a stream from a host that is gone would hang until its deadline. This project's
+    # servers allow one ping every ten seconds.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # what gRPC 1.85 goes by
+    ("grpc.http2.ping_timeout_ms", 10_000),  # the option that gRPC 1.85 uses
     ("grpc.http2.max_pings_without_data", 0),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSecurity:
-    """How to speak to the servers.
+    """Encryption and authentication of the channels to the servers.
 
     Attributes:
-        tls: Encrypt. Required for a token unless the server is on this machine.
-        root_certificates: PEM bytes; None: the system's.
-        token: Sent as "authorization: Bearer ..." with every call; None: none.
+        tls: Whether to encrypt. A token requires it unless the server is on this machine.
+        root_certificates: PEM bytes; None means the system's.
+        token: Sent as "authorization: Bearer ..." with every call; None means no token.
     """
 
     tls: bool = False
@@ -56,7 +56,7 @@ class ChannelSecurity:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     def open_blocking(self, address: str) -> grpc.Channel:
-        """The same for calls from threads.
+        """Opens a channel for blocking calls from threads; nothing is sent yet.
 
         Raises:
             SetupError: A token would travel in plain text.
@@ -68,7 +68,7 @@ class ChannelSecurity:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Sent with every call."""
+        """The metadata of every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     @property

@@ -1,7 +1,7 @@
-"""A rollout server that follows a script, over real gRPC: what the client's tests talk to.
+"""A rollout server that follows a script, over real gRPC, for the tests of the client.
 
-Invariant: every Generate call takes the next handler of the script and a call that the script does
-not foresee fails; requests, metadata and remaining times are kept as they came.
+Invariant: every Generate call uses the next handler of the script; a call beyond the script fails.
+Requests, metadata and remaining times are recorded.
 
     server = ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, "PAUSED"), says(STARTED, ...))
     async with serving(server) as addresses, connect(addresses) as generator:
@@ -36,7 +36,7 @@ STARTED = pb.GenerateResponse(started=pb.GenerateStarted(cached_prompt_tokens=2)
 
 
 def tokens(*ids: int, version: int = 1) -> pb.GenerateResponse:
-    """A chunk of these ids; the log-probability of id i is -i / 8."""
+    """Returns a chunk of these ids; the log-probability of id i is -i / 8."""
     logprobs = [-i / 8 for i in ids]
     return pb.GenerateResponse(
         tokens=pb.TokenChunk(token_ids=ids, logprobs=logprobs, weight_version=version)
@@ -44,12 +44,12 @@ def tokens(*ids: int, version: int = 1) -> pb.GenerateResponse:
 
 
 def finished(count: int, reason: Any = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
-    """The end of a stream of so many tokens."""
+    """Returns the end of a stream of `count` tokens."""
     return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
 
 
 def says(*events: pb.GenerateResponse) -> Handler:
-    """A call that streams these and ends well."""
+    """Returns a handler that streams these events and ends normally."""
 
     async def handle(
         request: pb.GenerateRequest, context: Context
@@ -66,7 +66,7 @@ def fails(
     *events: pb.GenerateResponse,
     retry_after_s: float | None = None,
 ) -> Handler:
-    """A call that streams these and then fails."""
+    """Returns a handler that streams these events and then fails."""
 
     async def handle(
         request: pb.GenerateRequest, context: Context
@@ -94,17 +94,17 @@ class ScriptedServer(
     generation_service_pb2_grpc.GenerationServiceServicer,
     server_service_pb2_grpc.ServerServiceServicer,
 ):
-    """Answers Generate with one handler after the other.
+    """Answers each Generate call with the next handler.
 
     Args:
         handlers: The script.
-        images: Whether it says that it takes images.
+        images: Whether it reports the capability `images`.
 
     Attributes:
-        handlers: What is left of the script.
-        requests: Every call's request.
-        metadata: Every call's metadata.
-        time_left: Every call's remaining seconds; None without a deadline.
+        handlers: The rest of the script.
+        requests: The request of each call.
+        metadata: The metadata of each call.
+        time_left: The remaining seconds of each call; None without a deadline.
         address: host:port, once it is served.
     """
 
@@ -119,7 +119,7 @@ class ScriptedServer(
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Takes the next handler."""
+        """Runs the next handler."""
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         self.time_left.append(context.time_remaining())
@@ -128,7 +128,7 @@ class ScriptedServer(
             yield event
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
-        """Says what it is: 100 ids, a context of 64 tokens."""
+        """Reports a vocabulary of 100 ids and a context of 64 tokens."""
         return server_service_pb2.GetServerInfoResponse(
             engine="scripted",
             capabilities=server_service_pb2.Capabilities(
@@ -142,7 +142,7 @@ class ScriptedServer(
 
 @asynccontextmanager
 async def serving(*servers: ScriptedServer) -> AsyncIterator[list[str]]:
-    """Serves them on free loopback ports; yields their addresses."""
+    """Serves the servers on free loopback ports; yields their addresses."""
     async with AsyncExitStack() as stack:
         for scripted in servers:
             server = grpc.aio.server()

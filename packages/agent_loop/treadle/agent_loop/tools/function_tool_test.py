@@ -136,7 +136,7 @@ def test_functions_that_cannot_be_described_are_refused() -> None:
     for unknown in (odd, bare):
         with pytest.raises(TypeError, match="which is not supported"):
             function_tool(unknown)
-    with pytest.raises(TypeError, match="'x' of positional needs a type and a name"):
+    with pytest.raises(TypeError, match="'x' of positional needs a type hint and"):
         function_tool(positional)
 
 

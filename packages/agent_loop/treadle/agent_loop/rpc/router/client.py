@@ -1,17 +1,17 @@
-"""The routing service, as a worker sees it: one view of the replicas for many workers.
+"""The client of the routing service: a worker's view of the replicas that many workers share.
 
 Invariants:
 
-1. An answer is used for as long as the router said it is valid. After that the router is asked
-   again, and the last answer goes with it, so that a router that forgot (a restart) learns where
-   the session is.
-2. A router that is away loses nothing: a session that has an answer goes on with it, without
-   waiting, until the router is back; a new session waits for it, until its deadline.
-3. What is finished is told the router in the background, in a few attempts at most; when all of
-   them fail the router's lease frees the place.
+1. An answer is used for as long as the router said that it is valid. Then the router is asked
+   again. The request contains the last answer, so that a restarted router learns where the
+   session is.
+2. While the router is unreachable, a session with an answer continues with it, without waiting. A
+   new session waits for the router, until its deadline.
+3. Finished sessions are reported to the router in the background, in a few attempts at most. If
+   all of them fail, the router's lease frees the slot.
 
 The caller waits in `open` for the router's answer, bounded by `wait_s`; `finish` never waits. The
-one task here, which sends what is finished, is owned by `connect`.
+only task here, which reports finished sessions, is owned by `connect`.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _CLOSE_S = 2.0
 
 
 class _RoutingStub(Protocol):
-    """The generated stub, which has no types."""
+    """The types of the generated stub, which has none."""
 
     def OpenSession(
         self, request: pb.OpenSessionRequest, *, timeout: float, metadata: Metadata
@@ -65,7 +65,7 @@ class _Answer:
 
 
 class RemoteRouter:
-    """Asks a routing service; see the module. Made by `connect`."""
+    """The routing service as a `Placement`. Made by `connect`."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RemoteRouter:
         retry: RetryPolicy,
         clock: Clock,
     ) -> AsyncIterator["RemoteRouter"]:
-        """Opens the channel; nothing is asked yet. What is finished is still told at the end.
+        """Opens the channel without a call. Reports the last finished sessions when it closes.
 
         Raises:
             SetupError: A token would travel in plain text.
@@ -162,7 +162,8 @@ class RemoteRouter:
 
         Raises:
             TimeoutError: No replica had room in time.
-            ReplicaUnavailableError: Until the deadline the router was away, or had no replica.
+            ReplicaUnavailableError: The router was unreachable or had no replica until the
+                deadline.
             GenerationError: The router refuses.
         """
         last = self._answers.setdefault(session_id, None)
@@ -189,10 +190,10 @@ class RemoteRouter:
             if isinstance(failure.error, OverloadedError):
                 await self._wait_until(self._clock.now(), deadline, None)  # it keeps its turn
             elif held_before and isinstance(failure.error, GenerationTimeoutError):
-                raise TimeoutError  # too little was left to be held again; the router is well
+                raise TimeoutError  # too little time was left to wait again; the router is fine
             elif failure.action is Action.WAIT:
                 if avoid:
-                    return None  # the caller knows when what it avoids has rested
+                    return None  # the caller knows when it may use the avoided replicas again
                 wait_s = self._retry.wait_s(1, retry_after_s=failure.retry_after_s)
                 await self._wait_until(self._clock.now() + wait_s, deadline, failure)
             elif failure.action is Action.LEAVE or isinstance(
@@ -200,7 +201,7 @@ class RemoteRouter:
             ):
                 self._backoff.fail(self._clock.now(), self._retry, failure.retry_after_s)
                 if earlier is not None and isinstance(failure.error, GenerationTimeoutError):
-                    failure = earlier  # what was wrong, rather than that too little time was left
+                    failure = earlier  # the cause, rather than that too little time was left
             else:
                 raise failure.error
 
@@ -233,8 +234,8 @@ class RemoteRouter:
         """Waits until `when`.
 
         Raises:
-            TimeoutError: The deadline comes sooner, and only room was missing.
-            ReplicaUnavailableError: The deadline comes sooner; says what was wrong.
+            TimeoutError: The deadline comes first, and only room was missing.
+            ReplicaUnavailableError: The deadline comes first; the message names the failure.
         """
         now = self._clock.now()
         if max(when, now) >= deadline:
@@ -267,11 +268,11 @@ class RemoteRouter:
                 return
             except grpc.aio.AioRpcError as failed:
                 if failed.code() is grpc.StatusCode.NOT_FOUND:
-                    return  # the router has forgotten it, which is what we want
+                    return  # the router no longer has the session, as intended
                 failure = classify(self._address, failed)
             await self._clock.sleep(self._retry.wait_s(attempt, retry_after_s=None))
         _log.warning(
-            "session %s was not finished at the router, whose lease will: %s",
+            "the router could not be told that session %s is finished; its lease will end it: %s",
             session_id,
             failure.error,
         )

@@ -1,8 +1,9 @@
-"""The router's guard: what holds for every call before and after its handler.
+"""The router's interceptor: checks token and deadline of every call, and encodes its errors.
 
-Invariant: a method of ours runs only for a caller with the right token and a deadline, and every
-`RouterFault` that it raises leaves as a status with `ErrorInfo`, a typed detail if the reason has
-one, and `RetryInfo` where waiting helps. Reflection needs the token only, and health not even that.
+Invariant: a method of the routing service runs only for a caller with the right token and a
+deadline. Every `RouterFault` that it raises becomes a status with `ErrorInfo`, a typed detail if
+the reason has one, and `RetryInfo` if waiting helps. Reflection requires only the token; health
+checks require neither.
 """
 
 import hmac
@@ -21,7 +22,7 @@ from treadle.rollout.v1 import errors_pb2
 
 _OURS = "/treadle.rollout."
 _OPEN = "/grpc.health.v1.Health/"
-# What time_remaining() gives a call without a deadline is years.
+# Without a deadline, time_remaining() returns years.
 _NO_DEADLINE_S = 365 * 24 * 3600.0
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
@@ -29,12 +30,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class RouterFault(Exception):
-    """A call that fails: what its status says.
+    """An error of a call, with the content of its status.
 
     Attributes:
-        code: Of gRPC.
-        reason: Of errors.proto.
-        retry_after_s: When to come back; None: that would not help.
+        code: gRPC status code.
+        reason: Reason in errors.proto.
+        retry_after_s: When to retry; None if a retry would not help.
         detail: A typed detail, if the reason has one.
     """
 
@@ -54,7 +55,7 @@ class RouterFault(Exception):
         self.detail = detail
 
     def to_status(self) -> status_pb2.Status:
-        """The status with its details."""
+        """Returns the status with its details."""
         name = errors_pb2.ErrorReason.Name(self.reason).removeprefix("ERROR_REASON_")
         details: list[Message] = [error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN)]
         if self.detail is not None:
@@ -71,10 +72,10 @@ class RouterFault(Exception):
 
 
 class RouterGuard(grpc.aio.ServerInterceptor):
-    """Checks token and deadline, and encodes what fails.
+    """Checks token and deadline, and encodes errors.
 
     Args:
-        token: What callers must show; None admits everyone.
+        token: Required of callers; None admits everyone.
     """
 
     def __init__(self, token: str | None) -> None:
@@ -103,7 +104,7 @@ class RouterGuard(grpc.aio.ServerInterceptor):
                     raise RouterFault(
                         grpc.StatusCode.UNAUTHENTICATED,
                         errors_pb2.ERROR_REASON_UNAUTHENTICATED,
-                        f"the call carries {'a wrong' if raw else 'no'} token",
+                        f"the call has {'a wrong' if raw else 'no'} token",
                     )
                 left_s = context.time_remaining()
                 if left_s is None or left_s > _NO_DEADLINE_S:
@@ -116,14 +117,14 @@ class RouterGuard(grpc.aio.ServerInterceptor):
             except RouterFault as fault:
                 await context.abort_with_status(to_status(fault.to_status()))
 
-        # A refusal needs no codec of the method's own: it answers before it reads.
+        # `call` serves refusals of any method: it answers before it decodes the request.
         return grpc.unary_unary_rpc_method_handler(
             call, handler.request_deserializer, handler.response_serializer
         )
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
-    """Encodes seconds."""
+    """Returns seconds as a protobuf duration."""
     delay = duration_pb2.Duration()
     delay.FromNanoseconds(int(seconds * 1e9))
     return delay

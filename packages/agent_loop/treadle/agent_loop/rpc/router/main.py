@@ -1,10 +1,10 @@
-"""The router's process: arguments, signals, ready file, end.
+"""The router's process: command line, signals, ready file, shutdown.
 
     python -m treadle.agent_loop.rpc.router --address 127.0.0.1:5000 --replica 127.0.0.1:4000
 
-Invariant: exit code 0 only after a graceful shutdown; 2 for arguments that are not valid, 1 for
-ones that cannot be served, with one line that says why. The ready file exists exactly while the
-router serves.
+Invariant: the exit code is 0 only after a graceful shutdown, 2 for invalid arguments, and 1 if the
+router cannot serve, with one line that says why. The ready file exists exactly while the router
+serves.
 
 The main task waits for SIGTERM or SIGINT.
 """
@@ -58,16 +58,26 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--address", default="127.0.0.1:0", help="host:port to listen on; port 0 picks one")
     add("--replica", action="append", default=[], help="host:port of a replica; repeatable")
-    add("--margin", type=int, help="sessions above the least loaded that break a pin; 8")
+    add("--margin", type=int, help="sessions above the least loaded that move a session; 8")
     add("--cache_tokens", type=int, help="tokens that each replica's prefix cache holds")
     add(
         "--deterministic",
         action="store_true",
-        help="the session's id and the replicas alone decide; excludes margin and cache_tokens",
+        help="only the session's id and the replicas decide; excludes margin and cache_tokens",
     )
-    add("--lease_s", type=float, default=defaults.lease_s, help="for sessions not heard of")
-    add("--valid_for_s", type=float, default=defaults.valid_for_s, help="of an answer")
-    add("--state_file", type=Path, help="keeps registered and draining replicas over restarts")
+    add(
+        "--lease_s",
+        type=float,
+        default=defaults.lease_s,
+        help="drop sessions idle for longer",
+    )
+    add(
+        "--valid_for_s",
+        type=float,
+        default=defaults.valid_for_s,
+        help="lifetime of an answer",
+    )
+    add("--state_file", type=Path, help="keeps registered and draining replicas across restarts")
     add("--ready_file", type=Path, help='written when serving: {"address": ..., "pid": ...}')
     add("--tls_certificate", type=Path, help="PEM chain of the router")
     add("--tls_key", type=Path, help="PEM private key of the router")
@@ -82,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(arguments: argparse.Namespace) -> RouterConfig:
-    """Raises ValueError or OSError with what is wrong."""
+    """Returns the configuration.
+
+    Raises:
+        ValueError: An argument is invalid.
+        OSError: A file cannot be read.
+    """
     for name in ("lease_s", "valid_for_s"):
         if not 0 <= getattr(arguments, name) < float("inf"):
             raise ValueError(f"--{name} is {getattr(arguments, name)}; it must be 0 or more")
@@ -113,7 +128,7 @@ def _policy(arguments: argparse.Namespace) -> StickySession | HashedSession:
     if arguments.deterministic:
         if arguments.margin is not None or arguments.cache_tokens is not None:
             raise ValueError(
-                "--deterministic looks at no load: drop --margin and --cache_tokens, or it"
+                "--deterministic ignores loads: drop it, or drop --margin and --cache_tokens"
             )
         return HashedSession()
     if arguments.margin is None:
@@ -157,7 +172,7 @@ async def _run(config: RouterConfig, ready_file: Path | None) -> None:
 
 @contextmanager
 def _ready(path: Path | None, address: str) -> Iterator[None]:
-    """The file appears whole and goes away at the end."""
+    """Creates the ready file atomically, and removes it at the end."""
     if path is None:
         yield
         return

@@ -14,7 +14,7 @@ from treadle.agent_loop.rpc.router import main as router
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--deterministic", "--margin", "4"], "--deterministic looks at no load"),
+        (["--deterministic", "--margin", "4"], "--deterministic ignores loads"),
         (["--margin", "0"], "margin is 0"),
         (["--cache_tokens", "0"], "cache_tokens is 0"),
         (["--lease_s", "-1"], "--lease_s is -1.0"),

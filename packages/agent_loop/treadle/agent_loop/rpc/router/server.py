@@ -1,18 +1,19 @@
-"""The routing service: `routing.py` behind gRPC, so that many workers share one view.
+"""The routing service: the placement policies behind gRPC, so that many workers share one view.
 
 Invariants:
 
-1. An OpenSession that finds no room is held until there is some, at most for `hold_s` and nine
-   tenths of its deadline, so that the caller hears from us and not from its own clock.
-2. The replicas, and which of them drain, are in the state file before the call that changed them
-   is answered; a router that starts again has them. Sessions come back with their next
-   OpenSession, which says where they are.
+1. An OpenSession call that finds no room is held until there is room, at most for `hold_s` and for
+   nine tenths of its deadline, so that the caller gets an answer before its deadline.
+2. A change of the replicas is in the state file before the call that made it is answered, so a
+   restarted router has it. Sessions come back with their next OpenSession, which contains their
+   replica.
 
     async with serve_router(config) as address:
         ...
 
-Who waits: OpenSession calls, at the queue. Leaving the block answers no new call, lets those under
-way end for `shutdown_grace_s`, and cancels the rest: workers go on with their last answers.
+Who waits: OpenSession calls, in the queue. Leaving the block refuses new calls, waits
+`shutdown_grace_s` for the calls in flight, and cancels the rest. Workers continue with their last
+answers.
 """
 
 import logging
@@ -44,20 +45,20 @@ _SHARE_OF_DEADLINE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What a router serves, and how.
+    """The configuration of a router.
 
     Attributes:
         address: host:port to listen on; port 0 picks one.
-        policy: Without replicas; from now on the router is its owner.
-        replicas: Known from the start, besides those of the state file.
-        lease_s: A session that is not heard of for so long is finished. Longer than any tool call
-            and any completion.
-        valid_for_s: How long workers use an answer without asking again.
-        hold_s: How long a call waits for room.
-        state_file: Where the replicas are kept over restarts; None: nowhere.
-        tls: PEM private key and PEM certificate chain; None: plain text.
-        token: That callers must show; None: everyone is admitted.
-        shutdown_grace_s: For calls under way at the end.
+        policy: A policy without replicas; the router becomes its owner.
+        replicas: The replicas at start, in addition to those of the state file.
+        lease_s: Sessions that are idle for longer are dropped. Must exceed the duration of any
+            tool call and any completion.
+        valid_for_s: How long workers may reuse an answer.
+        hold_s: Maximum time that a call waits for room.
+        state_file: Keeps the replicas across restarts; None means that they are not kept.
+        tls: PEM private key and PEM certificate chain; None means plain text.
+        token: Required of callers; None admits everyone.
+        shutdown_grace_s: Time limit for calls in flight at shutdown.
     """
 
     address: str = "127.0.0.1:0"
@@ -73,11 +74,11 @@ class RouterConfig:
 
 
 class RoutingServicer(pb_grpc.RoutingServiceServicer):
-    """Decodes, asks the queue, encodes.
+    """The gRPC methods of the routing service.
 
     Args:
-        queue: Where sessions get their replicas.
-        config: See `RouterConfig`.
+        queue: Assigns sessions to replicas.
+        config: The router's configuration.
     """
 
     def __init__(self, queue: SessionQueue, config: RouterConfig) -> None:
@@ -87,7 +88,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
-        """Names the session's replica, waiting for room."""
+        """Returns the session's replica, waiting for room."""
         session_id = _required("session_id", request.session_id, "the trajectory's id")
         before = self._queue.router.pinned(session_id) or request.current_address
         left_s = _SHARE_OF_DEADLINE * (context.time_remaining() or 0.0)
@@ -111,7 +112,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
             raise RouterFault(
                 grpc.StatusCode.UNAVAILABLE,
                 errors_pb2.ERROR_REASON_NO_REPLICA,
-                f"none of {len(router.addresses)} replicas takes session {session_id}: "
+                f"none of {len(router.addresses)} replicas accepts session {session_id}: "
                 f"{len(router.draining)} drain, {len(request.avoid_addresses)} are to be avoided",
                 retry_after_s=_NO_REPLICA_RETRY_S,
             )
@@ -124,21 +125,21 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     async def FinishSession(
         self, request: pb.FinishSessionRequest, context: Context
     ) -> pb.FinishSessionResponse:
-        """Frees the session's place."""
+        """Frees the session's slot."""
         session_id = _required("session_id", request.session_id, "the trajectory's id")
         if not self._queue.close(session_id):
             raise RouterFault(
                 grpc.StatusCode.NOT_FOUND,
                 errors_pb2.ERROR_REASON_SESSION_UNKNOWN,
                 f"session {session_id} is not open: it was never opened, was finished, or its "
-                f"lease of {self._config.lease_s:g} s ran out",
+                f"lease of {self._config.lease_s:g} s expired",
             )
         return pb.FinishSessionResponse()
 
     async def RegisterReplica(
         self, request: pb.RegisterReplicaRequest, context: Context
     ) -> pb.RegisterReplicaResponse:
-        """Adds a replica, or brings a draining one back."""
+        """Adds a replica, or ends the draining of one."""
         self._queue.add(_address(request.address))
         self._save()
         return pb.RegisterReplicaResponse()
@@ -146,7 +147,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     async def DrainReplica(
         self, request: pb.DrainReplicaRequest, context: Context
     ) -> pb.DrainReplicaResponse:
-        """Takes no new session there."""
+        """Stops giving a replica new sessions."""
         address = _address(request.address)
         known = self._queue.router.addresses
         if address not in known:
@@ -158,7 +159,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     async def RemoveReplica(
         self, request: pb.RemoveReplicaRequest, context: Context
     ) -> pb.RemoveReplicaResponse:
-        """Forgets a replica at once."""
+        """Removes a replica at once."""
         self._queue.remove(_address(request.address))
         self._save()
         return pb.RemoveReplicaResponse()
@@ -166,7 +167,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     async def ListReplicas(
         self, request: pb.ListReplicasRequest, context: Context
     ) -> pb.ListReplicasResponse:
-        """The replicas, as the router sees them."""
+        """Returns the replicas and their loads."""
         router = self._queue.router
         return pb.ListReplicasResponse(
             replicas=[
@@ -186,15 +187,15 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
 
 @asynccontextmanager
 async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> AsyncIterator[str]:
-    """Runs a router for as long as the block lasts; yields its address.
+    """Runs a router while the block runs; yields its address.
 
     Args:
-        config: What to serve and where.
-        clock: Times the leases; by default the event loop's.
+        config: The configuration.
+        clock: Times the leases; None means the event loop's clock.
 
     Raises:
-        SetupError: The address cannot be listened on, a replica is given wrongly, or the state
-            file cannot be read.
+        SetupError: The router cannot listen on the address, a replica's address is invalid, or
+            the state file cannot be read.
     """
     queue = SessionQueue(config.policy, clock=clock or LoopClock(), lease_s=config.lease_s)
     for replica in config.replicas:
@@ -206,7 +207,7 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
         interceptors=(RouterGuard(config.token),),
         options=(
             ("grpc.so_reuseport", 0),
-            # Workers ping every 20 s (`security`); by default those that do are cut off.
+            # Workers ping every 20 s (`security`), which gRPC's default would refuse.
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ),
     )
@@ -221,7 +222,7 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
     await server.start()
     for service in ("", _SERVICE):
         await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    _log.info("the router serves %d replicas at %s", len(queue.router.addresses), address)
+    _log.info("serving %d replicas at %s", len(queue.router.addresses), address)
     try:
         yield address
     finally:
@@ -236,8 +237,8 @@ def _bind(server: grpc.aio.Server, config: RouterConfig) -> int:
         return server.add_secure_port(config.address, grpc.ssl_server_credentials([config.tls]))
     except RuntimeError as error:
         raise SetupError(
-            f"cannot listen on {config.address}: {error}; choose another address, port 0 picks "
-            "a free one"
+            f"cannot listen on {config.address}: {error}; choose another address, or port 0 for "
+            "a free port"
         ) from error
 
 

@@ -79,7 +79,7 @@ async def test_replicas_come_drain_and_go() -> None:
         assert (await stub.DrainReplica(address=A)).open_sessions == 1
         assert (await stub.OpenSession(session_id="s0")).address == A
         text = await failure_of(stub.OpenSession(session_id="s1"))
-        assert "none of 1 replicas takes session s1: 1 drain" in text
+        assert "none of 1 replicas accepts session s1: 1 drain" in text
         assert text.endswith("[1.0]")
         await stub.RegisterReplica(address=B)
         for _ in range(2):
@@ -137,7 +137,7 @@ async def test_a_session_of_a_dead_worker_is_freed_by_its_lease() -> None:
         await stub.OpenSession(session_id="alive")
         (replica,) = (await stub.ListReplicas()).replicas
         assert replica.open_sessions == 1
-        assert "its lease of 60 s ran out" in await failure_of(
+        assert "its lease of 60 s expired" in await failure_of(
             stub.FinishSession(session_id="dead")
         )
 
@@ -179,7 +179,7 @@ async def test_the_token_guards_all_but_health() -> None:
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub = Stub(channel)
-        assert "UNAUTHENTICATED: the call carries no token" in await failure_of(stub.ListReplicas())
+        assert "UNAUTHENTICATED: the call has no token" in await failure_of(stub.ListReplicas())
         raw: Any = pb_grpc.RoutingServiceStub(channel)  # type: ignore[no-untyped-call]
         for token, works in (("secret", True), ("wrong", False)):
             call = raw.ListReplicas(

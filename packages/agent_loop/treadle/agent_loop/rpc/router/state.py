@@ -1,7 +1,7 @@
-"""The router's state file: its replicas, kept over restarts.
+"""The router's state file: keeps its replicas across restarts.
 
-Invariant: the file is whole at any time, and what it says is what the router knew when it last
-answered a call that changed its replicas. Sessions are not in it: they come back by themselves.
+Invariant: the file is complete at any time, and contains the replicas as of the last answered call
+that changed them. It does not contain sessions, which clients open again by themselves.
 """
 
 import json
@@ -12,7 +12,7 @@ from treadle.agent_loop.rpc.router.session_queue import SessionQueue
 
 
 def write_state(path: Path, queue: SessionQueue) -> None:
-    """Writes the replicas; the file is whole at any time."""
+    """Writes the replicas; the file is replaced atomically."""
     router = queue.router
     state = {"replicas": list(router.addresses), "draining": sorted(router.draining)}
     partial = path.with_name(f"{path.name}.partial")
@@ -21,10 +21,10 @@ def write_state(path: Path, queue: SessionQueue) -> None:
 
 
 def read_state(path: Path, queue: SessionQueue) -> None:
-    """Adds the replicas of a state file, if there is one.
+    """Adds the replicas of a state file, if it exists.
 
     Raises:
-        SetupError: It cannot be read as one.
+        SetupError: The file cannot be read or parsed.
     """
     try:
         state = json.loads(path.read_text())
@@ -43,10 +43,10 @@ def read_state(path: Path, queue: SessionQueue) -> None:
 
 
 def check_address(address: str) -> str:
-    """Returns it.
+    """Returns the address.
 
     Raises:
-        SetupError: It is not host:port.
+        SetupError: The address is not host:port.
     """
     if not is_address(address):
         raise SetupError(f"replica {address!r} is not host:port, as 10.0.0.1:4000")
@@ -54,7 +54,7 @@ def check_address(address: str) -> str:
 
 
 def is_address(address: object) -> bool:
-    """Whether it is host:port."""
+    """Returns whether the value is an address of the form host:port."""
     if not isinstance(address, str):
         return False
     host, _, port = address.rpartition(":")
