@@ -64,7 +64,7 @@ import threading
 import torch
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.trainer import policy
+from treadle.trainer.policy import types as policy
 from treadle.trainer.policy.commands import Broadcast, OpenGroup
 from treadle.trainer.weight_sync.transports.collective import CollectiveSender
 

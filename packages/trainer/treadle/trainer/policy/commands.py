@@ -1,8 +1,8 @@
 """Commands to the policy ranks, and their answers.
 
-Every command goes to all ranks before any answer is awaited, because the ranks work on it
-together (see `policy/backend.py`). All values are plain and picklable; they travel over an
-authenticated connection between processes of one run.
+Every command goes to all ranks before any answer is awaited, because the ranks execute it together
+(see `policy/backend.py`). All values are plain and picklable; they travel over an authenticated
+connection between processes of one run.
 """
 
 from collections.abc import Mapping
@@ -47,12 +47,17 @@ AUTHKEY_VARIABLE = "TREADLE_AUTHKEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRendezvous:
-    """Lets a rank listen for the others, before it is built. Answer: its `host:port`."""
+    """Listen for the other ranks, before the model exists. Answer: `host:port`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitModel:
-    """Join the other ranks and load the model. Answer: the optimizer steps taken, 0."""
+    """Join the other ranks and load the model. Answer: the optimizer steps taken, 0.
+
+    Attributes:
+        with_reference: Whether to keep a copy of the weights as the reference policy.
+        local_rank: Which of the GPUs that the process sees is its own.
+    """
 
     config: PolicyConfig
     model_path: Path
@@ -66,26 +71,32 @@ class InitModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """All optimizer steps that one batch gives. Answer: `UpdateStats`, the same on all ranks."""
+    """Take all optimizer steps of one batch. Answer: `UpdateStats`, the same on all ranks.
+
+    Attributes:
+        temperature: What the sequences were sampled with.
+        free_memory: Whether to give back cached device memory afterwards, for others to use.
+    """
 
     sequences: tuple[TrainSequence, ...]
     algorithm: AlgorithmConfig
     temperature: float
-    """What the sequences were sampled with."""
     free_memory: bool = False
-    """Whether to give device memory that is only cached back afterwards, for others to use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """What an `Update` did."""
+    """The result of an `Update`.
+
+    Attributes:
+        logprobs_s: Seconds spent on old and reference log-probabilities; 0 if none was needed.
+        mismatch: See `algorithms.mismatch`, over the whole batch. None means that the metrics of
+            the first step have it, for what that step computed.
+    """
 
     steps: tuple[StepStats, ...]
     logprobs_s: float
-    """Seconds spent on old and reference log-probabilities; 0 where none was needed."""
     mismatch: Mapping[str, float] | None = None
-    """See `algorithms.mismatch`, over the whole batch; None: the first step's metrics have it, of
-    what that step computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +106,27 @@ class Specs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushTarget:
-    """One server, and how much of each tensor it holds already."""
+    """One server, and how much of each tensor it holds already.
+
+    Attributes:
+        received_bytes: [number of tensors], in the order of the specs.
+    """
 
     name: str
     address: str
     received_bytes: tuple[int, ...]
-    """[number of tensors], in the order of the specs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """Stream the weights to the targets. Answer: `SendReport`, of this rank's tensors."""
+    """Stream the weights to the targets. Answer: `SendReport`, for this rank's tensors.
+
+    Attributes:
+        element_type: What the servers are sent.
+        chunk_bytes: Maximum size of a chunk.
+        deadline_s: Of each stream.
+        delta: Whether to send the changes found by the last `ComputeDelta` instead of the weights.
+    """
 
     update_id: str
     element_type: ElementType
@@ -113,42 +134,54 @@ class Push:
     chunk_bytes: int
     deadline_s: float
     delta: bool = False
-    """Send what the last `ComputeDelta` found to have changed, instead of the weights."""
     security: ServerSecurity = field(default_factory=ServerSecurity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeDelta:
-    """Keep a copy of the weights, and find what changed. Answer: `DeltaReport`, of this rank's."""
+    """Keep a copy of the weights and find what changed. Answer: `DeltaReport`, for this rank's.
+
+    Attributes:
+        version: Name of the weights.
+        base_version: What to compare with, if this rank keeps it.
+        element_type: What the servers hold.
+    """
 
     version: int
-    """Name of the weights."""
     base_version: int | None
-    """That they are compared with, if this rank keeps it."""
     element_type: ElementType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReport:
-    """What changed in one rank's weights. By tensor name."""
+    """What changed in one rank's weights, by tensor name.
+
+    Attributes:
+        fits: Whether the base was there and every weight is small enough for the encoding.
+        encoded_bytes: Size of the encoded changes.
+        crc32: CRC-32 of the whole weight as it is now.
+    """
 
     fits: bool
-    """Whether the base was there, and no weight has too many elements for the encoding."""
     encoded_bytes: Mapping[str, int]
     crc32: Mapping[str, int]
-    """Of the whole weight, now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFiles:
-    """Write the weights below `directory`. Answer: `SendReport` with the checksums."""
+    """Write the weights below `directory`. Answer: `SendReport` with the checksums.
+
+    Attributes:
+        element_type: What the servers read.
+        version: Name of the weights.
+        base_version: If given, write the changes that the last `ComputeDelta` found against this
+            version instead of the weights.
+    """
 
     directory: Path
     element_type: ElementType
     version: int
-    """Name of the weights."""
     base_version: int | None = None
-    """Write what the last `ComputeDelta`, with this one, found to have changed, instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,52 +194,73 @@ class SharedMemoryTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSharedMemory:
-    """Hand the weights to the targets in shared memory. Answer: `SendReport`, of this rank's."""
+    """Hand the weights to the targets in shared memory. Answer: `SendReport`, for this rank's.
+
+    Attributes:
+        element_type: What the servers are sent.
+        bucket_bytes: Without `split_tensors`, a bucket may be larger, for one weight.
+        deadline_s: Of each stream.
+        split_tensors: Whether a weight may be split over several buckets.
+    """
 
     update_id: str
     element_type: ElementType
     targets: tuple[SharedMemoryTarget, ...]
     bucket_bytes: int
-    """Without `split_tensors`, a bucket may be larger, for one weight."""
     deadline_s: float
     split_tensors: bool = False
-    """Whether a weight may lie in several buckets."""
     security: ServerSecurity = field(default_factory=ServerSecurity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """What one rank sent or wrote."""
+    """What one rank sent or wrote.
+
+    Attributes:
+        num_bytes: Sent to all targets together, written, or shared.
+        crc32: Tensor name -> CRC-32 of its bytes; only for files.
+        errors: Target name -> why its push broke.
+        incompatible: Names in `errors` of servers that cannot work with this trainer, so that no
+            attempt can help.
+    """
 
     num_bytes: int
-    """Sent to all targets together, or written, or shared."""
     crc32: Mapping[str, int]
-    """Tensor name -> CRC-32 of its bytes; of files only."""
     errors: Mapping[str, str]
-    """Target name -> why its push broke."""
     incompatible: tuple[str, ...] = ()
-    """Names of `errors` that no attempt can help: trainer and servers do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGroup:
-    """Open the place where a collective group meets. Answer: its `host:port`; of others, None."""
+    """Serve the store at which a collective group meets. Answer: `host:port`; None if not `rank`.
+
+    Attributes:
+        rank: The rank that serves it, the lowest sender.
+        group_name: Never used before.
+        timeout_s: Maximum wait for a member or a broadcast.
+    """
 
     rank: int
-    """The lowest sender."""
     group_name: str
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Send the weights through a group, joining it if need be. Answer: `BroadcastReport`."""
+    """Send the weights through a group, joining it if needed. Answer: `BroadcastReport`.
+
+    Attributes:
+        rendezvous: `host:port` of the store.
+        world_size: Number of senders and workers.
+        bucket_bytes: Size of a bucket; a larger weight has its own.
+        element_type: What the servers are sent.
+        timeout_s: Maximum wait for a member or a broadcast.
+    """
 
     group_name: str
     backend: Literal["gloo", "nccl"]
     rendezvous: str
     world_size: int
-    """Senders and workers."""
     bucket_bytes: int
     element_type: ElementType
     timeout_s: float
@@ -214,13 +268,17 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastReport:
-    """What one rank sent; a group that failed is gone."""
+    """What one rank sent. A group that failed is gone.
+
+    Attributes:
+        num_bytes: Counted once, for any number of workers.
+        error: Why the group failed, if it did.
+        lost: Ranks of the group that did not join or that failed by themselves.
+    """
 
     num_bytes: int
-    """Once, whatever the number of workers."""
     error: str | None
     lost: tuple[int, ...]
-    """Ranks of the group that did not come, or that failed by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,10 +326,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A command that raised; the rank exits after sending it."""
+    """A command raised; the rank exits after sending this.
+
+    Attributes:
+        kind: "input": what the user gave is wrong. "checkpoint": see `CheckpointError`. "peer":
+            another rank is gone, so the cause is there. "bug": anything else.
+    """
 
     kind: Literal["input", "checkpoint", "peer", "bug"]
-    """input: what the user gave is wrong. peer: another rank went away, so that the cause is
-    there. bug: anything else."""
     message: str
     traceback: str

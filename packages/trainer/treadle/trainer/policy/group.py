@@ -2,9 +2,9 @@
 
 Invariant: a command goes to every rank before any answer is awaited; commands do not overlap.
 The caller waits in `call`; one thread per rank waits for that rank's answer. A rank that dies
-closes its connection, which wakes its thread at once: then the group is broken, `call` raises
-`PolicyError` with the root cause (the rank whose failure is not the loss of another rank), and
-the group can only be closed. Closing ends the processes, which frees every thread.
+closes its connection, which wakes its thread at once. The group is then broken: `call` raises
+`PolicyError` with the root cause (the rank whose failure is not the loss of another rank), and the
+group can only be closed. Closing ends the processes, which frees every thread.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ _GRACE_S = 5.0
 
 
 class PolicyError(RuntimeError):
-    """The policy cannot go on; the message names rank, cause and log.
+    """The policy cannot continue; the message names the rank, the cause and the log.
 
     Attributes:
-        from_input: Whether the cause is something that the user gave.
+        from_input: Whether the user's input is the cause.
     """
 
     def __init__(self, message: str, *, from_input: bool = False) -> None:
@@ -62,7 +62,7 @@ class _Lost:
 
 
 class PolicyGroup:
-    """Starts the ranks, speaks to all of them, and ends them.
+    """Starts the ranks, sends them commands, and ends them.
 
     `async with PolicyGroup(...) as policy: await policy.call(Update(...))`
     """
@@ -96,8 +96,8 @@ class PolicyGroup:
         """Starts the ranks and loads the model into them.
 
         Raises:
-            ProcessError: a rank did not start.
-            PolicyError: the model cannot be loaded, or not be split as configured.
+            ProcessError: A rank did not start.
+            PolicyError: The model cannot be loaded, or cannot be split as configured.
         """
         try:
             await self._start()
@@ -111,8 +111,8 @@ class PolicyGroup:
         self._ranks = await concurrently(self._start_rank(number) for number in range(size))
         address, port = "127.0.0.1", 0
         if size > 1:
-            meeting = (await self._exchange([OpenRendezvous()] + [None] * (size - 1)))[0]
-            host, _, digits = str(meeting).rpartition(":")
+            rendezvous = (await self._exchange([OpenRendezvous()] + [None] * (size - 1)))[0]
+            host, _, digits = str(rendezvous).rpartition(":")
             address, port = host, int(digits)
         await self._exchange(
             [
@@ -124,7 +124,7 @@ class PolicyGroup:
                     world_size=size,
                     master_addr=address,
                     master_port=port,
-                    # Ray shows each process its own GPUs only, so the first one is meant.
+                    # Ray shows each process only its own GPUs, so its GPU is the first one.
                     local_rank=0 if self._gpus_per_rank else number,
                 )
                 for number in range(size)
@@ -148,18 +148,18 @@ class PolicyGroup:
         return _Rank(number, process, connection)
 
     async def call(self, command: Command) -> list[Any]:
-        """The answers of all ranks, by rank.
+        """Sends a command to all ranks and returns their answers, by rank.
 
         Raises:
-            PolicyError: a rank raised or died.
+            PolicyError: A rank raised or died.
         """
         return await self._exchange([command] * len(self._ranks))
 
     async def _exchange(self, commands: Sequence[Command | None]) -> list[Any]:
-        """Sends each rank its command (None: nothing to do) and gathers the answers."""
+        """Sends each rank its command (None: nothing to do) and returns the answers."""
         assert not self._broken, "a broken policy group can only be closed"
         loop = asyncio.get_running_loop()
-        payloads = {id(command): pickle.dumps(command) for command in commands}  # once for all
+        payloads = {id(command): pickle.dumps(command) for command in commands}  # once
 
         def exchange(rank: _Rank, command: Command) -> "asyncio.Future[Done | Failed | _Lost]":
             payload = payloads[id(command)]
@@ -170,13 +170,13 @@ class PolicyGroup:
             for rank, command in zip(self._ranks, commands, strict=True)
             if command is not None
         ]
-        self._broken = True  # unless every answer arrives
+        self._broken = True  # until every answer has arrived
         pending = set(waits)
         while pending:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if any(not isinstance(task.result(), Done) for task in ended):
                 break
-        if pending:  # the first failure may be the loss of the rank that is to blame
+        if pending:  # the first failure may only be the loss of the rank that failed
             await asyncio.wait(pending, timeout=_GRACE_S)
         answers = [task.result() if task.done() else None for task in waits]
         done = [answer for answer in answers if isinstance(answer, Done)]
@@ -186,7 +186,7 @@ class PolicyGroup:
         return [answer.value for answer in done]
 
     async def _explain(self, answers: Sequence[Done | Failed | _Lost | None]) -> PolicyError:
-        """The failure that is not the consequence of another rank's."""
+        """Returns the failure that is not the consequence of another rank's."""
 
         def consequence(answer: Done | Failed | _Lost | None) -> int:
             if isinstance(answer, Failed):
@@ -209,13 +209,13 @@ class PolicyGroup:
         )
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Lets idle ranks leave by themselves, and ends those that do not."""
+        """Lets idle ranks exit by themselves, and ends those that do not."""
         if not self._broken and self._ranks:
             try:
                 async with asyncio.timeout(_GRACE_S):
                     await self.call(Stop())
             except (PolicyError, TimeoutError):
-                pass  # they are ended below either way
+                pass  # the processes are ended below either way
         await asyncio.gather(*(rank.process.stop(_GRACE_S) for rank in self._ranks))
         for rank in self._ranks:
             rank.connection.close()

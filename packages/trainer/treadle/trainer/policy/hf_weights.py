@@ -1,7 +1,7 @@
-"""A Hugging Face model folder's tensors: read lazily, written as a stream.
+"""Reads and writes the tensors of a Hugging Face model folder, as a stream.
 
 Invariant: reading holds one tensor at a time beyond what the caller keeps; writing holds one shard.
-A written folder is complete or absent: it is built beside its place and renamed into it.
+A written folder is complete or absent: it is built next to its place and renamed into it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NOT_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.
 
 
 class WeightsReader:
-    """The tensors of a folder by name.
+    """The tensors of a folder, by name.
 
     Raises:
-        FileNotFoundError: the folder has neither model.safetensors nor an index of shards.
+        FileNotFoundError: The folder has neither model.safetensors nor an index of shards.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Look at what there is; nothing is read yet."""
+        """Lists the files; no tensor is read yet."""
         self._folder = folder
         self._open: dict[str, Any] = {}
         if (folder / _INDEX).is_file():
@@ -43,7 +43,7 @@ class WeightsReader:
             raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
     def __enter__(self) -> Self:
-        """Use as a context manager to close the files."""
+        """Returns itself; leaving the context closes the files."""
         return self
 
     def __exit__(
@@ -52,13 +52,13 @@ class WeightsReader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close every file that was opened."""
+        """Closes every file that was opened."""
         for file in self._open.values():
             file.__exit__(None, None, None)
         self._open.clear()
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole tensor, in the precision it is stored in; KeyError names what is missing."""
+        """Returns the whole tensor in its stored precision; a KeyError names a missing one."""
         if name not in self._files:
             raise KeyError(f"{self._folder} has no tensor {name!r}")
         tensor: Tensor = self._file(self._files[name]).get_tensor(name)
@@ -66,7 +66,7 @@ class WeightsReader:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors there are."""
+        """Names of all tensors."""
         return frozenset(self._files)
 
     def _file(self, name: str) -> Any:
@@ -78,17 +78,17 @@ class WeightsReader:
 def write_folder(
     tensors: Iterable[NamedTensor], folder: Path, *, like: Path, shard_bytes: int = 2 << 30
 ) -> None:
-    """Write a model folder that transformers can load.
+    """Writes a model folder that transformers can load.
 
     Args:
         tensors: All weights, under their Hugging Face names.
         folder: Must not exist.
         like: A model folder whose config, tokenizer and chat template are copied.
-        shard_bytes: Size at which a new file is begun.
+        shard_bytes: Maximum size of a file, unless one tensor is larger.
 
     Raises:
         FileExistsError: `folder` exists.
-        OSError: it could not be written; nothing is left behind.
+        OSError: It could not be written; nothing is left behind.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists; choose another place or remove it")

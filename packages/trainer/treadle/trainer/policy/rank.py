@@ -1,9 +1,9 @@
 """The policy rank: one process of the policy, `python -m treadle.trainer.policy.rank`.
 
-It listens on its host, says where in its ready file, takes one authenticated connection and
-then executes commands in order until `Stop`, the end of the connection, or a command that
-raises: the cause goes to the driver and the process exits, since the other ranks may be waiting
-for it inside a collective operation and only the end of the process frees them.
+It listens on its host, writes the address to its ready file, accepts one authenticated connection
+and executes commands in order until `Stop`, the end of the connection, or a command that raises.
+Then the cause goes to the driver and the process exits, because the other ranks may be waiting for
+it inside a collective operation and only the end of the process frees them.
 """
 
 import argparse
@@ -58,7 +58,7 @@ _COMMUNICATING = (
 
 
 class PolicyRank:
-    """Executes commands; holds the policy once it is built."""
+    """Executes commands. Holds the policy once it is built."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -70,7 +70,7 @@ class PolicyRank:
         self._delta: DeltaSender | None = None
 
     def execute(self, command: Command) -> object:
-        """The command's answer."""
+        """Returns the command's answer."""
         match command:
             case OpenRendezvous():
                 self._listener = socket.create_server((self._host, 0))
@@ -164,7 +164,7 @@ class PolicyRank:
 
 
 def serve(connection: "Connection[Any, Any]", rank: PolicyRank) -> bool:
-    """Executes commands until told to stop; False after one that raised."""
+    """Executes commands until told to stop; returns False after one that raised."""
     for command in _commands(connection):
         try:
             value = rank.execute(command)
@@ -201,7 +201,7 @@ def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", 
 
 
 def _raised_by_communication(error: Exception) -> bool:
-    """Whether an operation with the other ranks raised the error, so that one of them is gone.
+    """Returns whether an operation with other ranks raised the error, so that one is gone.
 
     NCCL and the stores raise a `DistError`. Gloo raises a plain `RuntimeError`, as any operation
     of torch does, so the module that called the operation decides.
@@ -216,7 +216,7 @@ def _raised_by_communication(error: Exception) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves one driver; the exit status is 0 if no command raised."""
+    """Serves one driver; returns exit status 0 if no command raised."""
     parser = argparse.ArgumentParser(prog="python -m treadle.trainer.policy.rank")
     parser.add_argument("--host", required=True)
     parser.add_argument("--parent_pid", type=int, required=True)

@@ -1,7 +1,7 @@
 """The control side of one server: Begin, Get, Commit, Abort; pause and memory; the handshake.
 
-The bytes themselves come from the policy's ranks (`inline`, `file`). Every call has a deadline;
-a failure is a `WeightSyncError` that says what to do.
+The policy's ranks send the bytes themselves (`transports/`). Every call has a deadline. A failure
+is a `WeightSyncError` that says what to do.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -20,7 +20,7 @@ from treadle.trainer.weight_sync.errors import WeightSyncError, explain
 __all__ = ["Memory", "WeightSyncClient"]
 
 Memory = Literal["weights", "kv_cache"]
-"""Device memory that a server can give away."""
+"""Device memory that a server can release."""
 _KINDS: dict[Memory, server_pb.MemoryKind] = {
     "weights": server_pb.MEMORY_KIND_WEIGHTS,
     "kv_cache": server_pb.MEMORY_KIND_KV_CACHE,
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class WeightSyncClient:
-    """One server, named in errors as `name (address)`."""
+    """One server; errors name it as `name (address)`."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class WeightSyncClient:
         commit_deadline_s: float,
         security: ChannelSecurity | None = None,
     ) -> None:
-        """Opens a channel; plain where there is no `security`.
+        """Opens a channel; in plain text without `security`.
 
         Raises:
-            SetupError: A token would travel in plain text.
+            SetupError: A token would be sent in plain text.
         """
         self.name = name
         self.address = address
@@ -57,21 +57,21 @@ class WeightSyncClient:
         self._server = server_grpc.ServerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def info(self) -> server_pb.GetServerInfoResponse:
-        """What the server is and holds."""
+        """Returns what the server is and holds."""
         request = server_pb.GetServerInfoRequest(client="treadle-trainer")
         return await self._call(
             "GetServerInfo", self._server.GetServerInfo, request, self._control_s
         )
 
     async def engine_failed(self) -> bool:
-        """Whether its engine broke. A server that does not answer has not said so."""
+        """Returns whether its engine failed; False if the server does not answer."""
         try:
             return (await self.info()).state == server_pb.SERVER_STATE_FAILED
         except WeightSyncError:
             return False
 
     async def pause(self, *, interrupt: bool) -> None:
-        """Stops generation; what runs is interrupted, or else comes to its end. Idempotent."""
+        """Stops generation; interrupts in-flight completions or lets them finish. Idempotent."""
         request = server_pb.PauseRequest(
             in_flight=pb.IN_FLIGHT_POLICY_INTERRUPT if interrupt else pb.IN_FLIGHT_POLICY_DRAIN
         )
@@ -83,31 +83,36 @@ class WeightSyncClient:
         await self._call("Resume", self._server.Resume, request, self._control_s)
 
     async def release_memory(self, kinds: Iterable[Memory]) -> None:
-        """Gives device memory away, while paused. Idempotent."""
+        """Releases device memory of a paused server. Idempotent."""
         request = server_pb.ReleaseMemoryRequest(kinds=[_KINDS[kind] for kind in kinds])
         await self._call("ReleaseMemory", self._server.ReleaseMemory, request, self._commit_s)
 
     async def restore_memory(self, kinds: Iterable[Memory]) -> None:
-        """Takes device memory back. Idempotent."""
+        """Restores device memory. Idempotent."""
         request = server_pb.RestoreMemoryRequest(kinds=[_KINDS[kind] for kind in kinds])
         await self._call("RestoreMemory", self._server.RestoreMemory, request, self._commit_s)
 
     async def begin(self, request: pb.BeginUpdateRequest) -> pb.BeginUpdateResponse:
-        """Opens the update, or finds it: says how much of each tensor the server holds."""
-        # Before it answers, a server reads files, or ends its completions for an update in place,
-        # which may take as long as a commit.
+        """Opens or finds the update; the answer says how much of each tensor the server holds."""
+        # Before it answers, a server reads files, or ends its completions for an update in place.
+        # Either may take as long as a commit.
         long = request.HasField("file") or request.HasField("in_place")
         deadline_s = self._commit_s if long else self._control_s
         return await self._call("BeginUpdate", self._sync.BeginUpdate, request, deadline_s)
 
     async def received(self, update_id: str) -> tuple[int, ...]:
-        """Bytes held of each tensor; renews the lease."""
+        """Returns the bytes held of each tensor; renews the lease."""
         request = pb.GetUpdateRequest(update_id=update_id)
         response = await self._call("GetUpdate", self._sync.GetUpdate, request, self._control_s)
         return tuple(response.received_bytes)
 
     async def commit(self, update_id: str, in_flight: pb.InFlightPolicy) -> int:
-        """Switches to the new weights, as the policy says with what runs; the version."""
+        """Switches to the new weights and returns the version.
+
+        Args:
+            update_id: An update whose bytes the server holds.
+            in_flight: What to do with in-flight completions.
+        """
         request = pb.CommitUpdateRequest(update_id=update_id, in_flight=in_flight)
         response = await self._call(
             "CommitUpdate", self._sync.CommitUpdate, request, self._commit_s

@@ -1,7 +1,7 @@
-"""What a rollout server's refusal means to the trainer: reason -> what is done about it.
+"""What the trainer does about each reason for which a rollout server refuses a call.
 
-The table is total over the contract's `ErrorReason`, by test. A call that fails without a reason
-never reached the server's code; its gRPC status decides.
+The table covers the contract's `ErrorReason`, as a test checks. A call that fails without a reason
+never reached the server's code, so its gRPC status decides.
 """
 
 import enum
@@ -29,9 +29,9 @@ class Outcome(enum.Enum):
     FULL = "full"
     """Begin the update again without delta, under a new id."""
     REPLACE = "replace"
-    """This server cannot go on; the others can. It leaves the rotation."""
+    """Remove this server from the rotation; the others can continue."""
     FATAL = "fatal"
-    """Trainer and server do not fit; no server would take it. The run ends."""
+    """End the run: trainer and server are incompatible, and no server would take the call."""
 
 
 OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
@@ -62,7 +62,7 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "DELTA_BASE_MISMATCH": Outcome.FULL,
     }
 )
-"""By `ErrorReason` without its prefix."""
+"""Key: `ErrorReason` without its prefix."""
 
 
 class WeightSyncError(RuntimeError):
@@ -74,7 +74,7 @@ class WeightSyncError(RuntimeError):
 
 
 def explain(error: grpc.RpcError, *, server: str, call: str) -> WeightSyncError:
-    """The error of a failed call, in words, with what to do about it."""
+    """Returns the error of a failed call, with what to do about it."""
     code, details, reason = error.code(), error.details(), _reason(error)
     if reason is not None:
         outcome = OUTCOMES.get(reason, Outcome.FATAL)
@@ -98,7 +98,7 @@ def _reason(error: grpc.RpcError) -> str | None:
 
 
 def all_reasons() -> list[str]:
-    """Every reason of the contract, without prefix."""
+    """Returns every reason of the contract, without prefix."""
     return [
         name.removeprefix("ERROR_REASON_")
         for name, number in errors_pb2.ErrorReason.items()

@@ -1,8 +1,8 @@
-"""The weight map: each Megatron parameter and the Hugging Face tensors that it is made of.
+"""The weight map: each Megatron parameter and the Hugging Face tensors that make it up.
 
-Invariant: `load` followed by `export` gives back the same bits, for every supported architecture
+Invariant: `load` followed by `export` returns the same bits, for every supported architecture
 and every tensor- and pipeline-parallel size. A layout knows two things: how Hugging Face tensors
-make up the whole Megatron tensor, and how that is cut over tensor-parallel ranks.
+make up the whole Megatron tensor, and how that tensor is cut over tensor-parallel ranks.
 
 `export` is collective over the tensor-parallel group, one parameter at a time; each pipeline stage
 exports its own layers, so nothing moves between stages.
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 
 class Layout(Protocol):
-    """How one parameter is put together and cut."""
+    """How one parameter is assembled and cut."""
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank has the whole."""
+        """Whether every tensor-parallel rank has the whole tensor."""
         ...
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
-        """Hugging Face tensors -> the whole Megatron tensor, without vocabulary padding."""
+        """Returns the whole Megatron tensor, without vocabulary padding."""
         ...
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
-        """The inverse of `merge`."""
+        """Returns the Hugging Face tensors: the inverse of `merge`."""
         ...
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
-        """The part of one tensor-parallel rank, of the given shape."""
+        """Returns the part of one tensor-parallel rank, of the given shape."""
         ...
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The inverse of `shard` over all ranks."""
+        """Returns the whole tensor: the inverse of `shard` over all ranks."""
         ...
 
 
@@ -76,7 +76,7 @@ class _Same:
 
 
 def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """Without a copy where there is one shard, so that an export costs no more than its sending."""
+    """Concatenates shards; makes no copy of a single one, so that its export costs nothing."""
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
@@ -168,17 +168,20 @@ _LAYER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One Megatron parameter of this rank and where it comes from."""
+    """One Megatron parameter of this rank and the tensors it is made of.
+
+    Attributes:
+        exported: False for the last stage's copy of a tied embedding; the first stage exports it.
+    """
 
     parameter: torch.nn.Parameter
     layout: Layout
     hf_names: tuple[str, ...]
     exported: bool
-    """False for the last stage's copy of a tied embedding: the first stage exports it."""
 
 
 def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
-    """Every parameter of this rank's pipeline stage, in model order."""
+    """Yields every parameter of this rank's pipeline stage, in model order."""
     layers = model.decoder.layers
     offset = layers[0].layer_number - 1 if len(layers) else 0
     for name, parameter in model.named_parameters():
@@ -198,11 +201,11 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
 
 
 def load(model: PolicyModel, weights: WeightsReader, architecture: Architecture, w: World) -> None:
-    """Fill every parameter of this rank.
+    """Fills every parameter of this rank.
 
     Raises:
-        KeyError: the folder lacks a tensor.
-        ValueError: a tensor has another shape than the config says.
+        KeyError: The folder lacks a tensor.
+        ValueError: A tensor has another shape than the config says.
     """
     with torch.no_grad():
         for entry in entries(model, architecture):
@@ -220,7 +223,7 @@ def load(model: PolicyModel, weights: WeightsReader, architecture: Architecture,
 def export(
     model: PolicyModel, architecture: Architecture, world: World, *, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
-    """The tensors of this rank's stage, whole and under their Hugging Face names."""
+    """Yields the tensors of this rank's stage, whole, under their Hugging Face names."""
     for entry in entries(model, architecture):
         if not entry.exported:
             continue
@@ -233,7 +236,7 @@ def export(
 
 
 def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    # A flat buffer: gloo does not take the stacked shape that NCCL takes.
+    # Flat, because gloo does not accept the stacked shape that NCCL accepts.
     flat = local.new_empty(group.size() * local.numel())
     dist.all_gather_into_tensor(flat, local.contiguous().view(-1), group=group)
     return list(flat.view(group.size(), *local.shape))
@@ -246,7 +249,7 @@ def specs(
     *,
     dtype: ElementType,
 ) -> tuple[TensorSpec, ...]:
-    """All tensors of the model in export order, first stage first; collective over all ranks."""
+    """Returns all tensors in export order, first stage first. Collective over all ranks."""
     mine = [
         TensorSpec(name=name, shape=shape, element_type=dtype, sender=world.rank)
         for entry in entries(model, architecture)
@@ -260,7 +263,7 @@ def specs(
 
 
 def _shapes(entry: Entry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
-    """Shapes of the whole tensors, found by running the layout on tensors without data."""
+    """Returns the shapes of the whole tensors, by running the layout on tensors without data."""
     local = torch.empty(entry.parameter.shape, device="meta")
     count = 1 if entry.layout.replicated else world.tensor
     whole = entry.layout.unshard([local] * count)

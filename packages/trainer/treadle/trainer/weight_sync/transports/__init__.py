@@ -1,5 +1,5 @@
-"""The ways of weights from the policy's ranks to the rollout servers.
+"""The transports of weights, from the policy's ranks to the rollout servers.
 
-One file per transport, with both of its sides: what the driver does in a round, and what a rank
-sends. What all of them share is in `weight_sync/`.
+One file per transport has both sides: what the driver does in an update round, and what a rank
+sends. What they share is in `weight_sync/`.
 """

@@ -1,7 +1,7 @@
-"""The feed: a bounded hand-over of messages from one thread to one stream.
+"""A bounded queue of messages from one thread to one gRPC stream.
 
-Invariant: at most `capacity` messages wait. `put` waits for room, the stream waits for a
-message; `close` from either side wakes the other, and messages put after it are dropped.
+Invariant: at most `capacity` messages wait. `put` waits for room and the stream waits for a
+message. `close` from either side wakes the other; messages put after it are dropped.
 """
 
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ChunkQueue(Generic[T]):
-    """Iterated by the stream, fed by the thread that makes the messages."""
+    """Filled by the thread that makes the messages, iterated by the stream."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -24,7 +24,7 @@ class ChunkQueue(Generic[T]):
         self._closed = False
 
     def put(self, item: T) -> bool:
-        """Hands over a message; False when the stream no longer reads."""
+        """Adds a message, once there is room; returns False if the stream no longer reads."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
             if self._closed:
@@ -34,24 +34,24 @@ class ChunkQueue(Generic[T]):
             return True
 
     def finish(self) -> None:
-        """No more messages will come; those that wait are still read."""
+        """Marks the end: the messages in the queue are still read."""
         with self._changed:
             self._finished = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The stream is gone; `put` returns at once from now on."""
+        """Drops all messages; `put` and the stream return at once from now on."""
         with self._changed:
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
 
     def __iter__(self) -> Self:
-        """The stream's side."""
+        """Returns itself: the stream's side."""
         return self
 
     def __next__(self) -> T:
-        """Waits for a message; ends after `finish` or `close`."""
+        """Waits for a message; stops after `finish` or `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._finished or self._closed)
             if not self._items:

@@ -1,17 +1,14 @@
-"""The group: what one sending rank holds of its place among sending ranks and workers.
+"""A collective group, as one sending rank sees it.
 
-Invariant: nothing here waits without an eye on the key "failed" of the group's store. Whoever
-leaves in the middle sets that key, so that the others follow within a second; who dies is noticed
-by the backend (gloo, at once) or by the timeout. What torch cannot interrupt, a thread waits for,
-and is left alone when nobody needs it; only the end of the process waits for it, since CPython
-would abort on a thread inside torch.
+Ranks: first the senders, by their rank in the policy, then every worker of every server. Each
+sender has its own backend with all the workers, in which it is rank 0, so that a sender never waits
+for another sender. Rank 0 serves the store; `docs/protocol.md` lists its keys. The store outlives
+its groups, whose names are prefixes in it. `collective.py` says when a group is made and ends.
 
-Ranks: the senders, 0 and up, by their rank in the policy; then every worker of every server. Each
-sender has a backend of its own with all the workers, in which it is rank 0: a sender never waits
-for another one. `docs/protocol.md` lists the keys in the store, which rank 0 serves.
-
-The store outlives its groups, whose names are prefixes in it; see `publish_collective.py` for when
-a group is made and ends.
+Invariant: every wait watches the key "failed" of the group's store. A member that leaves early sets
+that key, so that the others follow within a second. A member that dies is noticed by the backend
+(gloo, at once) or by the timeout. A wait that torch cannot interrupt happens in a detached thread,
+which only the end of the process waits for, because CPython would abort on a thread inside torch.
 """
 
 import atexit
@@ -33,33 +30,37 @@ import torch.distributed as dist
 __all__ = ["Group", "GroupLost", "Membership", "RankStore"]
 
 _POLL_S = 0.001
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 _EXIT_S = 5.0
 _DIST: Any = dist  # torch does not declare what is used of it
 
-_left_alone: WeakSet[threading.Thread] = WeakSet()
+_detached: WeakSet[threading.Thread] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What all senders of a group know of it."""
+    """What all senders of a group know.
+
+    Attributes:
+        name: Never used before in its store.
+        rendezvous: `host:port` of rank 0's store.
+        world_size: Number of senders and workers.
+        timeout_s: Maximum wait for a member to join, and for one broadcast.
+    """
 
     name: str
-    """Never used before in its store."""
     backend: Literal["gloo", "nccl"]
     rendezvous: str
-    """`host:port` of rank 0's store."""
     world_size: int
     num_senders: int
     timeout_s: float
-    """Longest wait for a member to come, and for one broadcast."""
 
 
 class GroupLost(Exception):
-    """The group cannot go on; the message says why.
+    """The group cannot continue; the message says why.
 
     Attributes:
-        missing: Ranks that did not come.
+        missing: Ranks that did not join.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
@@ -68,7 +69,7 @@ class GroupLost(Exception):
 
 
 class RankStore:
-    """The store that rank 0 serves, at one address and a free port of it only."""
+    """The store that rank 0 serves, at a free port of one address only."""
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -80,23 +81,23 @@ class RankStore:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),  # the store's from here on
+            master_listen_fd=listener.detach(),  # the store owns it from here on
         )
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def announce(self, name: str, timeout_s: float) -> None:
-        """Leaves the group's timeout for its workers, before they hear of the group."""
+        """Stores the group's timeout for its workers, before they are told of the group."""
         _DIST.PrefixStore(name, self.store).set("timeout_s", str(timeout_s))
 
 
 class Membership:
-    """One sender's place in a group, from `join` to `leave`.
+    """One sender's membership in a group, from `join` to `leave`.
 
     Args:
         group: The group.
-        rank: This sender's, in the group.
-        device: Where "nccl" takes the bytes from; "gloo" takes them from host memory.
-        store: Of this process, if it serves it.
+        rank: This sender's rank in the group.
+        device: Where "nccl" reads the bytes; "gloo" reads them from host memory.
+        store: The store, if this process serves it.
 
     Raises:
         GroupLost: The store cannot be reached.
@@ -118,10 +119,10 @@ class Membership:
         self._store = _DIST.PrefixStore(group.name, served)
 
     def join(self) -> None:
-        """Waits for all members, then connects with the workers.
+        """Waits for all members, then connects to the workers.
 
         Raises:
-            GroupLost: Some did not come, or left, or could not be connected with.
+            GroupLost: A member did not join, left, or could not be reached.
         """
         ranks = range(self.group.world_size)
         keys = [f"here/{rank}" for rank in ranks]
@@ -129,7 +130,7 @@ class Membership:
         try:
             self._store.set(keys[self._rank], b"")
             while not self._store.check(keys):
-                self._look()
+                self._raise_if_failed()
                 if time.monotonic() >= deadline:
                     missing = tuple(rank for rank in ranks if not self._store.check([keys[rank]]))
                     waited = f"{self.group.timeout_s:g} s"
@@ -140,7 +141,7 @@ class Membership:
             raise GroupLost(str(error)) from error
 
     def broadcast(self, flat: torch.Tensor) -> Any:
-        """Sends `flat` to all workers; returns torch's handle, for `wait`.
+        """Starts to send `flat` to all workers; returns torch's handle, for `wait`.
 
         Raises:
             GroupLost: The backend is broken.
@@ -154,11 +155,11 @@ class Membership:
             raise GroupLost(str(error)) from error
 
     def wait(self, work: Any, failing: str = "a bucket was not taken") -> None:
-        """Returns when the memory of a broadcast may be written again.
+        """Waits until the memory of a broadcast may be written again.
 
         Args:
-            work: Of the backend.
-            failing: What to say if it is not done in time.
+            work: The backend's handle.
+            failing: The error message if it is not done in time.
 
         Raises:
             GroupLost: It took too long, or a member failed.
@@ -170,9 +171,9 @@ class Membership:
             raise GroupLost(str(error)) from error
 
     def wait_written(self) -> None:
-        """Returns when all workers have written all that was sent, and say so.
+        """Waits until all workers have confirmed that they have written everything.
 
-        They say it through the backend, which notices one that dies instead.
+        They confirm through the backend, which notices a worker that dies instead.
 
         Raises:
             GroupLost: It took too long, or a member failed.
@@ -189,7 +190,7 @@ class Membership:
         self.wait(work, "the workers have not written the weights")
 
     def failure(self) -> str:
-        """Why the group ended, by who said it first; empty: nobody has, or the store is gone."""
+        """Returns the first reported cause of the end; empty if none, or if the store is gone."""
         with suppress(RuntimeError):
             if self._store.check(["failed"]):
                 cause: str = self._store.get("failed").decode()
@@ -197,38 +198,38 @@ class Membership:
         return ""
 
     def at_fault(self) -> tuple[int, ...]:
-        """The rank that failed by itself, not by another one's failure, if it said so."""
+        """Returns the rank that reported its own failure, as opposed to another one's, if any."""
         with suppress(RuntimeError):
             if self._store.check(["at_fault"]):
                 return (int(self._store.get("at_fault")),)
         return ()
 
     def fail(self, cause: str) -> None:
-        """Has every member leave, unless one did before; nothing without a store."""
+        """Makes every member leave, unless one left before; does nothing if the store is gone."""
         with suppress(RuntimeError):
             self._store.compare_set("failed", "", f"rank {self._rank}: {cause}")
 
     def leave(self) -> None:
-        """Lets go. What the backend still waits for is left to a thread, which ends with it."""
+        """Leaves the group. A detached thread waits for what the backend has not finished."""
         backends, self._backends = self._backends, []
-        _leave_alone(partial(_let_go, backends))
+        _detach(partial(_abort_backends, backends))
 
     def _until(self, done: Callable[[], bool], what: str, *, poll_s: float = _POLL_S) -> None:
         deadline = time.monotonic() + self.group.timeout_s
-        look = time.monotonic() + _LOOK_S
+        next_check = time.monotonic() + _CHECK_S
         try:
             while not done():
                 now = time.monotonic()
-                if now >= look:
-                    self._look()
-                    look = now + _LOOK_S
+                if now >= next_check:
+                    self._raise_if_failed()
+                    next_check = now + _CHECK_S
                 if now >= deadline:
                     raise GroupLost(f"{what} within {self.group.timeout_s:g} s")
                 time.sleep(poll_s)
         except RuntimeError as error:
             raise GroupLost(str(error)) from error
 
-    def _look(self) -> None:
+    def _raise_if_failed(self) -> None:
         if cause := self.failure():
             raise GroupLost(cause)
 
@@ -241,14 +242,14 @@ class Membership:
             except BaseException as error:
                 future.set_exception(error)
 
-        _leave_alone(run)
+        _detach(run)
         self._until(future.done, "the workers could not be connected with", poll_s=20 * _POLL_S)
         return future.result()
 
     def _connect(self) -> Any:
         size = 1 + self.group.world_size - self.group.num_senders
         timeout = timedelta(seconds=self.group.timeout_s)
-        # With a connection of its own: a store serves one call at a time, and NCCL may wait long.
+        # A separate connection: a store serves one call at a time, and NCCL may wait long in one.
         own = _connect(*_address(self.group.rendezvous), timeout)
         store = _DIST.PrefixStore(f"{self.group.name}/{self._rank}", own)
         if self.group.backend == "nccl":
@@ -257,28 +258,30 @@ class Membership:
                     "the trainer's torch was built without NCCL: set sync.transport.backend=gloo"
                 )
             options = _DIST.ProcessGroupNCCL.Options()
-            options._timeout = 2 * timeout  # its watchdog ends the process; ours is to come first
+            options._timeout = (
+                2 * timeout
+            )  # its watchdog ends the process, so our own timeout must come first
             return _DIST.ProcessGroupNCCL(store, 0, size, options)
         options = _DIST.ProcessGroupGloo._Options()
         options._timeout = timeout
-        # Listens only where it can be reached from rank 0: on loopback, if that is there.
+        # Listen only at the address at which rank 0 can reach this process, which may be loopback.
         own = _own_address(*_address(self.group.rendezvous))
         options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=own)]
-        return _DIST.ProcessGroupGloo(_WatchedStore(store, self._look), 0, size, options)
+        return _DIST.ProcessGroupGloo(_WatchedStore(store, self._raise_if_failed), 0, size, options)
 
 
 class _WatchedStore(_DIST.Store):  # type: ignore[misc]
-    """A store as gloo uses it, whose waits end when the group does.
+    """A store for gloo whose waits end when the group does.
 
     Args:
-        store: Has the keys.
-        look: Raises if the group has ended.
+        store: Holds the keys.
+        check: Raises if the group has ended.
     """
 
-    def __init__(self, store: Any, look: Callable[[], None]) -> None:
+    def __init__(self, store: Any, check: Callable[[], None]) -> None:
         super().__init__()
         self._store = store
-        self._look = look
+        self._check = check
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
@@ -290,23 +293,23 @@ class _WatchedStore(_DIST.Store):  # type: ignore[misc]
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._store.check(keys):
-            self._look()
+            self._check()
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"a member did not connect within {timeout}")
             time.sleep(20 * _POLL_S)
 
 
-def _leave_alone(function: Callable[[], None]) -> None:
-    """Runs it in a thread that nobody waits for but the end of the process."""
+def _detach(function: Callable[[], None]) -> None:
+    """Runs the function in a thread that only the end of the process waits for."""
     thread = threading.Thread(target=function, daemon=True)
-    _left_alone.add(thread)
+    _detached.add(thread)
     thread.start()
 
 
 @atexit.register
-def _wait_for_those_left_alone() -> None:
+def _join_detached() -> None:
     deadline = time.monotonic() + _EXIT_S
-    for thread in tuple(_left_alone):
+    for thread in tuple(_detached):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -314,11 +317,11 @@ def _connect(host: str, port: int, timeout: timedelta) -> Any:
     return _DIST.TCPStore(host, port, wait_for_workers=False, timeout=timeout)
 
 
-def _let_go(backends: list[Any]) -> None:
+def _abort_backends(backends: list[Any]) -> None:
     for backend in backends:
         with suppress(RuntimeError):
             backend.abort()
-    backends.clear()  # the last references: it waits for what gloo cannot abort
+    backends.clear()  # drops the last references, which waits for what gloo cannot abort
 
 
 def _address(rendezvous: str) -> tuple[str, int]:
@@ -327,7 +330,7 @@ def _address(rendezvous: str) -> tuple[str, int]:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine that packets to `host` leave from; none is sent."""
+    """Returns this machine's address on the route to `host`. No packet is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
