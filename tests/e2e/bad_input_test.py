@@ -1,4 +1,4 @@
-"""Input that only a started run finds bad: one message, and the run directory as it was."""
+"""Bad input that only a started run can detect: one message, and an unchanged run directory."""
 
 import contextlib
 import resource
@@ -23,7 +23,7 @@ def _end(trainer: Trainer, status: int) -> str:
 def test_a_run_directory_belongs_to_one_trainer_and_one_run(start_trainer: StartTrainer) -> None:
     first = start_trainer(*_ONE_STEP)
     first.read_until("run directory")
-    first.process.send_signal(signal.SIGSTOP)  # It shall not end before the second one looks.
+    first.process.send_signal(signal.SIGSTOP)  # It must not end before the second one starts.
     said = _end(start_trainer(*_ONE_STEP), 2)
     first.process.send_signal(signal.SIGCONT)
     assert f"is in use by another trainer (pid {first.process.pid})" in said
@@ -35,7 +35,7 @@ def test_a_run_directory_belongs_to_one_trainer_and_one_run(start_trainer: Start
     assert first.metrics() == kept
 
 
-def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
+def test_a_full_disk_ends_the_run_and_the_previous_checkpoint_stays(
     start_trainer: StartTrainer,
 ) -> None:
     every = "schedule.save_every=1"
@@ -53,7 +53,7 @@ def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
 
 @contextlib.contextmanager
 def _files_of_at_most(size: int) -> Iterator[None]:
-    """Processes started inside, and theirs, cannot write more bytes to a file."""
+    """Limits the size of files that processes started inside, and their children, can write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""A run whose server lends its memory to the policy in every step."""
+"""A colocated run, whose server releases its memory to the policy in every step."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ _COLOCATED = {
 }
 
 
-def test_memory_changes_hands_in_every_step_and_nothing_else_changes(train: Train) -> None:
+def test_memory_offload_in_every_step_changes_nothing_else(train: Train) -> None:
     apart = train(name="apart")
     for name, arguments in _COLOCATED.items():
         colocated = train("rollout.release_memory=true", *arguments, name=name)

@@ -1,4 +1,4 @@
-"""The trainer as its users start it: arguments, output, an exit status, a run directory."""
+"""Runs the trainer as users do: arguments in; output, exit status and run directory out."""
 
 import json
 import os
@@ -24,11 +24,11 @@ SMALL = (
     "rollout.threads=1",
     "launch.policy_threads=1",
 )
-"""The demo, so small that a run is mostly the start of its processes."""
+"""The demo in a size at which most of a run is the start of its processes."""
 
 
 class Trainer:
-    """A trainer under way."""
+    """A running trainer."""
 
     def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
         self.run_dir = run_dir
@@ -42,7 +42,7 @@ class Trainer:
         self.lines: list[str] = []
 
     def read_until(self, words: str) -> str:
-        """Waits for a line with these words."""
+        """Reads output until a line contains `words`; returns that line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -51,14 +51,14 @@ class Trainer:
         raise AssertionError(f"the trainer ended without saying {words!r}:\n{self.output}")
 
     def wait(self) -> int:
-        """Waits for the end; the exit status."""
+        """Waits for the end; returns the exit status."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout
         return self.process.wait()
 
     @property
     def output(self) -> str:
-        """What it has said so far."""
+        """The output so far."""
         return "".join(self.lines)
 
     def metrics(self) -> list[Mapping[str, Any]]:
@@ -77,14 +77,14 @@ class Trainer:
         return [json.loads(line) for line in text.splitlines()]
 
     def pid_of(self, name: str) -> int:
-        """Of one of its processes that others can reach."""
+        """Returns the process id of one of the run's servers or ranks."""
         return int(json.loads((self.run_dir / "logs" / f"{name}.ready").read_text())["pid"])
 
 
 def server_command(engine: str) -> str:
-    """The setting that starts servers in the engine's environment; skips where there is none."""
+    """Returns the setting that starts servers in the engine's environment, or skips the test."""
     command = engine_command(engine)
-    if (path := os.environ.get("PYTHONPATH")) is not None:  # the trainer passes none on
+    if (path := os.environ.get("PYTHONPATH")) is not None:  # the trainer passes none to the command
         command = ("env", f"PYTHONPATH={path}", *command)
     return f"rollout.server_command={list(command)}"
 
@@ -94,7 +94,7 @@ StartTrainer = Callable[..., Trainer]
 
 @pytest.fixture
 def start_trainer(tmp_path: Path) -> Iterator[StartTrainer]:
-    """Starts the trainer with arguments, by default of the small demo, in a directory."""
+    """Starts the trainer, by default with the small demo, in a directory under `tmp_path`."""
     started: list[Trainer] = []
 
     def start(*arguments: str, name: str = "run", base: Sequence[str] = SMALL) -> Trainer:
@@ -113,7 +113,7 @@ def start_trainer(tmp_path: Path) -> Iterator[StartTrainer]:
 
 @pytest.fixture
 def train(start_trainer: StartTrainer) -> Callable[..., Trainer]:
-    """Runs the trainer to its end and expects it to succeed."""
+    """Runs the trainer to its end, which must be a success."""
 
     def run(*arguments: str, name: str = "run", base: Sequence[str] = SMALL) -> Trainer:
         trainer = start_trainer(*arguments, name=name, base=base)

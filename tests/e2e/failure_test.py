@@ -1,4 +1,4 @@
-"""What dies: the trainer, a rollout server, the user's patience."""
+"""Failures of a run: a killed trainer, server or rank, and an interrupt."""
 
 import os
 import re
@@ -55,14 +55,14 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
 
 
 def _await_end(pidfd: int) -> None:
-    """Waits for the end of a process that is not our child."""
+    """Waits for the end of a process that is not a child of this one."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     poller.poll()
     os.close(pidfd)
 
 
-def test_a_run_goes_on_without_a_server_that_died_until_none_is_left(
+def test_a_run_continues_without_a_dead_server_until_none_is_left(
     start_trainer: StartTrainer,
 ) -> None:
     trainer = start_trainer(
@@ -88,7 +88,7 @@ def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     trainer.read_until(" 2/1000")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
     trainer.read_until("started again: rollout-0")
-    for _ in range(2):  # The second one has begun since.
+    for _ in range(2):  # The second line belongs to a step that began after the restart.
         trainer.read_until("/1000")
     server = os.pidfd_open(trainer.pid_of("rollout-0-restart-1"))
     trainer.process.send_signal(signal.SIGINT)

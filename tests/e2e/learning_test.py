@@ -1,4 +1,4 @@
-"""The default run learns: what the README promises of it, by the numbers it leaves."""
+"""The default run learns what the README promises, by its metrics."""
 
 from collections.abc import Callable
 

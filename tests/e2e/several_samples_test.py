@@ -1,4 +1,4 @@
-"""A user's own loop whose trajectories have two samples, through a whole run and a resumed one."""
+"""A custom loop whose trajectories have two samples, in a whole run and a resumed one."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class TwoTries:
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Those of the small demo with a loop that its rows name and only the driver can import."""
+    """Arguments for rows that name a custom loop, which only the driver can import."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "two_tries.py").write_text(_LOOP, encoding="utf-8")
@@ -60,7 +60,7 @@ def test_every_sample_is_trained_on_and_a_resumed_run_learns_the_same(
         assert line["rollout/num_trajectories"] == 16
         assert line["rollout/samples"] == 2
         assert line["sequences/trained"] == 2 * 16
-        # Every token that is trained on has the probability that it was sampled with.
+        # The policy gives each trained token the probability that it was sampled with.
         assert line["rollout/logprob_diff_max"] < 1e-3
     for trajectory in whole.trajectories():
         one, two = trajectory["samples"]

@@ -1,4 +1,4 @@
-"""The main job, end to end: every process real, over gRPC, on the demo's model."""
+"""Training end to end: all processes real, over gRPC, with the demo's model."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Train = Callable[..., Trainer]
 
 
 def _check_versions(trainer: Trainer) -> None:
-    """Sampled tokens name the weights that sampled them."""
+    """Checks that sampled tokens name the weight version that sampled them."""
     for line in trainer.trajectories():
         spans = [span for span in line["samples"][-1]["spans"] if span["origin"] == "sampled"]
         expected = line["step"] if line["phase"] == "val" else line["step"] - 1
@@ -28,7 +28,7 @@ def _check_versions(trainer: Trainer) -> None:
     ],
     ids=["inline", "file", "shared memory, two senders", "collective, two senders"],
 )
-def test_a_run_does_what_was_asked_and_leaves_its_story(
+def test_a_run_trains_validates_and_writes_its_files(
     train: Train, arguments: tuple[str, ...]
 ) -> None:
     trainer = train(*arguments)
@@ -47,8 +47,8 @@ def test_a_run_does_what_was_asked_and_leaves_its_story(
         assert line["actor/grad_norm"] >= 0
         phases = sum(line[f"time/{name}_s"] for name in ("rollout", "train", "sync"))
         assert 0 < phases <= line["time/step_s"]
-        # Trainer and server compute the same probabilities: at any temperature, and after the
-        # weights moved too.
+        # Trainer and server compute the same probabilities, at any temperature and after the
+        # weights have changed.
         assert line["rollout/logprob_diff_max"] < 1e-3
     for name in ("config.json", "curves.png", "report.html", "trajectories.jsonl"):
         assert (trainer.run_dir / name).stat().st_size > 0
@@ -60,7 +60,7 @@ def test_a_run_does_what_was_asked_and_leaves_its_story(
 _NO_VALIDATION = ("schedule.val_every=null", "schedule.val_before_train=false")
 
 
-def test_versions_travel_as_changes_in_the_files_of_two_senders(train: Train) -> None:
+def test_versions_travel_as_deltas_in_the_files_of_two_senders(train: Train) -> None:
     trainer = train(
         *_NO_VALIDATION,
         "schedule.total_steps=3",
@@ -78,7 +78,7 @@ def test_versions_travel_as_changes_in_the_files_of_two_senders(train: Train) ->
     assert not list((trainer.run_dir / "weights").iterdir())
 
 
-def test_where_the_processes_are_and_how_many_does_not_change_what_is_learned(
+def test_number_and_place_of_processes_do_not_change_what_is_learned(
     train: Train,
 ) -> None:
     alone = train(*_NO_VALIDATION, name="alone")

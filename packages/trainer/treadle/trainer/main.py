@@ -1,8 +1,8 @@
 """The command line: argv -> configuration -> plan -> run.
 
-Exit status: 0 the run did what was asked; 2 something that the user gave is wrong, said in one
-message; 1 the run failed; 130 and 143 it was interrupted. In the last two cases the same command
-with the same `run.dir` goes on after the newest checkpoint.
+Exit status: 0, the run succeeded; 2, the user's input is wrong, as one message says; 1, the run
+failed; 130 or 143, it was interrupted. To resume a failed or interrupted run, repeat the command
+with its `run.dir`; it continues from the latest checkpoint.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
 __all__ = ["DEMO", "main"]
 
 DEMO = Path(__file__).parent / "demo" / "calculator" / "config.yaml"
-"""What runs when no configuration is named."""
+"""The configuration of a run that names none."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     if args.help:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run(args)
-    except KeyboardInterrupt:  # before or after the part that awaits signals
+    except KeyboardInterrupt:  # before or after `_until_signal` handles signals
         _say("interrupted", error=True)
         return 128 + signal.SIGINT
 
@@ -158,7 +158,7 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 class _Ended(Exception):
-    """A signal asked the run to end."""
+    """A signal ended the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -166,7 +166,7 @@ class _Ended(Exception):
 
 
 async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits the work; SIGINT and SIGTERM cancel it, so that it ends what it has started."""
+    """Awaits the work; SIGINT and SIGTERM cancel it, so that it can clean up."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
     received: list[int] = []

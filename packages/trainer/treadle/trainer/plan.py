@@ -1,4 +1,4 @@
-"""The plan: what a configuration will do, as processes and sizes. Pure; nothing is started.
+"""The plan: the processes and sizes of a run. Pure; nothing is started.
 
 It is printed at the start of a run and by `--dry-run`.
 """
@@ -25,12 +25,12 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full steps in one pass over the training rows."""
+        """Number of full steps in one pass over the training rows."""
         return self.num_train_rows // self.config.data.prompts_per_step
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run."""
+        """Number of steps of the run."""
         schedule = self.config.schedule
         if schedule.total_steps is not None:
             return schedule.total_steps
@@ -38,17 +38,17 @@ class Plan:
 
     @property
     def trajectories_per_step(self) -> int:
-        """Trajectories that one step samples."""
+        """Number of trajectories that one step samples."""
         return self.config.data.prompts_per_step * self.config.rollout.samples_per_prompt
 
     @property
     def policy_threads(self) -> int:
-        """CPU threads of one policy rank."""
+        """Number of CPU threads of one policy rank."""
         wanted = self.config.launch.policy_threads
         return wanted or max(1, self.cpus // self.config.policy.parallel.num_ranks)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """(what, how much), a line each."""
+        """Yields (what, how much), one pair per line of the table."""
         config = self.config
         parallel, rollout, algorithm = config.policy.parallel, config.rollout, config.algorithm
         updates = algorithm.updates_per_batch
@@ -119,7 +119,7 @@ class Plan:
         )
 
     def text(self) -> str:
-        """The plan as a table."""
+        """Returns the plan as a table."""
         rows = list(self.rows())
         width = max(len(what) for what, _ in rows)
         return "\n".join(f"{what:<{width}}  {how_much}" for what, how_much in rows)
@@ -130,10 +130,10 @@ def _every(steps: int | None) -> str:
 
 
 def make_plan(config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus: int) -> Plan:
-    """The plan of a configuration over so many rows.
+    """Returns the plan of a configuration.
 
     Raises:
-        ConfigError: there are too few rows for one step, or trajectories for its updates.
+        ConfigError: there are too few rows for one step, or too few trajectories for its updates.
     """
     plan = Plan(config=config, num_train_rows=num_train_rows, num_val_rows=num_val_rows, cpus=cpus)
     if not plan.steps_per_epoch:

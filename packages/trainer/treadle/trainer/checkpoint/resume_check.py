@@ -1,8 +1,8 @@
-"""The identity of a run: which settings may change between two sittings, and which may not.
+"""The resume check: which settings may change when a run is resumed, and which may not.
 
-Data, starting weights, seed, group size and algorithm make a run what it is; with other ones, its
-curve would go on as if nothing had happened. A path is compared by what it leads to: the same
-files in another place, as after a new installation, are the same.
+Data, starting weights, seed, group size and algorithm identify a run: if they changed, its curve
+would continue as if nothing had happened. A path is compared by content, so the same files in
+another place, as after a new installation, are no change.
 """
 
 import filecmp
@@ -28,11 +28,11 @@ _IRRELEVANT = "run.dir"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What differs, a line for each key.
+    """The differences, one line per key.
 
     Attributes:
-        breaking: Settings that make it another run.
-        allowed: The others.
+        breaking: Settings that would make it another run.
+        allowed: All other settings.
     """
 
     breaking: Sequence[str]
@@ -40,7 +40,7 @@ class Changes:
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Compares two dumped configurations, of the run as it began and as it is to go on."""
+    """Compares two dumped configurations: of the run as it began, and as it would resume."""
     before, after = flatten(then), flatten(now)
     gone = [key for key in before if key not in after and leaf_of(key) is not None]
     changed = [
@@ -58,7 +58,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def _same_content(then: object, now: object) -> bool:
-    """Whether two paths, or two lists of them, lead to the same bytes."""
+    """Returns whether two paths, or two lists of paths, lead to the same bytes."""
     if isinstance(then, list) and isinstance(now, list):
         return len(then) == len(now) and all(map(_same_content, then, now))
     if not (isinstance(then, str) and isinstance(now, str)):

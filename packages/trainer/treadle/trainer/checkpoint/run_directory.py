@@ -1,12 +1,12 @@
-"""The run directory's state: checkpoints, the newest one, and what a run was told.
+"""The run directory's state: its checkpoints, its configuration and its lock.
 
 Invariant: `checkpoints/latest` names a complete checkpoint or does not exist. A checkpoint is
-written under a `.partial` name, then renamed, then named in `latest`, each step atomic; whatever
-a killed trainer leaves behind is removed by the next. One trainer uses a run directory at a
-time: it holds a lock on `lock`, which the operating system frees when it dies.
+written under a `.partial` name, then renamed, then named in `latest`, each step atomic. What a
+killed trainer leaves behind is removed by the next. One trainer uses a run directory at a time:
+it holds a lock on `lock`, which the operating system frees when the trainer dies.
 
-What a checkpoint needs besides the policy is the step: data order and seeds are functions of it.
-It also carries the step's metrics, in case the trainer dies before they are logged.
+Besides the policy a checkpoint needs only the step: data order and seeds are functions of it. It
+also carries the step's metrics, in case the trainer dies before they are logged.
 """
 
 import fcntl
@@ -30,16 +30,21 @@ class RunDirectoryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """A complete checkpoint.
+
+    Attributes:
+        step: Number of steps trained.
+        policy_directory: The policy's tensors.
+        metrics: The metrics of `step`.
+    """
 
     step: int
     policy_directory: Path
     metrics: Mapping[str, float]
-    """The metrics of `step`."""
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file that is complete or not there."""
+    """Writes a file atomically: it is complete or absent."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
@@ -92,19 +97,19 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has logged a step here; before that nothing can be lost."""
+        """Whether a run has logged a step here; before that, there is nothing to lose."""
         metrics = self.path / "metrics.jsonl"
         begun = metrics.exists() and metrics.stat().st_size > 0
         return begun and (self.path / "config.json").exists()
 
     def read_config(self) -> Mapping[str, Any]:
-        """What the run that was begun here was told."""
+        """Returns the configuration of the run that began here."""
         value = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
         assert isinstance(value, dict)
         return value
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Notes what the run is told."""
+        """Writes the configuration of the run."""
         write_json(self.path / "config.json", config)
 
 
@@ -112,12 +117,17 @@ class Checkpoints:
     """The checkpoints of a run."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
-        """Args: directory: `checkpoints` of the run directory; keep: newest ones to keep."""
+        """Reads and writes nothing yet.
+
+        Args:
+            directory: `checkpoints` of the run directory.
+            keep: Number of checkpoints to keep.
+        """
         self._directory = directory
         self._keep = keep
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint.
+        """Returns the latest complete checkpoint, or None.
 
         Raises:
             RunDirectoryError: `latest` names one that cannot be read.
@@ -130,8 +140,8 @@ class Checkpoints:
             state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunDirectoryError(
-                f"{pointer} names {directory}, which cannot be read: {error}. Name another "
-                "checkpoint in it, or begin again with another run.dir"
+                f"{pointer} names {directory}, which cannot be read: {error}. Write the name of "
+                "another checkpoint into it, or start a new run with another run.dir"
             ) from None
         if state["format"] != _FORMAT:
             raise RunDirectoryError(
@@ -147,16 +157,16 @@ class Checkpoints:
         metrics: Mapping[str, float],
         save_policy: Callable[[Path], Awaitable[None]],
     ) -> None:
-        """Writes the checkpoint of `step` and makes it the newest.
+        """Writes the checkpoint of `step` and makes it the latest.
 
         Args:
-            step: Steps trained.
-            metrics: Of `step`.
-            save_policy: Writes the policy to a directory that does not exist.
+            step: Number of steps trained.
+            metrics: The metrics of `step`.
+            save_policy: Writes the policy to a directory that does not exist yet.
 
         Raises:
-            RunDirectoryError: the disk is full or cannot be written; the newest checkpoint is
-                still the one before.
+            RunDirectoryError: the disk is full or cannot be written; the previous checkpoint stays
+                the latest.
         """
         name = f"step-{step:08d}"
         partial = self._directory / f"{name}.partial"
@@ -177,8 +187,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise RunDirectoryError(
                 f"the checkpoint of step {step} cannot be written to {self._directory}: "
-                f"{error.strerror or error}. The run goes on from the one before: make room and "
-                "start it again with the same run.dir"
+                f"{error.strerror or error}. Make room and start again with the same run.dir: the "
+                "run resumes from the previous checkpoint"
             ) from error
         self._remove_old(name)
 
@@ -191,7 +201,7 @@ class Checkpoints:
                     leftover.unlink()
 
     def _remove_old(self, newest: str) -> None:
-        """Keeps `newest` and those before it; later ones are from before the run was set back."""
+        """Keeps `newest` and older ones; later ones are from before the run was set back."""
         complete = sorted(
             path for path in self._directory.glob("step-*") if path.is_dir() and path.name <= newest
         )

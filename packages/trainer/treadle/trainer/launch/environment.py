@@ -1,4 +1,4 @@
-"""The environment variables that the trainer reads and sets: all of them are here."""
+"""All environment variables that the trainer reads or sets."""
 
 import os
 import shutil
@@ -16,30 +16,30 @@ __all__ = [
 ]
 
 _OF_PYTHON = ("PYTHON", "PEX_", "VIRTUAL_ENV", "CONDA_", "__PYVENV_LAUNCHER__")
-_KEPT = frozenset({"PEX_ROOT"})  # where any pex unpacks itself; says nothing of what to import
+_KEPT = frozenset({"PEX_ROOT"})  # where any pex unpacks itself; does not change imports
 
 
 def read_authkey() -> bytes:
-    """The key of the connections between driver and ranks; the driver puts it there.
+    """Returns the key of the connections between driver and ranks, which the driver sets.
 
     Raises:
         RuntimeError: the process was not started by a driver.
     """
     key = os.environ.get(AUTHKEY_VARIABLE)
     if not key:
-        raise RuntimeError(f"{AUTHKEY_VARIABLE} is not set: the trainer starts policy ranks")
+        raise RuntimeError(f"{AUTHKEY_VARIABLE} is not set: only the trainer starts policy ranks")
     return bytes.fromhex(key)
 
 
 def cpu_count() -> int:
-    """CPUs that this process may use."""
+    """Returns the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """What keeps the numerical libraries of a child to so many threads.
+    """Returns the variables that limit a child's numerical libraries to a number of threads.
 
-    Idle workers sleep instead of spinning: trainer and servers take turns on the same cores.
+    Idle workers sleep instead of spinning, since trainer and servers take turns on the same cores.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -50,16 +50,15 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def child_environment(python_path: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Of a child that runs this process's interpreter, with `python_path` to import from."""
+    """Returns the environment of a child that runs this interpreter with `python_path`."""
     return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", **extra}
 
 
 def foreign_environment(program: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Of a child that brings its own Python and packages.
+    """Returns the environment of a child that brings its own Python and packages.
 
-    Nothing that tells an interpreter or a pex what to run or import gets there from this
-    process; the tools that lie beside the program are found first, as if its environment were
-    activated.
+    Variables that tell an interpreter or a pex what to run or import are left out. The tools
+    beside the program are found first, as if its environment were activated.
     """
     kept = {
         name: value

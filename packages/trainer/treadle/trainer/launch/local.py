@@ -1,8 +1,8 @@
-"""The local launcher: children of this process on this machine.
+"""The local launcher: starts children of this process on this machine.
 
-Children run the interpreter of this process with its import path, or a command in an environment
-of its own. They print into `directory`, and are ended with everything that they started when the
-launcher closes; when this process is killed they notice by themselves.
+Children run the interpreter of this process with its import path, or a command in another
+environment. They print into `directory`. When the launcher closes, it ends them and everything
+that they started; when this process is killed, they end by themselves.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _READY_POLL_S = 0.05
 
 
 def describe_exit(status: int) -> str:
-    """`exited with status 3`, or the name of the signal that ended it."""
+    """Returns `exited with status 3`, or the name of the signal that ended the process."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -43,7 +43,14 @@ class LocalProcess:
         executable: str = sys.executable,
         python_path: str | None = None,
     ) -> None:
-        """Args: python_path: of the child; None: that of this process."""
+        """Starts nothing yet.
+
+        Args:
+            spec: What to run.
+            directory: Where the log and the ready file go.
+            executable: The interpreter.
+            python_path: PYTHONPATH of the child; None: that of this process.
+        """
         self.name = spec.name
         self.log_path = directory / f"{spec.name}.log"
         self._ready_path = directory / f"{spec.name}.ready"
@@ -77,7 +84,7 @@ class LocalProcess:
                     stdout=log,
                     stderr=log,
                     env=environment,
-                    # Ctrl-C is for the driver, which ends its children, and theirs as one group.
+                    # Ctrl-C reaches only the driver, which then ends each child with its group.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -85,7 +92,7 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """The process id of the child."""
         assert self._child is not None
         return self._child.pid
 
@@ -130,7 +137,7 @@ class LocalProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._child.wait()
-        with contextlib.suppress(ProcessLookupError):  # none of its group is left
+        with contextlib.suppress(ProcessLookupError):  # no process of its group is left
             os.killpg(self._child.pid, signal.SIGKILL)
         await self._child.wait()
 
@@ -141,7 +148,7 @@ class LocalLauncher:
     host = "127.0.0.1"
 
     def __init__(self, directory: Path) -> None:
-        """Args: directory: for the logs; made if missing."""
+        """Args: directory: For the logs; made if missing."""
         self._directory = directory
         self._processes: list[LocalProcess] = []
 

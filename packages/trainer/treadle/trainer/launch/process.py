@@ -1,12 +1,12 @@
-"""The process: one program of the run, started by a launcher on this machine or another.
+"""Processes: one program of the run, started by a launcher on this machine or another.
 
 Invariant: a process never outlives the one that started it. Every program is started with
-`--parent_pid N`, watches that process by `watch_parent` and exits when it is gone; closing a
-launcher ends what is left. What the program prints goes to `<name>.log`, and the last lines of it
-are part of every error about it.
+`--parent_pid N`, watches that process with `watch_parent`, and exits when it is gone. Closing a
+launcher ends what is left. The program prints to `<name>.log`, whose last lines are part of every
+error about it.
 
-A program that others must reach writes `{"address": "host:port", "pid": n}` to its
-`--ready_file`, by rename; `Process.ready` waits for it, or for the process's end.
+A program that serves others writes `{"address": "host:port", "pid": n}` to its `--ready_file`, by
+rename. `Process.ready` waits for that file, or for the end of the process.
 """
 
 import asyncio
@@ -34,21 +34,28 @@ __all__ = [
 
 
 class ProcessError(RuntimeError):
-    """A process did not start or ended by itself; the message names it and its last words."""
+    """A process did not start, or ended by itself; the message names it and ends with its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to run: `python -m module args --parent_pid N --ready_file F`."""
+    """What to run: `python -m module args --parent_pid N --ready_file F`.
+
+    Attributes:
+        name: Unique in the run; names the log.
+        module: What to run.
+        command: Program and leading arguments that start the module in another environment, in
+            place of `python -m module`; it sees nothing of this interpreter's. Empty: this
+            interpreter.
+        args: Arguments; `{host}` stands for the address at which the machine is reached.
+        env: Additional environment variables.
+        gpus: Number of GPUs that Ray reserves.
+    """
 
     name: str
-    """Unique in the run; names the log."""
     module: str
     command: tuple[str, ...] = ()
-    """Program and leading arguments that start the module in an environment of its own, in place
-    of `python -m module`; it sees nothing of this interpreter's. Empty: this interpreter."""
     args: tuple[str, ...] = ()
-    """`{host}` stands for the address at which the process's machine is reached."""
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: float = 0.0
 
@@ -58,11 +65,11 @@ class Process(Protocol):
 
     @property
     def name(self) -> str:
-        """As in its spec."""
+        """The name in its spec."""
         ...
 
     async def ready(self, deadline_s: float) -> str:
-        """Waits until the program says that it serves, and returns its `host:port`.
+        """Waits until the program serves; returns its `host:port`.
 
         Raises:
             ProcessError: it ended first, or the deadline passed.
@@ -70,20 +77,20 @@ class Process(Protocol):
         ...
 
     async def wait(self) -> int:
-        """Waits for its end; the exit status, -n: ended by signal n."""
+        """Waits for its end; returns the exit status, or -n if signal n ended it."""
         ...
 
     async def log_tail(self, lines: int = 20) -> str:
-        """The last lines that it printed."""
+        """Returns the last lines that it printed."""
         ...
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Ends it: SIGTERM, and SIGKILL after the grace. Returns when it is gone."""
+        """Ends it with SIGTERM, and SIGKILL after `grace_s`; returns when it is gone."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts processes, and ends those that are left when it is closed."""
+    """Starts processes, and ends those that still run when it is closed."""
 
     async def start(self, spec: ProcessSpec) -> Process:
         """Starts one process.
@@ -94,7 +101,7 @@ class Launcher(Protocol):
         ...
 
     async def __aenter__(self) -> Self:
-        """Gets hold of the machines."""
+        """Connects to the machines."""
         ...
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -112,10 +119,10 @@ async def wait_until_ended(process: Process, within_s: float) -> int | None:
 
 
 def child_python_path() -> str:
-    """PYTHONPATH under which a child imports what this process imports.
+    """Returns the PYTHONPATH with which a child imports what this process imports.
 
-    It is made of `sys.path`, not of the variable: what a zipped or sandboxed start has put there
-    is not in the variable, and a relative entry means something else in another directory.
+    It is made from `sys.path`, not from the variable: a zipped or sandboxed start adds entries to
+    `sys.path` only, and a relative entry means something else in another directory.
     """
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     entries = []
@@ -130,7 +137,7 @@ def child_python_path() -> str:
 def watch_parent(parent_pid: int) -> None:
     """Ends this process at once when the process `parent_pid` is gone.
 
-    It leaves no time to clean up: whoever would read the results is gone too.
+    It does not clean up, since the reader of any result is gone too.
     """
 
     def wait() -> None:
@@ -147,7 +154,7 @@ def watch_parent(parent_pid: int) -> None:
 
 
 def write_ready(path: Path, address: str) -> None:
-    """Says that this process can be reached at `address`; the file appears complete."""
+    """Announces that this process can be reached at `address`; the file appears complete."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
     partial.replace(path)

@@ -1,10 +1,10 @@
-"""The Ray launcher: one actor per process, which starts it on its node and watches over it.
+"""The Ray launcher: one actor per process, which starts the process on its node and watches it.
 
 Ray places processes and carries neither tokens nor weights. The process is the same program that
-the local launcher starts, run by the *driver's* interpreter with the driver's import path; start
-fails, with both sides shown, where that interpreter is missing or sees other packages. (Ray
-itself runs actors with whatever interpreter its node was started with.) A process that has a
-command of its own needs that program on its node, and nothing else.
+the local launcher starts, run by the *driver's* interpreter with the driver's import path. The
+start fails, with both sides shown, if that interpreter is missing or sees other packages. (Ray
+itself runs actors with the interpreter that its node was started with.) A process with its own
+`command` needs only that program on its node.
 
 Invariant: a process lives no longer than its actor, whose pid it watches, and Ray ends the actors
 of a driver that died. A Ray that this launcher started is shut down with it.
@@ -30,7 +30,7 @@ from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_pyth
 __all__ = ["RayLauncher", "RayProcess"]
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "grpcio", "protobuf", "pydantic")
-_OBJECT_STORE_BYTES = 128 << 20  # nothing of size goes through it
+_OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
 _STARTED_CPUS = 1024
 _PROBE = (
     "import importlib.metadata as m, json, platform, sys;"
@@ -52,7 +52,7 @@ def _own_versions() -> dict[str, str]:
 
 
 class _Keeper:
-    """Runs in an actor: starts one process on this node and answers for it."""
+    """The actor: starts one process on this node and forwards calls to it."""
 
     def __init__(self, executable: str, python_path: str, versions: Mapping[str, str]) -> None:
         self._executable = executable
@@ -61,10 +61,10 @@ class _Keeper:
         self._process: LocalProcess | None = None
 
     async def start(self, spec: ProcessSpec, directory: Path, host: str | None) -> None:
-        """Checks the interpreter that it needs, and starts the process."""
+        """Checks the interpreter, and starts the process."""
         import ray
 
-        if not spec.command:  # which brings its own interpreter
+        if not spec.command:  # a command brings its own interpreter
             await self._check_interpreter()
         await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         self._process = LocalProcess(
@@ -128,7 +128,7 @@ class _Keeper:
 
 
 class RayProcess:
-    """A process that an actor keeps."""
+    """A process behind an actor."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -160,7 +160,7 @@ class RayProcess:
         """See `Process.stop`; ends the actor too."""
         import ray
 
-        with contextlib.suppress(ProcessError):  # then the actor is gone, its process with it
+        with contextlib.suppress(ProcessError):  # the actor is gone, and its process with it
             await self._ask(self._actor.stop.remote(grace_s))
         ray.kill(self._actor)
 
@@ -181,7 +181,12 @@ class RayLauncher:
     """Starts processes on a Ray cluster."""
 
     def __init__(self, config: RayLaunchConfig, directory: Path) -> None:
-        """Args: directory: for the logs, on each node; made if missing."""
+        """Connects to nothing yet.
+
+        Args:
+            config: How to reach the cluster.
+            directory: For the logs, on each node; made if missing.
+        """
         self._config = config
         self._directory = directory
         self._processes: list[RayProcess] = []
@@ -191,7 +196,7 @@ class RayLauncher:
         """Joins the cluster, or starts one on this machine.
 
         Raises:
-            ProcessError: the cluster cannot be reached, or spans hosts without leave to.
+            ProcessError: the cluster cannot be reached, or spans hosts without permission.
         """
         await asyncio.to_thread(self._join)
         return self
@@ -201,7 +206,7 @@ class RayLauncher:
         import ray
 
         own: dict[str, Any] = {}
-        if self._config.address is None:  # one machine: Ray is not to ration its CPUs
+        if self._config.address is None:  # one machine: Ray must not ration its CPUs
             own = {"num_cpus": _STARTED_CPUS, "object_store_memory": _OBJECT_STORE_BYTES}
         try:
             ray.init(

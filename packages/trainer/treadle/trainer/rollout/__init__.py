@@ -1,5 +1,5 @@
 """The rollout: the pool of rollout servers of a run, and the tasks that they sample.
 
-Here live the server processes, the pool that keeps them healthy, and the way from rows to
+This package starts the server processes, keeps the pool healthy, and turns tasks into
 trajectories. Nothing here computes an advantage or a gradient.
 """

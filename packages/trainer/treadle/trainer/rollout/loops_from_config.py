@@ -1,7 +1,7 @@
-"""The agents: loops, tools, interactions and limits of a run, made once from its configuration.
+"""Makes the loops, tools, interactions and limits of a run from its configuration, once.
 
-Invariant: what the configuration names exists, or it is a `SetupError` that names what does. Needs
-neither tokenizer nor model; nobody waits.
+Invariant: what the configuration names exists; otherwise a `SetupError` names what does. Nothing
+here needs the tokenizer or the model, or waits.
 """
 
 from treadle.agent_loop import (
@@ -21,11 +21,11 @@ __all__ = ["loop_limits", "prompt_rules"]
 
 
 def prompt_rules(config: RunConfig) -> PromptRules:
-    """What the rows of a run may ask for.
+    """Returns what the rows of a run may ask for.
 
     Raises:
-        SetupError: a catalogue cannot be used, `agent.loops` takes a name that is taken, or a loop
-            of it or `agent.default_loop` cannot be made.
+        SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, or one of its
+            loops or `agent.default_loop` cannot be made.
     """
     agent = config.agent
     tools, users = agent.tool_catalogue, agent.interaction_catalogue
@@ -40,7 +40,7 @@ def prompt_rules(config: RunConfig) -> PromptRules:
 
 
 def loop_limits(config: RunConfig) -> LoopLimits:
-    """The bounds of one trajectory."""
+    """Returns the limits of one trajectory."""
     agent = config.agent
     return LoopLimits(
         max_response_tokens=config.rollout.response_length,
@@ -62,8 +62,8 @@ def _loops(config: AgentConfig) -> LoopRegistry:
             loops = loops.adding(name, target)
         except SetupError as error:
             raise SetupError(f"agent.loops.{name}={target}: {error}") from error
-    for name, target in config.loops.items():  # once all are added: a registry makes its loops once
-        try:
+    for name, target in config.loops.items():
+        try:  # after all are added: a new registry would make its loops again
             loops.resolve(name)
         except SetupError as error:
             raise SetupError(f"agent.loops.{name}={target}: {error}") from error

@@ -1,9 +1,9 @@
-"""The server process: the program that serves one replica, and what it is told.
+"""The server process: the program that serves one replica, and its command line.
 
 Invariant: a setting that the configuration leaves at its default is not on the command line, so
-that the server's own default holds and any server of the contract can be started. The engine's
-environment is found before anything is started; whether its server knows what it will be told is
-asked by `--dry-run`, which starts nothing else.
+that the server's default holds and any server of the contract can be started. The engine's
+environment is checked before anything is started. `--dry-run` also asks the server's command
+whether it knows every setting, and starts nothing else.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ __all__ = ["ask_server_command", "check_server_command", "engine_settings", "ser
 
 _OWN_ENVIRONMENT = ("vllm", "sglang")
 _HELP_DEADLINE_S = 120.0
-# Ours -> the server's; where ours is at its default, the server is not told.
+# Keys of `rollout` that are passed as `model.KEY`, unless they have their default.
 _MODEL_KEYS = (
     "tensor_model_parallel_size",
     "data_parallel_size",
@@ -38,7 +38,7 @@ _MODEL_KEYS = (
 
 
 def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
-    """What was set of the keys that configure an engine, by key."""
+    """Returns the engine settings that differ from their defaults, by key."""
     keys = (*_MODEL_KEYS, "engine_args")
     values = {key: getattr(rollout, key) for key in keys}
     fields = RolloutConfig.model_fields
@@ -46,11 +46,11 @@ def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
 
 
 def server_spec(config: RunConfig, name: str, *, weights_directory: Path) -> ProcessSpec:
-    """What starts the server of one replica.
+    """Returns the process specification of one replica's server.
 
     Args:
-        config: Of the run.
-        name: Of the process.
+        config: The run's configuration.
+        name: The name of the process.
         weights_directory: Where the files of the file transport are.
     """
     arguments = dict(_arguments(config, weights_directory))
@@ -65,12 +65,12 @@ def server_spec(config: RunConfig, name: str, *, weights_directory: Path) -> Pro
 
 
 def check_server_command(config: RunConfig) -> None:
-    """Checks that there is something to start.
+    """Checks that the servers can be started.
 
     Raises:
-        ConfigError: a file of TLS or the token's is not there, or the engine is not in this
+        ConfigError: a TLS file or the token file is missing, or the engine is not in this
             interpreter's environment and no command names another one, or the command is not on
-            this machine, where the servers will be.
+            this machine, where the servers will run.
     """
     rollout = config.rollout
     for key in ("tls_certificate", "tls_key", "tls_roots", "token_file"):
@@ -93,10 +93,10 @@ def check_server_command(config: RunConfig) -> None:
 
 
 def ask_server_command(config: RunConfig) -> str:
-    """Runs the command with `--help`; a line on what it answered.
+    """Runs the server's command with `--help`; returns one line about its answer.
 
     Raises:
-        ConfigError: it does not run, or does not know a setting that it would be given.
+        ConfigError: it does not run, or does not know a setting of this run.
     """
     command = config.rollout.server_command
     wanted = [key for key, _ in _arguments(config, Path("weights"))]
@@ -140,7 +140,7 @@ def _arguments(config: RunConfig, weights_directory: Path) -> Iterator[tuple[str
     for key, value in engine_settings(rollout).items():
         yield (key if key == "engine_args" else f"model.{key}"), json.dumps(value)
     yield "admission.max_in_flight", str(rollout.max_in_flight)
-    # Any one server must be able to queue what all have in flight: the others may die.
+    # One server must be able to queue what all servers have in flight: the others may die.
     yield "admission.max_queued", str(rollout.max_in_flight * rollout.num_replicas)
     if isinstance(config.sync.transport, FileTransportConfig):
         yield "weights.directory", str(weights_directory)

@@ -1,7 +1,7 @@
-"""How the trainer speaks to its rollout servers: plain, or with TLS and a token.
+"""How the trainer connects to its rollout servers: plain, or with TLS and a token.
 
-Invariant: what travels between our own processes are the names of files; secrets are read where
-they are used, so the files have to be on every node.
+Invariant: only file names travel between the run's processes. Each process reads the secrets
+itself, so the files must be on every node.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,27 @@ __all__ = ["ServerSecurity"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSecurity:
-    """Files of the client's side; picklable."""
+    """The client's files; picklable.
+
+    Attributes:
+        tls: Whether the servers use TLS.
+        roots: PEM certificates that verify the servers'; None: the system's.
+        token: File with the token; None: no token.
+    """
 
     tls: bool = False
     roots: Path | None = None
-    """PEM certificates that the servers' is checked against. None: the system's."""
     token: Path | None = None
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Self:
-        """What the servers of a run are started with."""
+        """Returns the client's side of the servers' configuration."""
         return cls(
             tls=config.tls_certificate is not None, roots=config.tls_roots, token=config.token_file
         )
 
     def read(self) -> "ChannelSecurity":
-        """The settings of a channel.
+        """Reads the files; returns the settings of a channel.
 
         Raises:
             OSError: a file cannot be read.

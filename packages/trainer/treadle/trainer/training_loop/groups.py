@@ -1,12 +1,12 @@
-"""Groups: the trajectories of a step, compared within their rows, as sequences to train on.
+"""Groups: compares the trajectories of each row and makes sequences to train on.
 
-Survivor rule: a trajectory that failed is never trained on, and its group goes on without it. A
-group of which fewer than two are left says nothing about what was better than what, so it is
-left out whole. Every loss is counted. A step of which no group is left cannot be trained on.
+Survivor rule: a trajectory that failed is never trained on, and its group continues without it. A
+group with fewer than two survivors is dropped, since it has nothing to compare. All losses are
+counted. A step without any group left cannot be trained on.
 
-A trajectory counts once in its group, however many samples it has; each of them becomes a
-sequence with the trajectory's advantage, and counts with the others as one in the loss
-(`batch.token_weights`). A sample without a sampled token is no sequence.
+A trajectory counts once in its group, whatever its number of samples. Each sample becomes a
+sequence with the trajectory's advantage; together they count as one in the loss
+(`batch.token_weights`). A sample without sampled tokens becomes no sequence.
 """
 
 import itertools
@@ -21,7 +21,7 @@ __all__ = ["NoGroupLeftError", "StepBatch", "make_batch"]
 
 
 class NoGroupLeftError(RuntimeError):
-    """No group of a step can be trained on; the message says what became of the trajectories."""
+    """No group of a step can be trained on; the message says how the trajectories ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,13 @@ class StepBatch:
 
     Attributes:
         sequences: Of the surviving groups, group by group.
-        num_groups: Groups that the step began with.
-        num_dropped_groups: Groups left out.
-        num_failed: Trajectories that failed.
-        num_incomplete_groups: Groups that are trained on without some of their trajectories.
-        num_stragglers: Trajectories among the failed that passed their deadline.
-        num_groups_with_signal: Groups whose rewards differ; the others have advantage 0.
-        causes: A line for each kind of failure, with how often it happened.
+        num_groups: Number of groups before any was dropped.
+        num_dropped_groups: Number of groups left out.
+        num_failed: Number of trajectories that failed.
+        num_incomplete_groups: Number of groups trained on without some of their trajectories.
+        num_stragglers: Number of trajectories that failed because they passed their deadline.
+        num_groups_with_signal: Number of groups whose rewards differ; all others have advantage 0.
+        causes: One line per kind of failure, with its count.
     """
 
     sequences: tuple[TrainSequence, ...]
@@ -49,7 +49,7 @@ class StepBatch:
     causes: tuple[str, ...]
 
     def metrics(self) -> dict[str, float]:
-        """The counts as metrics."""
+        """Returns the counts as metrics."""
         trained = self.num_groups - self.num_dropped_groups
         return {
             "groups/trained": trained,
@@ -62,12 +62,12 @@ class StepBatch:
 
 
 def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version: int) -> StepBatch:
-    """The batch of a step.
+    """Returns the batch of a step.
 
     Args:
         trajectories: In the order of the step's tasks, so that groups are adjacent.
         norm_by_std: See `group_advantages`.
-        version: Of the policy's weights; tokens of older ones are marked.
+        version: Of the policy's weights; tokens of older versions are marked stale.
 
     Raises:
         NoGroupLeftError: no group has enough survivors.
@@ -133,7 +133,11 @@ def _sequence(
 
 
 def _stale(tokens: Tokens, version: int) -> tuple[bool, ...] | None:
-    """Per token; spans that touch are one completion, to which updates came in between."""
+    """Returns a flag per token, or None if no token is stale.
+
+    Adjacent sampled spans are one completion that continued through a weight update: its tokens
+    after the update still depend on what older weights sampled.
+    """
     stale = [False] * len(tokens.ids)
     last_stop = -1
     for span in tokens.spans:
@@ -147,7 +151,7 @@ def _stale(tokens: Tokens, version: int) -> tuple[bool, ...] | None:
 
 
 def _causes(failed: Iterable[Trajectory]) -> Iterable[str]:
-    """`3 x GenerationTimeoutError, as: ...`, the most frequent first."""
+    """Yields `3 x GenerationTimeoutError, as: ...`, the most frequent first."""
     by_kind: dict[str, list[str]] = {}
     for trajectory in failed:
         error = trajectory.error

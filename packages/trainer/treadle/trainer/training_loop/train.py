@@ -1,8 +1,8 @@
 """Training: from a configuration to a finished run directory.
 
-Invariant: whatever happens, every process that was started has ended when `train` returns or
-raises, and the run directory holds a state from which the same call goes on. Everything that can
-be wrong with the user's files is found before the first step.
+Invariant: when `train` returns or raises, every process that it started has ended, and the run
+directory holds a state from which the same call resumes. All errors in the user's files are found
+before the first step.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ __all__ = ["train"]
 
 
 async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
-    """Runs the configuration to its end; what it reached.
+    """Trains to the end of the configuration; returns a summary.
 
     Args:
-        config: What to do.
-        rows: As `read_all_rows` gives them.
-        run_dir: Where everything is written; a run that was begun there is resumed.
+        config: The run's configuration.
+        rows: From `read_all_rows`.
+        run_dir: Where everything is written; a run that began there is resumed.
 
     Raises:
-        DataError: a row asks for what is not there.
-        ConfigError: no environment of the engine's is there.
-        SetupError: the configuration names what is not there.
+        DataError: a row names something that does not exist.
+        ConfigError: the engine's environment does not exist.
+        SetupError: the configuration names something that does not exist.
         RunDirectoryError: the directory is in use, holds another run, or cannot be written.
-        Exception: see `run_sync` and the modules of the pieces.
+        Exception: see `run_sync` and `build_context`.
     """
     rules = prompt_rules(config)
     check_rows(rows.train, split="train", rules=rules)
@@ -95,7 +95,7 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
 
 
 def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> Sequence[str]:
-    """Refuses a directory of another run; the settings that changed since this one began."""
+    """Refuses a directory of another run; returns the settings that have changed."""
     if not directory.holds_run:
         return []
     if config.run.resume == "never":
@@ -134,7 +134,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def _logging(path: Path, progress: Progress) -> Iterator[None]:
-    """Sends what our modules log to a file, and their warnings to the display too."""
+    """Sends the log of `treadle` to a file, and its warnings to the display too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

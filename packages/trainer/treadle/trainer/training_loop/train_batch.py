@@ -1,8 +1,8 @@
-"""The update: everything that one batch of sequences does to the policy.
+"""The policy update: the optimizer steps of one batch of sequences.
 
-Runs on every rank at once, on the same arguments (see `policy/backend.py`). The order is
-fixed: log-probabilities of the policy that starts the batch, where the ratio needs them; those
-of the reference, where the loss does; then `epochs` x `mini_batches` optimizer steps.
+Runs on every rank at once, with the same arguments (see `policy/backend.py`). The order is
+fixed: log-probabilities of the policy before the batch, if the ratio needs them; those of the
+reference, if the loss needs them; then `epochs` x `mini_batches` optimizer steps.
 """
 
 import itertools
@@ -23,7 +23,7 @@ __all__ = ["cut", "run_update"]
 
 
 def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
-    """Contiguous parts whose numbers of trajectories differ by one at most; never an empty one."""
+    """Cuts into contiguous parts, none empty, whose numbers of trajectories differ by at most 1."""
     starts = [
         index
         for index, sequence in enumerate(sequences)
@@ -44,9 +44,9 @@ def run_update(
     temperature: float,
     free_memory: bool = False,
 ) -> UpdateStats:
-    """Trains on the batch, which was sampled with `temperature`; see the module.
+    """Trains on a batch that was sampled with `temperature`; see the module.
 
-    With `free_memory` device memory that is only cached is given back at the end, for others.
+    With `free_memory`, cached device memory is released at the end, for other processes.
     """
     started = time.perf_counter()
     prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
@@ -72,7 +72,7 @@ def run_update(
         for part in cut(prepared, algorithm.mini_batches)
     )
     if free_memory:
-        torch.cuda.empty_cache()  # does nothing where no CUDA is in use
+        torch.cuda.empty_cache()  # does nothing without CUDA
     return UpdateStats(steps=steps, logprobs_s=logprobs_s, mismatch=mismatch)
 
 
@@ -85,7 +85,7 @@ def _with_old_logprobs(
     if algorithm.old_logprobs == "rollout":
         return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences]
     if algorithm.updates_per_batch == 1:
-        return list(sequences)  # the step's own log-probabilities, detached, are the old ones
+        return list(sequences)  # the step's own log-probabilities, detached, serve as the old ones
     old = policy.logprobs(sequences, temperature=temperature)
     return [
         replace(sequence, old_logprobs=logprobs)
@@ -94,7 +94,7 @@ def _with_old_logprobs(
 
 
 def _mismatch(sequences: Sequence[TrainSequence]) -> Mapping[str, float] | None:
-    """Of sequences that have old log-probabilities; None where no engine sampled them."""
+    """Returns metrics of sequences with old log-probabilities; None if no engine sampled them."""
     gaps: list[float] = []
     stale: list[bool] = []
     for sequence in sequences:

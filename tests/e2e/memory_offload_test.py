@@ -1,9 +1,9 @@
-"""The memory hand-over against real servers, whoever fails at whatever moment.
+"""Memory offload against real servers, with faults at every operation.
 
-`HandOverMachine` runs steps of a colocated run on two servers over gRPC. Before a step, a fault may
-be armed on a server: at its n-th operation the engine breaks, the server goes away, an answer gets
-lost, or the trainer is killed. Whatever happens, a server samples only with all of its memory and
-the version of the run, and an update never meets released weights.
+`MemoryOffloadMachine` runs steps of a colocated run on two servers over gRPC. Before a step, a
+fault may be armed on a server: at its n-th operation the engine breaks, the server goes away, an
+answer gets lost, or the trainer is killed. In all cases a server samples only with all of its
+memory and the version of the run, and an update never meets released weights.
 """
 
 import asyncio
@@ -65,18 +65,18 @@ _FAULTS = ("engine breaks", "server goes away", "answer is lost", "trainer is ki
 _ARMED = st.dictionaries(
     st.sampled_from(_NAMES), st.tuples(st.sampled_from(_FAULTS), st.integers(0, 6)), max_size=2
 )
-"""Server -> the fault that strikes it in a move, and after how many of its operations."""
+"""Server name -> (fault, number of operations before it strikes)."""
 
 
 class Fault:
-    """Strikes once, at the n-th operation from now of the server that it is armed on."""
+    """Strikes once, at the n-th operation from now of its server."""
 
     def __init__(self, kind: str, after: int) -> None:
         self.kind = kind
         self._left = after
 
     def strikes(self, *kinds: str) -> bool:
-        """Counts an operation at which only these kinds can strike."""
+        """Counts an operation; returns whether the fault, if of these kinds, strikes now."""
         if self.kind not in kinds:
             return False
         self._left -= 1
@@ -84,7 +84,7 @@ class Fault:
 
 
 class Engine(FakeEngine):
-    """Notes what of its memory is away, and checks that nothing is done without it."""
+    """Records which memory is released, and that nothing is done without it."""
 
     def __init__(self) -> None:
         model = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
@@ -130,7 +130,7 @@ class Engine(FakeEngine):
 
 
 class Client(WeightSyncClient):
-    """Loses an answer of the server, which has done what it was asked."""
+    """Loses an answer of the server after the server has done its work."""
 
     fault = Fault("none", 0)
 
@@ -203,7 +203,7 @@ class Pool(ServerPool):
 
 
 class Policy:
-    """As `PolicyGroup`, with one weight."""
+    """Stands in for `PolicyGroup`, with one weight."""
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name="w", shape=(8,), element_type="float32", sender=0),)
@@ -217,7 +217,7 @@ class Policy:
         return [await asyncio.to_thread(push, self, command, rank=0)]
 
 
-class HandOverMachine(RuleBasedStateMachine):
+class MemoryOffloadMachine(RuleBasedStateMachine):
     """Steps of a run whose servers lend their memory."""
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class HandOverMachine(RuleBasedStateMachine):
 
     @rule(faults=_ARMED)
     def step(self, faults: Mapping[str, tuple[str, int]]) -> None:
-        """Lends the memory, or publishes and takes it back: whichever is next."""
+        """Releases the memory, or syncs weights and restores it: whichever is next."""
         self.runner.run(self._move(self._publish if self.lent else self._lend, faults))
 
     @rule(faults=_ARMED)
@@ -261,7 +261,7 @@ class HandOverMachine(RuleBasedStateMachine):
     async def _move(
         self, move: Callable[[], Awaitable[None]], faults: Mapping[str, tuple[str, int]]
     ) -> None:
-        """Makes it; a run that fails or is killed is followed by one that goes on after it."""
+        """Makes the move; a run that fails or is killed is followed by one that resumes it."""
         task = asyncio.ensure_future(move())
         for server, client in self.pool.servers:
             fault = Fault(*faults.get(client.name, ("none", 0)))
@@ -352,5 +352,7 @@ class HandOverMachine(RuleBasedStateMachine):
             assert {chunk.weight_version for chunk in completion.chunks} == {self.context.version}
 
 
-HandOverMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=12, deadline=None)
-TestHandOver = HandOverMachine.TestCase
+MemoryOffloadMachine.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=12, deadline=None
+)
+TestMemoryOffload = MemoryOffloadMachine.TestCase
