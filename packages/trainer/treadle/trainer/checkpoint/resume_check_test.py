@@ -1,4 +1,4 @@
-"""What makes a run another run, and what does not."""
+"""Which changed settings make another run."""
 
 import shutil
 from pathlib import Path

@@ -16,7 +16,7 @@ from treadle.trainer.launch.process import (
 )
 
 _LONG_S = 150.0
-"""Longer than any process of a test takes to start."""
+"""Longer than the process of a test takes to start."""
 
 _PROGRAM = """
 import argparse, signal, sys
@@ -42,7 +42,7 @@ signal.pause()
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module that children can be started from."""
+    """The name of a module that children can run."""
     (tmp_path / "treadle_test_program.py").write_text(_PROGRAM)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "treadle_test_program"
@@ -187,7 +187,7 @@ asyncio.run(main())
 
 
 async def _ends(pidfd: int) -> None:
-    """Returns at the end of a process that is not ours."""
+    """Waits for the end of a process that is not a child of this one."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(pidfd, ended.set)
     try:

@@ -1,4 +1,4 @@
-"""Against a real Ray, started here by `ray.init`."""
+"""Tests with a real Ray, which `ray.init` starts."""
 
 import sys
 from pathlib import Path

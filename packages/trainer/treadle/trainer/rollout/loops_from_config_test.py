@@ -22,7 +22,7 @@ def test_loops_of_the_configuration_stand_beside_ours() -> None:
 
 
 class Counted(SingleTurnLoop):
-    """Counts how many there are."""
+    """Counts its instances."""
 
     made = 0
 

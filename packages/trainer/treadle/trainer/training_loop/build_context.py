@@ -1,6 +1,6 @@
 """Builds the training context: from a plan and a run directory to a run ready for its first step.
 
-Invariant: what is started is ended when the context is left, in reverse order, however it is left.
+Invariant: what was started is ended in reverse order when the context exits, for whatever reason.
 Processes start while the inputs are read; the first failure of either cancels the rest.
 """
 

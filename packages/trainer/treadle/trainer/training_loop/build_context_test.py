@@ -8,7 +8,7 @@ from treadle.trainer.training_loop.build_context import total_steps
 
 
 def _total_steps(schedule: ScheduleConfig, *, rows_left: int) -> tuple[int, list[str]]:
-    """The steps of a run of 11 rows, 2 to a step, and what was said about them."""
+    """Returns the steps of a run with 11 rows, 2 per step, and the notes about them."""
     config = RunConfig(
         data=DataConfig(train_files=(Path("t.jsonl"),), prompts_per_step=2),
         model=ModelConfig(path=Path("m")),

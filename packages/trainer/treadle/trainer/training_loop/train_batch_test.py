@@ -18,7 +18,7 @@ from treadle.trainer.training_loop.train_batch import cut, run_update
 
 
 class _Policy:
-    """Notes what it is asked; its log-probabilities are -1, the reference's -2."""
+    """Records its calls; its log-probabilities are -1, the reference's -2."""
 
     step = 0
 
