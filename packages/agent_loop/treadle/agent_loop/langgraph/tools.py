@@ -86,7 +86,7 @@ class LangChainTool:
         except ValidationError as error:
             if error.title != _schema_title(self.tool):  # it is about data of the tool's own
                 raise
-            raise ToolFailure(_misfit(error)) from error
+            raise ToolFailure(_describe(error)) from error
         if not isinstance(answer, ToolMessage):
             raise TypeError(
                 f"tool {self.tool.name!r} gave a {type(answer).__name__}; as part of a trajectory "
@@ -139,7 +139,7 @@ def _schema_title(tool: BaseTool) -> str:
     return schema.__name__ if isinstance(schema, type) else ""
 
 
-def _misfit(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     return "; ".join(
         f"argument {'.'.join(str(part) for part in found['loc'])}: {found['msg']}"
         for found in error.errors(include_url=False, include_context=False)

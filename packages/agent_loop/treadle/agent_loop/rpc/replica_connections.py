@@ -123,16 +123,16 @@ class ReplicaConnections:
         """Returns a replica; a new one is asked for its handshake once, without waiting for it.
 
         Raises:
-            ReplicaUnavailableError: The replica does not answer, or is incompatible.
+            ReplicaUnavailableError: The replica does not answer, or is error.
         """
         if (connection := self._connections.get(address)) is not None:
             return connection.replica
         try:
             return await self._shake_hands_once(address)
-        except SetupError as misfit:
+        except SetupError as error:
             self._backoffs[address].until = math.inf
-            _log.warning("replica %s is not used: %s", address, misfit)
-            raise ReplicaUnavailableError(f"{address} is not used: {misfit}") from misfit
+            _log.warning("replica %s is not used: %s", address, error)
+            raise ReplicaUnavailableError(f"{address} is not used: {error}") from error
 
     @asynccontextmanager
     async def calling(self, replica: ReplicaClient) -> AsyncIterator[None]:

@@ -124,16 +124,16 @@ class RolloutRunner:
             SetupError: A task names a loop that does not exist.
             Exception: The sink or the source of tasks raised it.
         """
-        tally, watchdog = _Tally(), Watchdog(self._watchdog_s, clock=self._clock)
+        counts, watchdog = _Counts(), Watchdog(self._watchdog_s, clock=self._clock)
         places = asyncio.Semaphore(self._max_in_flight)
         sink_lock = asyncio.Lock()
 
         async def attempt_and_deliver(task: AgentTask) -> None:
             try:
-                trajectory = await self._settle(task, tally, watchdog)
+                trajectory = await self._settle(task, counts, watchdog)
                 async with sink_lock:
                     await sink(trajectory)
-                tally.deliver(trajectory)
+                counts.deliver(trajectory)
             finally:
                 places.release()
 
@@ -150,32 +150,32 @@ class RolloutRunner:
         except BaseExceptionGroup as failures:
             first = sole_cause(failures)
             raise first from first.__cause__  # `from None` would cut off what caused it
-        return tally.report()
+        return counts.report()
 
-    async def _settle(self, task: AgentTask, tally: "_Tally", watchdog: Watchdog) -> Trajectory:
+    async def _settle(self, task: AgentTask, counts: "_Counts", watchdog: Watchdog) -> Trajectory:
         """Attempts a task until the failure policy stops, and adds the watchdog's findings."""
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         with watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
             services = replace(self._services, deadline=deadline, pulse=pulse)
-            trajectory = await self._until_settled(task, services, tally)
+            trajectory = await self._until_settled(task, services, counts)
         stalls = (Finding(kind="stalled", text=text) for text in pulse.stalls)
         return replace(trajectory, findings=(*trajectory.findings, *stalls))
 
     async def _until_settled(
-        self, task: AgentTask, services: Services, tally: "_Tally"
+        self, task: AgentTask, services: Services, counts: "_Counts"
     ) -> Trajectory:
         attempt = 1
         while True:
             try:
                 return await self._attempt(task, services, attempt)
             except RolloutError as error:
-                tally.fail(error)
+                counts.fail(error)
                 match self._failure_policy.judge(error, attempt=attempt):
                     case Verdict.RAISE:
                         raise
                     case Verdict.RETRY:
                         attempt += 1
-                        tally.num_retries += 1
+                        counts.num_retries += 1
                     case Verdict.DELIVER:
                         return Trajectory.failed(task, error)
 
@@ -255,7 +255,7 @@ async def _each(tasks: Iterable[AgentTask]) -> AsyncIterator[AgentTask]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tally:
+class _Counts:
     """The counts of a run in progress."""
 
     started: float = field(default_factory=time.perf_counter)

@@ -112,7 +112,7 @@ def test_an_engine_without_vision_takes_no_image() -> None:
     assert decode(sees=False).images == ()
 
 
-class MisfitEngine(FakeEngine):
+class MiscountingEngine(FakeEngine):
     """Finds every number of placeholders wrong."""
 
     async def generate(self, request: EngineRequest) -> Any:
@@ -168,7 +168,7 @@ async def test_an_image_beyond_the_limit_of_grpc_reaches_the_engine() -> None:
             ),
         ),
         (
-            MisfitEngine,
+            MiscountingEngine,
             image(),
             errors_pb2.ImagePlaceholders(first_placeholder=2, received=3, expected=12),
         ),
