@@ -1,13 +1,13 @@
-"""What sending only the changed elements saves and costs, against sending all of them.
+"""Measures what sending only the changed elements saves and costs, against sending all of them.
 
-One rank (this process) publishes weights, inline or by file, to one server in a process of its own,
-whose engine looks at no weight (`null_engine.py`). In every round a share of the elements, spread
-evenly at random, changes, and the version goes out twice: by delta, and whole by a publisher that
-keeps nothing. Printed are medians and ranges over the rounds, after one to warm up: the bytes as
-a ratio, the seconds of either, and of the delta's parts: to compare and encode (all weights are
-read), to push, or to write the files and have the server read them, and to commit, in which the
-server applies and checks it. Files lie in --directory, by default in /dev/shm, so that what they
-cost there is without the time of a slower file system.
+One rank (this process) publishes weights, inline or by file, to one server in another process whose
+engine ignores the weights (`null_engine.py`). In every round a share of the elements, chosen
+uniformly at random, changes, and the version is sent twice: as a delta, and whole by a publisher
+that keeps nothing. Printed are medians and ranges over the rounds, after one round of warm-up: the
+ratio of bytes, the seconds of either, and the parts of the delta's time: to compare and encode (all
+weights are read), to push, or to write the files and have the server read them, and to commit, in
+which the server applies and checks it. Files lie in --directory, by default in /dev/shm, so that a
+slower file system does not count.
 
     python benchmarks/delta_weight_sync.py [--megabytes 256] [--share 0.02] [--rounds 5]
 """
@@ -40,7 +40,7 @@ ROWS, COLUMNS = 2048, 2048
 
 
 class Rank:
-    """A policy of one rank, which times what it does."""
+    """A policy of one rank that times its commands."""
 
     def __init__(self, num_tensors: int, element_type: ElementType) -> None:
         dtype = getattr(torch, element_type)
@@ -52,7 +52,7 @@ class Rank:
         self._delta = DeltaSender()
 
     def change(self, share: float) -> None:
-        """Gives so many elements other values."""
+        """Changes this share of the elements."""
         for tensor in self.tensors.values():
             chosen = torch.rand(tensor.shape) < share
             tensor[chosen] = torch.randn(int(chosen.sum())).to(tensor.dtype)
@@ -70,7 +70,7 @@ class Rank:
             yield NamedTensor(name=name, tensor=tensor)
 
     async def call(self, command: Command) -> Sequence[Any]:
-        """See `PolicyGroup`; as in `policy_rank`."""
+        """See `PolicyGroup.call`; does what `PolicyRank.execute` does."""
         began = time.perf_counter()
         answer = await asyncio.to_thread(self._execute, command)
         self.seconds[type(command).__name__.lower()] = time.perf_counter() - began
@@ -94,7 +94,7 @@ class Rank:
 
 
 class TimedClient(WeightSyncClient):
-    """Times its calls, the last of each."""
+    """Times the last call of each method."""
 
     begin_s = commit_s = 0.0
 
@@ -114,7 +114,7 @@ class TimedClient(WeightSyncClient):
 
 
 class Ways:
-    """By delta and whole, each into a server of its own.
+    """By delta and whole, each into its own server.
 
     Args:
         rank: Has the weights.
@@ -150,7 +150,7 @@ class Ways:
         )
 
     async def measure(self, version: int) -> dict[str, float]:
-        """Seconds and ratios of one version."""
+        """Publishes one version both ways; returns seconds and ratios."""
         changes = await self.by_delta.publish(version, self.clients[:1])
         parts = dict(self._rank.seconds)
         kept = self.clients[0]
@@ -179,7 +179,7 @@ async def measure(
     share: float,
     rounds: int,
 ) -> list[dict[str, float]]:
-    """Seconds and ratios of each round."""
+    """Returns seconds and ratios per round."""
     engine = ("--engine", "null_engine:create", "--weights.directory", str(directory))
     with (
         running_server(*engine, command=COMMAND) as kept,

@@ -1,17 +1,17 @@
-"""How fast a weight version comes into a server of the same host, and what memory that takes.
+"""Measures how fast a weight version reaches a server of the same host, and the memory it takes.
 
-One rank (this process) publishes the weights of a model in float32 to one server in a process of
-its own, as the trainer does it, from Begin to the answer to Commit: by every transport, staged and
-in place, into the torch engine and into one that looks at no weight (`null_engine.py`). In every
+One rank (this process) publishes the weights of a model in float32 to one server in another
+process, as the trainer does, from Begin to the answer to Commit: by every transport, staged and in
+place, into the torch engine and into one that ignores the weights (`null_engine.py`). In every
 round each way publishes once, between two rounds of memcpy: torch's `copy_` of the same weights,
-tensor by tensor, in one thread, into memory that was touched before. What is printed is the median
-and the range over the rounds, after one round to warm up.
+tensor by tensor, in one thread, into memory that was touched before. Printed are the median and the
+range over the rounds, after one round of warm-up.
 
-Memory is measured in publications of their own, which are not timed: the anonymous memory of both
-processes, and what is behind every memfd that they have open, once; looked at all the time, at its
-highest, less what it was before. The rank's buckets stay from update to update; they are counted
-where they are first used, in place. To hold a copy of all weights until Commit is what staging
-means. Files of the file transport lie in /dev/shm and are not counted.
+Memory is measured in separate publications, which are not timed: the anonymous memory of both
+processes plus every memfd that they have open, counted once; the peak less the value before. The
+rank's buckets stay from update to update and are counted where they are first used, in place.
+Staging holds a copy of all weights until Commit. Files of the file transport lie in /dev/shm and
+are not counted.
 
     python benchmarks/weight_push.py [--megabytes 256 1024] [--rounds 5] [--out results.json]
 """
@@ -59,13 +59,13 @@ WAYS = tuple(
 )
 _TRANSPORTS = {"collective": {"kind": "collective", "bucket_bytes": 32 << 20}}
 TAKES_COLLECTIVE = "torch"
-"""The engine that has a place in a group; over gloo, and always in place."""
+"""The engine that can join a group; over gloo, and always in place."""
 BYTES_PER_LAYER = 4 * (4 * 768 * 768 + 3 * 768 * 2048)
 VOCAB_SIZE = 8192
 
 
 class Rank:
-    """A policy of one rank that has weights only; stands for the group of ranks, too."""
+    """A policy of one rank that has only weights; also stands for the group of ranks."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -88,7 +88,7 @@ class Rank:
             yield NamedTensor(name=name, tensor=tensor)
 
     async def call(self, command: Command) -> Sequence[Any]:
-        """See `PolicyGroup`; as in `policy_rank`."""
+        """See `PolicyGroup.call`; does what `PolicyRank.execute` does."""
         match command:
             case Specs():
                 return [self.weight_specs()]
@@ -107,18 +107,18 @@ class Rank:
 
 @dataclass(slots=True)
 class Results:
-    """Seconds of each round, and memory, by the name of what was measured."""
+    """Seconds per round, and memory, by the name of what was measured."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, seconds: float) -> None:
-        """One more round."""
+        """Adds a round."""
         self.seconds.setdefault(name, []).append(seconds)
 
 
 def write_model(directory: Path, num_bytes: int) -> dict[str, torch.Tensor]:
-    """Writes a model of about so many bytes; its weights, a tied head once."""
+    """Writes a model of about `num_bytes` and returns its weights, a tied head once."""
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=768,
@@ -135,7 +135,7 @@ def write_model(directory: Path, num_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def memory_bytes(pids: Sequence[int]) -> int:
-    """Memory of some processes together; what several of them share counts once."""
+    """Returns the memory of processes together, counting shared memory once."""
     total = 0
     shared: dict[int, int] = {}
     for pid in pids:
@@ -152,7 +152,7 @@ def memory_bytes(pids: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def watching(pids: Sequence[int], into: list[int]) -> Iterator[None]:
-    """Notes the memory of processes as often as it can be looked at."""
+    """Records the memory of processes as often as it can be read."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -169,7 +169,7 @@ def watching(pids: Sequence[int], into: list[int]) -> Iterator[None]:
 
 
 def memcpy_s(rank: Rank, target: Mapping[str, torch.Tensor]) -> float:
-    """Seconds of one copy of all weights."""
+    """Returns the seconds of one copy of all weights."""
     began = time.perf_counter()
     for name, tensor in rank.tensors.items():
         target[name].copy_(tensor)
@@ -177,7 +177,7 @@ def memcpy_s(rank: Rank, target: Mapping[str, torch.Tensor]) -> float:
 
 
 class Ways:
-    """All ways into one server."""
+    """All ways to send weights to one server."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Ways:
         }
 
     async def measure_memory(self, results: Results) -> None:
-        """One publication each, watched, after one that makes the engine's weights its own."""
+        """Publishes once each way and records memory, once the engine has its own weights."""
         await self._publish(self._publishers["inline in place"])
         for name, publisher in self._publishers.items():
             before, seen = memory_bytes(self._pids), list[int]()
@@ -214,7 +214,7 @@ class Ways:
             results.memory[name] = max(seen) - before
 
     async def measure(self, results: Results) -> None:
-        """One publication each, timed."""
+        """Publishes once each way and records the time."""
         for name, publisher in self._publishers.items():
             results.add(name, await self._publish(publisher))
 
@@ -226,7 +226,7 @@ class Ways:
 
 
 async def run(engine: str, model: Path, rank: Rank, rounds: int) -> Results:
-    """All ways into one engine."""
+    """Measures all ways into one engine."""
     results = Results()
     target = {name: torch.empty_like(tensor).zero_() for name, tensor in rank.tensors.items()}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
@@ -254,7 +254,7 @@ async def run(engine: str, model: Path, rank: Rank, rounds: int) -> Results:
 
 
 def summarize(engine: str, rank: Rank, results: Results) -> dict[str, Any]:
-    """Prints the table of one engine and one size."""
+    """Prints the table of one engine and one size; returns its numbers."""
     copies = results.seconds["memcpy"]
     bucket = SharedMemoryTransportConfig().bucket_bytes
     print(f"\n{engine}, {rank.num_bytes / 1e9:.2f} GB, largest weight {rank.largest / 1e6:.0f} MB")

@@ -1,6 +1,6 @@
-"""A collective group with both of its ends, in threads: real gloo, real stores, no server.
+"""A collective group with both ends, in threads: real gloo, real stores, no server.
 
-The trainer's and the rollout server's ends share no code, so what they agree on is tested here.
+The trainer's and the rollout server's ends share no code, so this tests what they agree on.
 """
 
 import subprocess
@@ -100,7 +100,7 @@ Received = dict[str, torch.Tensor]
 
 
 class Stage:
-    """What one rank exports: the weights of its stage. `before` sees each name first."""
+    """What one rank exports: the weights of its stage. `before` is called with each name."""
 
     def __init__(self, rank: int, values: Received, before: Hook = lambda name: None) -> None:
         self.exported: list[str] = []
@@ -128,7 +128,7 @@ def weights(seed: int) -> Received:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-class Bench:
+class Harness:
     """Four policy ranks and three workers of two servers: ranks 2, and 3 and 4."""
 
     def __init__(self, pool: ThreadPoolExecutor, timeout_s: float) -> None:
@@ -138,7 +138,7 @@ class Bench:
         self.members = [CollectiveMember(worker=number, device=CPU) for number in (0, 0, 1)]
 
     def open(self, name: str) -> list[CollectiveGroup]:
-        """A new group, as each server is told of it."""
+        """Opens a new group; returns it as each server is told of it."""
         command = OpenGroup(rank=0, group_name=name, timeout_s=self._timeout_s)
         answers = [sender.open_group(command) for sender in self.senders]
         assert answers[1:] == [None, None, None] and answers[0]
@@ -158,7 +158,7 @@ class Bench:
     def send(
         self, group: CollectiveGroup, stages: Sequence[Stage]
     ) -> list["Future[BroadcastReport]"]:
-        """All four ranks begin to send."""
+        """Starts to send from all four ranks."""
         command = Broadcast(
             group_name=group.group_name,
             backend="gloo",
@@ -176,9 +176,9 @@ class Bench:
     def receive(
         self, groups: Sequence[CollectiveGroup], hooks: Sequence[Hook] | None = None
     ) -> list["Future[Received]"]:
-        """Workers begin to receive, one of each group, the first ones if there are fewer groups.
+        """Starts to receive at one worker per group, from the first worker on.
 
-        A hook sees each name before the tensor is copied.
+        A hook is called with each name before the tensor is copied.
         """
         hooks = hooks or [lambda name: None] * len(groups)
         return [
@@ -187,7 +187,7 @@ class Bench:
         ]
 
     def update(self, groups: Sequence[CollectiveGroup], values: Received) -> None:
-        """One whole update; every worker has every bit of it."""
+        """Makes a whole update and checks that every worker has every bit of it."""
         stages = [Stage(rank, values) for rank in range(4)]
         reports = [future.result() for future in self.send_and_receive(groups, stages, values)]
         assert [report.error for report in reports] == [None] * 4
@@ -209,7 +209,7 @@ class Bench:
 def received(
     stream: Generator[tuple[TensorSpec, torch.Tensor], None, None], hook: Hook
 ) -> Received:
-    """What a worker copies out of its buckets."""
+    """Returns what a worker copies out of its buckets."""
     copies = {}
     with closing(stream):
         for spec, tensor in stream:
@@ -219,25 +219,25 @@ def received(
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    """Waits so long that a test which needs it would not end; what it began ends with the test."""
+def harness() -> Iterator[Harness]:
+    """Its timeout exceeds every test; what it started ends with the test."""
     with ExitStack() as stack:
-        bench = Bench(stack.enter_context(ThreadPoolExecutor(max_workers=7)), timeout_s=250.0)
-        for sender in bench.senders:
+        harness = Harness(stack.enter_context(ThreadPoolExecutor(max_workers=7)), timeout_s=250.0)
+        for sender in harness.senders:
             stack.callback(sender.close)
-        for member in bench.members:
+        for member in harness.members:
             stack.callback(member.close)
-        yield bench
+        yield harness
 
 
-def test_every_worker_gets_every_bit_of_every_update(bench: Bench) -> None:
-    groups = bench.open("one")
+def test_every_worker_gets_every_bit_of_every_update(harness: Harness) -> None:
+    groups = harness.open("one")
     for version in range(3):
-        bench.update(groups, weights(version))
+        harness.update(groups, weights(version))
 
 
 def test_a_group_is_kept_until_another_is_named(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[str] = []
     join = Membership.join
@@ -247,13 +247,15 @@ def test_a_group_is_kept_until_another_is_named(
         join(self, stop)
 
     monkeypatch.setattr(Membership, "join", counted)
-    first, second = bench.open("first"), bench.open("second")
+    first, second = harness.open("first"), harness.open("second")
     for groups in (first, first, second):
-        bench.update(groups, weights(0))
+        harness.update(groups, weights(0))
     assert sorted(joined) == ["first"] * 3 + ["second"] * 3
 
 
-def test_no_member_has_more_than_two_buckets(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_member_has_more_than_two_buckets(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, allocated = threading.Lock(), {"sent": [0], "received": [0]}
 
     def count(which: str, module: object) -> None:
@@ -269,7 +271,7 @@ def test_no_member_has_more_than_two_buckets(bench: Bench, monkeypatch: pytest.M
 
     count("sent", sending)
     count("received", receiving)
-    bench.update(bench.open("one"), weights(0))
+    harness.update(harness.open("one"), weights(0))
     largest = 700 * 4  # Alone in its bucket, which is larger than `BUCKET_BYTES`.
     # Two senders: of three buckets, of which one is the largest, and of two.
     assert sorted(allocated["sent"][1:]) == [50 * 8 * 4] * 2 + [largest] * 2
@@ -277,13 +279,13 @@ def test_no_member_has_more_than_two_buckets(bench: Bench, monkeypatch: pytest.M
 
 
 def failed(future: "Future[Received]") -> str:
-    """What a worker that could not go on said."""
+    """Returns the error of a worker that could not continue."""
     with pytest.raises(CollectiveBroken) as caught:
         future.result()
     return str(caught.value)
 
 
-def test_a_worker_that_cannot_write_ends_the_update_for_all_and_is_named(bench: Bench) -> None:
+def test_a_worker_that_cannot_write_ends_the_update_for_all_and_is_named(harness: Harness) -> None:
     def break_at_c(name: str) -> None:
         if name == "c":
             raise ValueError("disk on fire")
@@ -291,10 +293,10 @@ def test_a_worker_that_cannot_write_ends_the_update_for_all_and_is_named(bench: 
     def nothing(name: str) -> None:
         pass
 
-    groups = bench.open("first")
+    groups = harness.open("first")
     stages = [Stage(rank, weights(0)) for rank in range(4)]
-    receiving_futures = bench.receive(groups, [nothing, break_at_c, nothing])
-    reports = [future.result() for future in bench.send(groups[0], stages)]
+    receiving_futures = harness.receive(groups, [nothing, break_at_c, nothing])
+    reports = [future.result() for future in harness.send(groups[0], stages)]
     with pytest.raises(ValueError, match="disk on fire"):
         receiving_futures[1].result()
     assert {rank for report in reports for rank in report.lost} == {3}
@@ -303,54 +305,54 @@ def test_a_worker_that_cannot_write_ends_the_update_for_all_and_is_named(bench: 
     for future in (receiving_futures[0], receiving_futures[2]):
         # They may have been sent everything by then.
         assert isinstance(future.exception(), CollectiveBroken | None)
-    bench.update(bench.open("second"), weights(1))
+    harness.update(harness.open("second"), weights(1))
 
 
 def test_a_worker_that_does_not_come_is_named(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = bench.open("first")
-    rank_store = bench.senders[0]._store
+    groups = harness.open("first")
+    rank_store = harness.senders[0]._store
     assert rank_store is not None
     store = cast(Any, dist).PrefixStore("first", rank_store.store)
 
     def later() -> float:
-        """The senders' time: it runs out once all others have come."""
+        """The senders' clock: their time runs out once all others have joined."""
         return 300.0 if store.check([f"here/{rank}" for rank in range(4)]) else 0.0
 
     clock = SimpleNamespace(monotonic=later, sleep=time.sleep)
     monkeypatch.setattr(collective_group, "time", clock)
-    futures = bench.receive(groups[:2])
-    reports = bench.send(groups[0], [Stage(rank, weights(0)) for rank in range(4)])
+    futures = harness.receive(groups[:2])
+    reports = harness.send(groups[0], [Stage(rank, weights(0)) for rank in range(4)])
     assert {rank for report in reports for rank in report.result().lost} == {4}
     for future in futures:
         assert "did not come" in failed(future)
 
 
-def test_a_worker_that_dies_when_it_has_everything_is_missed_at_once(bench: Bench) -> None:
-    groups = bench.open("first")
+def test_a_worker_that_dies_when_it_has_everything_is_missed_at_once(harness: Harness) -> None:
+    groups = harness.open("first")
     with subprocess.Popen(
         [sys.executable, "-c", WORKER, encode_group(groups[2], SPECS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as worker:
-        bench.receive(groups[:2])
-        reports = bench.send(groups[0], [Stage(rank, weights(0)) for rank in range(4)])
+        harness.receive(groups[:2])
+        reports = harness.send(groups[0], [Stage(rank, weights(0)) for rank in range(4)])
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"has everything\n"
         worker.kill()
     assert [report.result().error is None for report in reports] == [False, True, False, True]
 
 
-def test_a_sender_that_fails_in_its_export_ends_the_update_for_all(bench: Bench) -> None:
+def test_a_sender_that_fails_in_its_export_ends_the_update_for_all(harness: Harness) -> None:
     def break_at_d(name: str) -> None:
         if name == "d":
             raise ArithmeticError("no such weight")
 
-    groups = bench.open("first")
+    groups = harness.open("first")
     stages = [Stage(rank, weights(0), break_at_d) for rank in range(4)]
-    futures = bench.receive(groups)
-    reports = bench.send(groups[0], stages)
+    futures = harness.receive(groups)
+    reports = harness.send(groups[0], stages)
     with pytest.raises(ArithmeticError):
         reports[2].result()
     assert reports[0].result().error is not None
@@ -359,10 +361,10 @@ def test_a_sender_that_fails_in_its_export_ends_the_update_for_all(bench: Bench)
 
 
 def test_a_group_that_ends_while_its_members_connect_leaves_no_thread_behind(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = bench.open("first")
-    rank_store = bench.senders[0]._store
+    groups = harness.open("first")
+    rank_store = harness.senders[0]._store
     assert rank_store is not None
     for sender in (0, 1):  # They say that they came, and then do not connect.
         rank_store.store.set(f"first/here/{sender}", b"")
@@ -375,7 +377,7 @@ def test_a_group_that_ends_while_its_members_connect_leaves_no_thread_behind(
         wait(self, keys, timeout)
 
     monkeypatch.setattr(receiving_group._WatchedStore, "wait", wait_when_all_do)
-    futures = bench.receive(groups)
+    futures = harness.receive(groups)
     connecting.wait()
     fail_group(groups[0], "its lease ran out")
     for future in futures:
@@ -392,8 +394,8 @@ def test_a_process_that_ends_when_it_has_left_ends_well() -> None:
 
 @pytest.mark.parametrize("how", ["abort", "fail_group"])
 @pytest.mark.parametrize("moment", ["joining", "receiving"])
-def test_an_update_is_ended_from_outside(bench: Bench, how: str, moment: str) -> None:
-    groups = bench.open("first")
+def test_an_update_is_ended_from_outside(harness: Harness, how: str, moment: str) -> None:
+    groups = harness.open("first")
     waits, goes_on = threading.Event(), threading.Event()
 
     def stand_at_d(name: str) -> None:
@@ -408,16 +410,16 @@ def test_an_update_is_ended_from_outside(bench: Bench, how: str, moment: str) ->
 
     # A sender that stands still, as one whose machine is gone does for the others.
     stages = [Stage(rank, weights(0), stand_at_d) for rank in range(4)]
-    futures = bench.receive(groups, [tell, nothing, nothing])
+    futures = harness.receive(groups, [tell, nothing, nothing])
     if moment == "receiving":
-        reports = bench.send(groups[0], stages)
+        reports = harness.send(groups[0], stages)
         waits.wait()
     if how == "abort":
-        bench.members[0].abort("its lease ran out")
+        harness.members[0].abort("its lease ran out")
     else:
         fail_group(groups[0], "its lease ran out")
     if moment == "joining":
-        reports = bench.send(groups[0], stages)
+        reports = harness.send(groups[0], stages)
     try:
         for future in futures:
             assert "its lease ran out" in failed(future)
@@ -425,12 +427,12 @@ def test_an_update_is_ended_from_outside(bench: Bench, how: str, moment: str) ->
     finally:
         goes_on.set()
     assert "its lease ran out" in str(reports[2].result().error)
-    bench.update(bench.open("second"), weights(1))
+    harness.update(harness.open("second"), weights(1))
 
 
-def test_nothing_listens_beyond_the_address_that_rank_0_is_reached_at(bench: Bench) -> None:
+def test_nothing_listens_beyond_the_address_that_rank_0_is_reached_at(harness: Harness) -> None:
     def listening() -> set[str]:
-        """Where this process listens, as the kernel writes it."""
+        """Returns the addresses where this process listens, as the kernel writes them."""
         own = set()
         for link in Path("/proc/self/fd").iterdir():
             with suppress(FileNotFoundError):  # The one that lists them.
@@ -445,6 +447,6 @@ def test_nothing_listens_beyond_the_address_that_rank_0_is_reached_at(bench: Ben
         }
 
     before = listening()
-    bench.update(bench.open("one"), weights(0))
+    harness.update(harness.open("one"), weights(0))
     new = listening() - before
     assert new and all(address.startswith("0100007F:") for address in new)

@@ -1,5 +1,7 @@
-"""Weights through a collective group: from Megatron's ranks, or from one that a test drives, into
-torch engines behind real servers, with members that die in the middle."""
+"""Weights through a collective group into torch engines behind real servers.
+
+They come from Megatron's ranks or from a rank that a test drives; members die in the middle.
+"""
 
 import asyncio
 import os
@@ -36,14 +38,14 @@ from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import WeightSyncError
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
-from .policies import Driven, ranks
+from .policies import DrivenPolicy, ranks
 
 BUCKET_BYTES = 1 << 16
-"""The tiny model makes some ten buckets of it."""
+"""Makes about ten buckets of the tiny model."""
 
 
 def config(**changes: Any) -> WeightSyncConfig:
-    """Of the collective transport; by default it waits longer than any test may take."""
+    """Returns a collective transport's config; by default it waits longer than any test takes."""
     timeout_s = changes.pop("timeout_s", 250.0)
     transport = CollectiveTransportConfig(bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
     return WeightSyncConfig(transport=transport, **changes)
@@ -70,13 +72,13 @@ def other_path(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Pa
 
 
 async def load(path: Path) -> TorchEngine:
-    """An engine on the CPU."""
+    """Loads an engine on the CPU."""
     source = ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu")
     return await TorchEngine.load(source, max_num_seqs=4, prefix_cache_bytes=1 << 20, num_threads=1)
 
 
 async def greedy(engine: TorchEngine) -> list[tuple[int, float]]:
-    """Ids and log-probs of a completion."""
+    """Returns the token ids and log-probabilities of a completion."""
     sampling = Sampling(max_tokens=12, seed=1, ignore_eos=True)
     request = EngineRequest(request_id="r", prompt=(5, 6, 7), sampling=sampling, logprobs=True)
     return [
@@ -88,17 +90,17 @@ async def greedy(engine: TorchEngine) -> list[tuple[int, float]]:
 
 
 def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
-    """What the engine samples from."""
+    """Returns the weights that the engine samples from."""
     return dict(engine._model._parameters)
 
 
 def driven_by(policy: Any, directory: Path, **changes: Any) -> WeightPublisher:
-    """A publisher of the weights of `policy`, which stands for a group of ranks."""
+    """Returns a publisher of the weights of `policy`, which stands for a group of ranks."""
     return WeightPublisher(policy, config(**changes), element_type="float32", directory=directory)
 
 
 async def settled(replica: Replica) -> None:
-    """Returns when the server is no longer being updated."""
+    """Waits until the server is no longer being updated."""
     left = asyncio.Event()
 
     def look(state: ServerState) -> None:
@@ -159,13 +161,13 @@ async def test_megatron_in_four_parts_reaches_two_servers_bit_by_bit(
 
 
 async def state_of(server: WeightSyncClient) -> tuple[str, int]:
-    """What it says of itself: state, and version."""
+    """Returns the state and version that the server reports."""
     info = await server.info()
     return server_pb.ServerState.Name(info.state).removeprefix("SERVER_STATE_"), info.weight_version
 
 
 def serve_process(path: Path) -> ServerProcess:
-    """A torch server in a process of its own."""
+    """Returns a torch server in its own process."""
     return ServerProcess(
         *("--engine", "torch", "--model.path", str(path), "--model.device", "cpu"),
         *("--model.dtype", "float32", "--model.num_threads", "1"),
@@ -177,7 +179,7 @@ async def test_a_server_killed_in_the_middle_costs_the_others_nothing(
     model_path: Path, other_path: Path, tmp_path: Path, client: Client
 ) -> None:
     fresh, engine = await load(model_path), await load(other_path)
-    policy = Driven(model_path)
+    policy = DrivenPolicy(model_path)
     with serve_process(other_path) as doomed:
         await asyncio.to_thread(doomed.wait_ready)
         async with serve_in_process(engine) as kept:
@@ -205,7 +207,7 @@ async def test_a_server_that_cannot_write_is_dropped_and_the_others_serve(
     model_path: Path, other_path: Path, tmp_path: Path, client: Client
 ) -> None:
     engines = [await load(other_path) for _ in range(2)]
-    policy = Driven(model_path)
+    policy = DrivenPolicy(model_path)
     async with (
         serve_in_process(engines[0]) as well,
         serve_in_process(engines[1]) as ill,
@@ -251,7 +253,7 @@ async def test_a_policy_killed_in_the_middle_leaves_servers_that_take_the_next_u
         goes_on.set()
         await settled(running.replica)  # It notices by itself.
         assert await state_of(server) == ("LOADING", 0)
-        driven = Driven(model_path)
+        driven = DrivenPolicy(model_path)
         assert (await driven_by(driven, tmp_path).publish(1, [server])).served == ("server",)
         assert await state_of(server) == ("SERVING", 1)
         driven.close()
@@ -262,7 +264,7 @@ async def test_a_lease_that_runs_out_ends_the_receiving(
     model_path: Path, other_path: Path, tmp_path: Path, client: Client
 ) -> None:
     engine, clock = await load(other_path), FakeClock()
-    policy = Driven(model_path)
+    policy = DrivenPolicy(model_path)
     stands, goes_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -294,7 +296,7 @@ async def test_a_lease_that_runs_out_ends_the_receiving(
 async def test_a_server_that_went_away_between_two_updates_leaves_a_group_of_the_others(
     model_path: Path, other_path: Path, tmp_path: Path, client: Client
 ) -> None:
-    policy = Driven(model_path)
+    policy = DrivenPolicy(model_path)
     publisher = driven_by(policy, tmp_path)
     async with serve_in_process(await load(other_path)) as stays:
         async with serve_in_process(await load(other_path)) as leaves:

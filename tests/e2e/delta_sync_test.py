@@ -1,9 +1,9 @@
-"""Deltas between the trainer's publisher and real servers: whatever happens, bit for bit the same.
+"""Deltas between the trainer's publisher and real servers: bit for bit the same after any fault.
 
-Random runs of versions, inline and by file: few or all elements change, servers are replaced, their
-bases are damaged or lost, updates are begun and given up, files of changes are damaged, cut short,
-swapped for older ones or lost. After every version each server holds the policy's weights, as the
-fake engine's fingerprint tells, and the policy's two ranks have sent each of its own weights.
+Random sequences of versions, inline and by file: few or all elements change, servers are replaced,
+their bases are damaged or lost, updates are begun and aborted, files of changes are damaged, cut
+short, swapped for older ones or lost. After every version the fake engine's fingerprint shows that
+each server holds the policy's weights. The policy's two ranks each send their own weights.
 """
 
 import asyncio
@@ -50,7 +50,8 @@ BFLOAT16 = server_engine.ElementType.BFLOAT16
 class Policy:
     """Two ranks that hold the same weights and send half of them each.
 
-    `spoil` says what becomes of the next files of changes once they are written.
+    Attributes:
+        spoil: What happens to the next files of changes once they are written.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class Policy:
         kept.write_bytes(data)
 
     def fingerprint(self) -> bytes:
-        """What a fake engine holds that was given these weights."""
+        """Returns the fingerprint of a fake engine that was given these weights."""
         return fingerprint_of(
             fingerprint_entry(
                 server_engine.NamedTensor(
@@ -125,7 +126,7 @@ class Policy:
 
 
 class Fleet:
-    """Servers by name, each with its client."""
+    """Servers by name, each with its engine and client."""
 
     def __init__(self, stack: contextlib.AsyncExitStack, weights: Path) -> None:
         self._stack = stack
@@ -147,13 +148,13 @@ class Fleet:
         return [client for _, _, client in self.members.values()]
 
     def damage(self, name: str) -> None:
-        """Flips a bit of the base behind the server's back."""
+        """Flips a bit of the server's base."""
         base = self.members[name][0].replica.updates._base
         if base is not None:
             base.weights.view(0)[0] ^= 1
 
     async def leave_open(self, name: str, policy: Policy, version: int) -> None:
-        """Another trainer begins an update without delta, and gives it up."""
+        """Begins an update without delta and aborts it, as another trainer would."""
         client = self.members[name][2]
         request = pb.BeginUpdateRequest(
             update_id="other",

@@ -1,4 +1,4 @@
-"""Policies for tests: Megatron's ranks as processes, and one that the test drives step by step."""
+"""Policies for tests: Megatron's ranks as processes, and one that a test drives step by step."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,12 +17,12 @@ from treadle.trainer.policy.types import NamedTensor, TensorSpec
 from treadle.trainer.weight_sync.transports.collective import CollectiveSender
 
 
-class Driven:
+class DrivenPolicy:
     """A policy of one rank in this process, over the collective transport.
 
     Attributes:
-        before: Sees each weight's name before it is sent.
-        groups: Names of those that were opened.
+        before: Called with each weight's name before it is sent.
+        groups: Names of the groups that were opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,13 +55,13 @@ class Driven:
         raise NotImplementedError(command)
 
     def close(self) -> None:
-        """Leaves its group."""
+        """Leaves the group."""
         self._sender.close()
 
 
 @asynccontextmanager
 async def ranks(model_path: Path, logs: Path, config: PolicyConfig) -> AsyncIterator[PolicyGroup]:
-    """Megatron's ranks, as processes."""
+    """Starts Megatron's ranks as processes."""
     async with (
         LocalLauncher(logs) as launcher,
         PolicyGroup(

@@ -1,7 +1,7 @@
 """Shared memory between real processes: whole versions, and what is left when one is killed.
 
-A rank here has weights only. As a process (`python shared_memory_test.py ADDRESS UPDATE`) it says
-when half of them are handed over, and goes on when told.
+A rank here has only weights. As a process (`python shared_memory_test.py ADDRESS UPDATE`) it
+reports when it has sent half of them, and continues when told.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class HalfwayWeights:
             yield NamedTensor(name=name, tensor=torch.full((_SIZE,), float(number)))
 
 
-def share(
+def push(
     update_id: str, targets: dict[str, str], halfway: Callable[[], object] = lambda: None
 ) -> SendReport:
-    """What a rank does; `targets` are addresses by name."""
+    """Pushes as a rank does; `targets` are addresses by name."""
     command = PushSharedMemory(
         update_id=update_id,
         element_type="float32",
@@ -82,7 +82,7 @@ async def begin(client: WeightSyncClient, update_id: str, *, in_place: bool = Fa
 
 
 async def until_dropped(client: WeightSyncClient, update_id: str) -> None:
-    """Waits until the server has ended the update, and has left it."""
+    """Waits until the server has dropped the update."""
     with pytest.raises(WeightSyncError) as caught:
         while True:
             await client.received(update_id)
@@ -110,7 +110,7 @@ async def test_a_rank_that_is_killed_halfway_leaves_no_half_version(in_place: bo
         assert info.state == left
 
         await begin(client, "v")
-        assert not (await asyncio.to_thread(share, "v", {"server": server.address})).errors
+        assert not (await asyncio.to_thread(push, "v", {"server": server.address})).errors
         assert await client.commit("v", pb.IN_FLIGHT_POLICY_DRAIN) == 1
         assert (await client.info()).state == server_pb.SERVER_STATE_SERVING
         await client.aclose()
@@ -129,12 +129,12 @@ async def test_a_server_that_is_killed_halfway_is_named_and_the_other_goes_on() 
         for client in clients:
             await begin(client, "u")
         targets = {"one": one.address, "two": two.address}
-        sharing = asyncio.create_task(asyncio.to_thread(share, "u", targets, halt))
+        pushing = asyncio.create_task(asyncio.to_thread(push, "u", targets, halt))
         await asyncio.to_thread(halfway.wait)
         one.popen.kill()
         one.popen.wait()
         go_on.set()
-        report = await sharing
+        report = await pushing
         assert list(report.errors) == ["one"]
         assert "one: PushBuckets failed (UNAVAILABLE)" in report.errors["one"]
         assert await clients[1].commit("u", pb.IN_FLIGHT_POLICY_DRAIN) == 1
@@ -149,4 +149,4 @@ def _halt() -> None:
 
 
 if __name__ == "__main__":
-    share(sys.argv[2], {"server": sys.argv[1]}, _halt)
+    push(sys.argv[2], {"server": sys.argv[1]}, _halt)

@@ -24,7 +24,7 @@ from treadle.trainer.config.schema import WeightSyncConfig
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
-from .policies import Driven
+from .policies import DrivenPolicy
 
 pytestmark = pytest.mark.timeout(1200)
 _ENDS = {"tensor_model_parallel_size": signal.SIGKILL, "data_parallel_size": signal.SIGTERM}
@@ -74,7 +74,7 @@ async def test_updates_reach_both_workers(
     server: ServerProcess, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     first, second = models
-    policy = Driven(second)
+    policy = DrivenPolicy(second)
     config = WeightSyncConfig.model_validate(
         {"transport": {"kind": "collective", "bucket_bytes": 1 << 16, "timeout_s": 250}}
     )

@@ -34,7 +34,7 @@ from treadle.trainer.policy.types import ElementType, TrainSequence
 from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.publisher import PublishReport, WeightPublisher
 
-from .policies import Driven, ranks
+from .policies import DrivenPolicy, ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 ENGINES = ("vllm", "sglang")
@@ -223,7 +223,7 @@ async def test_changes_alone_make_the_same_version(fleet: Fleet) -> None:
 async def test_a_policy_that_fails_halfway_leaves_servers_that_take_the_next_version(
     fleet: Fleet,
 ) -> None:
-    policy = Driven(fleet.model)
+    policy = DrivenPolicy(fleet.model)
     publisher = fleet.publisher(WAYS["collective"], policy=policy)
 
     def fail(name: str) -> None:
@@ -246,7 +246,7 @@ async def test_a_server_killed_halfway_is_dropped_and_the_other_goes_on_in_a_new
     fleet: Fleet,
 ) -> None:
     doomed, kept = ENGINES
-    policy = Driven(fleet.model)
+    policy = DrivenPolicy(fleet.model)
     publisher = fleet.publisher(WAYS["collective"], policy=policy)
     left = Descendants(fleet.processes[doomed].popen.pid)
     assert left

@@ -1,4 +1,4 @@
-"""Weights over TLS and with a token: to a real server, by the ways that go through it."""
+"""Weights over TLS and with a token to a real server, by the transports that use gRPC."""
 
 import asyncio
 import shlex
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Rank:
-    """Has one weight; stands for the ranks and for the group of them."""
+    """Has one weight; stands for the ranks and for their group."""
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name="w", shape=(1000,), element_type="float32", sender=0),)
@@ -50,7 +50,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def security(tmp_path_factory: pytest.TempPathFactory) -> ServerSecurity:
-    """A certificate of this host that is its own root, and a token."""
+    """A self-signed certificate of this host, and a token."""
     folder = tmp_path_factory.mktemp("secrets")
     command = (
         f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {folder}/key -out {folder}/certificate "
@@ -63,7 +63,7 @@ def security(tmp_path_factory: pytest.TempPathFactory) -> ServerSecurity:
 
 @pytest.fixture(scope="module")
 def server(security: ServerSecurity) -> Iterator[ServerProcess]:
-    """Wants TLS and the token."""
+    """A server that requires TLS and the token."""
     assert security.roots is not None
     with running_server(
         *("--engine", "fake", "--security.token_file", str(security.token)),

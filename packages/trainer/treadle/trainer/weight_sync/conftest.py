@@ -1,4 +1,4 @@
-"""A policy that only has weights, and a server that only takes them."""
+"""A policy that has only weights, and a server that only receives them."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in its stub
 
 
 class Weights:
-    """A policy of one rank; stands for the ranks and for the group of them."""
+    """A policy of one rank; stands for the ranks and for their group."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -80,14 +80,16 @@ class Weights:
         raise NotImplementedError(command)
 
 
-class Taker(pb_grpc.WeightSyncServiceServicer):
+class FakeServer(pb_grpc.WeightSyncServiceServicer):
     """Takes one update at a time; keeps what a real server would sample from.
 
-    `refuse` maps a method to the reason that its next call is refused with; `lose` has methods
-    whose next call is done, but not answered; `break_after` ends the next push after so many
-    bytes, or after the bucket that brings them; a push reads nothing before `push_waits_for`, and
-    Begin, GetUpdate, Commit and Abort are not answered before `begin_waits_for`,
-    `get_waits_for`, `commit_waits_for` and `abort_waits_for`.
+    Attributes:
+        refuse: Method -> reason with which its next call is refused.
+        lose: Methods whose next call is executed but not answered.
+        break_after: Number of bytes after which the next push breaks, at the end of its bucket.
+        push_waits_for: A push reads nothing before this event; `begin_waits_for`,
+            `get_waits_for`, `commit_waits_for` and `abort_waits_for` hold back the answers of
+            Begin, GetUpdate, Commit and Abort.
     """
 
     def __init__(self) -> None:
@@ -230,7 +232,7 @@ class Taker(pb_grpc.WeightSyncServiceServicer):
 
     @staticmethod
     def _changed(old: bytes, encoded: bytes) -> bytes:
-        """`old` with the changes that `BeginUpdateRequest.delta` describes, of float32."""
+        """Returns `old` with the changes of a `BeginUpdateRequest.delta`, of float32."""
         new = bytearray(old)
         count = int.from_bytes(encoded[:8], "little")
         assert len(encoded) == (8 + count * 8 if count else 0)
@@ -278,17 +280,17 @@ def weights() -> Weights:
     return Weights()
 
 
-Serve = Callable[[str], Awaitable[tuple[Taker, WeightSyncClient]]]
+Serve = Callable[[str], Awaitable[tuple[FakeServer, WeightSyncClient]]]
 
 
 @pytest_asyncio.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Starts a taker under a name."""
+    """Starts a fake server under a name."""
     async with AsyncExitStack() as stack:
 
-        async def start(name: str) -> tuple[Taker, WeightSyncClient]:
-            taker, server = Taker(), grpc.aio.server()
-            pb_grpc.add_WeightSyncServiceServicer_to_server(taker, server)  # type: ignore[no-untyped-call]
+        async def start(name: str) -> tuple[FakeServer, WeightSyncClient]:
+            fake, server = FakeServer(), grpc.aio.server()
+            pb_grpc.add_WeightSyncServiceServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, None)
@@ -296,6 +298,6 @@ async def serve() -> AsyncIterator[Serve]:
                 name, f"127.0.0.1:{port}", control_deadline_s=60, commit_deadline_s=60
             )
             stack.push_async_callback(client.aclose)
-            return taker, client
+            return fake, client
 
         yield start

@@ -23,7 +23,7 @@ from treadle.trainer.config.schema import (
 from treadle.trainer.policy.commands import ComputeDelta, WriteFiles
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import ElementType
-from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
+from treadle.trainer.weight_sync.conftest import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.delta import DeltaSender, encode
 from treadle.trainer.weight_sync.payload import tensor_bytes
 from treadle.trainer.weight_sync.publisher import WeightPublisher
@@ -37,7 +37,7 @@ def test_the_changes_lead_from_the_old_to_the_new(data: st.DataObject, count: in
     old, new = data.draw(parts), data.draw(parts)
     encoded = encode(memoryview(old), memoryview(new), "float32")
     assert encoded is not None
-    assert Taker._changed(old, encoded) == new
+    assert FakeServer._changed(old, encoded) == new
 
 
 def test_bits_are_compared_and_not_numbers() -> None:
@@ -128,8 +128,8 @@ def publisher_of(
     )
 
 
-def holds(taker: Taker, weights: Weights) -> bool:
-    return taker.weights == {
+def holds(fake: FakeServer, weights: Weights) -> bool:
+    return fake.weights == {
         n: bytes(tensor_bytes(t, "float32")) for n, t in weights.tensors.items()
     }
 
@@ -197,7 +197,7 @@ async def test_a_server_that_refuses_its_commit_gets_everything_in_the_same_roun
 async def test_everything_goes_when_it_is_due_and_when_it_is_less(
     serve: Serve, weights: Weights, tmp_path: Path, transport: str
 ) -> None:
-    taker, client = await serve("one")
+    fake, client = await serve("one")
     publisher = publisher_of(weights, tmp_path, transport=transport, full_every=2)
     for version in range(1, 8):
         weights.tensors["a"][0, 0] += 1
@@ -205,8 +205,8 @@ async def test_everything_goes_when_it_is_due_and_when_it_is_less(
             for tensor in weights.tensors.values():
                 tensor += 1
         await publisher.publish(version, [client])
-        assert holds(taker, weights)
-    assert taker.deltas == [False, True, True, False, True, False, True]
+        assert holds(fake, weights)
+    assert fake.deltas == [False, True, True, False, True, False, True]
 
 
 @pytest.mark.asyncio

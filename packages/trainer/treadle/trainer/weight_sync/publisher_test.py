@@ -15,7 +15,7 @@ from treadle.trainer.config.schema import (
 )
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
+from treadle.trainer.weight_sync.conftest import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import tensor_bytes
 from treadle.trainer.weight_sync.publisher import WeightPublisher
@@ -39,9 +39,9 @@ def _publisher(
     )
 
 
-def _holds(taker: Taker, weights: Weights) -> bool:
+def _holds(fake: FakeServer, weights: Weights) -> bool:
     wanted = {n: bytes(tensor_bytes(t, "float32")) for n, t in weights.tensors.items()}
-    return taker.weights == wanted
+    return fake.weights == wanted
 
 
 _SHARED = WeightSyncConfig(transport=SharedMemoryTransportConfig())
@@ -62,7 +62,7 @@ async def test_every_server_gets_every_byte(
         weights.tensors["a"] += 1
         report = await publisher.publish(version, [first, second])
         assert (report.served, report.failed) == (("one", "two"), {})
-        assert all(taker.version == version and _holds(taker, weights) for taker in (one, two))
+        assert all(fake.version == version and _holds(fake, weights) for fake in (one, two))
     assert os.listdir(tmp_path) == []
 
 
@@ -70,11 +70,11 @@ async def test_every_server_gets_every_byte(
 async def test_chunks_are_no_larger_than_the_server_takes(
     serve: Serve, weights: Weights, tmp_path: Path
 ) -> None:
-    taker, client = await serve("one")
-    taker.max_chunk_bytes = 100
+    fake, client = await serve("one")
+    fake.max_chunk_bytes = 100
     await _publisher(weights, _INLINE, tmp_path).publish(1, [client])
-    assert taker.largest_chunk == 100
-    assert _holds(taker, weights)
+    assert fake.largest_chunk == 100
+    assert _holds(fake, weights)
 
 
 @pytest.mark.asyncio
@@ -125,10 +125,10 @@ async def test_nobody_commits_before_all_hold_everything(
 async def test_servers_are_told_what_becomes_of_completions_in_flight(
     serve: Serve, weights: Weights, tmp_path: Path, in_flight: InFlight
 ) -> None:
-    taker, client = await serve("one")
+    fake, client = await serve("one")
     config = WeightSyncConfig(in_flight=in_flight)
     await _publisher(weights, config, tmp_path).publish(1, [client])
-    assert taker.in_flight == pb.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{in_flight.upper()}")
+    assert fake.in_flight == pb.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{in_flight.upper()}")
 
 
 @pytest.mark.asyncio
@@ -136,13 +136,13 @@ async def test_servers_are_told_what_becomes_of_completions_in_flight(
 async def test_in_place_servers_are_told_at_begin(
     serve: Serve, weights: Weights, tmp_path: Path, transport: str
 ) -> None:
-    taker, client = await serve("one")
+    fake, client = await serve("one")
     config = WeightSyncConfig.model_validate(
         {"transport": transport, "in_place": True, "in_flight": "interrupt"}
     )
     await _publisher(weights, config, tmp_path).publish(1, [client])
-    assert taker.in_place == pb.IN_FLIGHT_POLICY_INTERRUPT
-    assert _holds(taker, weights)
+    assert fake.in_place == pb.IN_FLIGHT_POLICY_INTERRUPT
+    assert _holds(fake, weights)
 
 
 @pytest.mark.asyncio
@@ -226,7 +226,9 @@ async def test_when_no_server_is_left_all_causes_are_named(
 
 
 @pytest.mark.asyncio
-async def test_a_misfit_ends_the_run(serve: Serve, weights: Weights, tmp_path: Path) -> None:
+async def test_an_incompatible_server_ends_the_run(
+    serve: Serve, weights: Weights, tmp_path: Path
+) -> None:
     (one, first), (_, second) = await serve("one"), await serve("two")
     one.refuse["BeginUpdate"] = "TENSOR_MISMATCH"
     with pytest.raises(WeightSyncError, match="TENSOR_MISMATCH"):
@@ -265,8 +267,8 @@ async def test_a_server_that_is_gone_does_not_hold_up_the_others(
 async def test_the_lease_is_renewed_while_bytes_are_on_the_way(
     serve: Serve, weights: Weights, tmp_path: Path
 ) -> None:
-    taker, client = await serve("one")
-    taker.push_waits_for = taker.renewed
+    fake, client = await serve("one")
+    fake.push_waits_for = fake.renewed
     config = WeightSyncConfig(transport=InlineTransportConfig(), lease_s=1)
     report = await _publisher(weights, config, tmp_path).publish(1, [client])
     assert report.served == ("one",)
@@ -276,9 +278,9 @@ async def test_the_lease_is_renewed_while_bytes_are_on_the_way(
 async def test_a_server_that_hangs_does_not_cost_the_others_their_leases(
     serve: Serve, weights: Weights, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (hanging, first), (taker, second) = await serve("hanging"), await serve("other")
-    hanging.get_waits_for = taker.renewed
-    taker.push_waits_for = taker.renewed
+    (hanging, first), (fake, second) = await serve("hanging"), await serve("other")
+    hanging.get_waits_for = fake.renewed
+    fake.push_waits_for = fake.renewed
     config = WeightSyncConfig(transport=InlineTransportConfig(), lease_s=1)
     report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
     assert report.served == ("hanging", "other")
@@ -290,8 +292,8 @@ async def test_a_server_that_hangs_does_not_cost_the_others_their_leases(
 async def test_a_server_that_begins_late_does_not_cost_the_others_their_leases(
     serve: Serve, weights: Weights, tmp_path: Path, transport: str
 ) -> None:
-    (late, first), (taker, second) = await serve("late"), await serve("other")
-    late.begin_waits_for = taker.renewed
+    (late, first), (fake, second) = await serve("late"), await serve("other")
+    late.begin_waits_for = fake.renewed
     config = WeightSyncConfig.model_validate({"transport": transport, "lease_s": 1})
     report = await _publisher(weights, config, tmp_path).publish(1, [first, second])
     assert set(report.served) == {"late", "other"}

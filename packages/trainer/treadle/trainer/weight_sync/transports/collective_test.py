@@ -1,5 +1,7 @@
-"""Who is in which group, and what becomes of a group that fails; with ranks and servers that only
-say what they are told. `tests/e2e/collective_publish_test.py` has real ones."""
+"""Who is in which group, and what happens when a group fails, with fake ranks and servers.
+
+`tests/e2e/collective_publish_test.py` has real ones.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -28,7 +30,7 @@ SPECS = tuple(
 
 
 class Ranks:
-    """Four ranks; `reports` are what rank 2 says of the broadcasts to come."""
+    """Four ranks; `reports` are rank 2's answers to the next broadcasts."""
 
     def __init__(self) -> None:
         self.reports: list[BroadcastReport] = []
@@ -45,7 +47,7 @@ class Ranks:
 
 
 class Server:
-    """A server that takes everything, unless it is to `refuse` the next call of a name."""
+    """A server that accepts every call, except the next one of each name in `refuse`."""
 
     def __init__(self, name: str, num_workers: int) -> None:
         self.name = name
@@ -77,8 +79,8 @@ class Server:
         return 1
 
 
-class Bench:
-    """A publisher, its ranks, and servers of one, two and one workers."""
+class Harness:
+    """A publisher, its ranks, and three servers with one, two and one workers."""
 
     def __init__(self) -> None:
         self.ranks = Ranks()
@@ -86,7 +88,7 @@ class Bench:
         self._publisher = CollectivePublisher()
 
     async def publish(self, *names: str) -> UpdateRound:
-        """One version to the servers of these names; to all by default."""
+        """Publishes one version to the servers of these names; to all by default."""
         live = {s.name: s for s in self.servers if s.name in names or not names}
         update_round = UpdateRound(
             version=1,
@@ -108,12 +110,12 @@ class Bench:
 
 @pytest.mark.asyncio
 async def test_a_group_is_kept_while_its_servers_are_the_same() -> None:
-    bench = Bench()
+    harness = Harness()
     for names in ((), (), ("one", "three"), ()):
-        await bench.publish(*names)
-    assert bench.groups == [("1", 6), ("1", 6), ("2", 4), ("3", 6)]
-    assert [server.calls.count("info") for server in bench.servers] == [3, 2, 3]
-    first = [server.begun[0] for server in bench.servers]
+        await harness.publish(*names)
+    assert harness.groups == [("1", 6), ("1", 6), ("2", 4), ("3", 6)]
+    assert [server.calls.count("info") for server in harness.servers] == [3, 2, 3]
+    first = [server.begun[0] for server in harness.servers]
     assert [group.first_rank for group in first] == [2, 3, 5]
     assert all(list(group.senders) == [0, 0, 1] for group in first)
     assert all(group.rendezvous == "127.0.0.1:5" for group in first)
@@ -121,72 +123,72 @@ async def test_a_group_is_kept_while_its_servers_are_the_same() -> None:
 
 @pytest.mark.asyncio
 async def test_a_broadcast_that_failed_is_begun_again_in_a_new_group() -> None:
-    bench = Bench()
-    bench.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
-    bench.servers[1].refuse["abort"] = Outcome.RESTART  # It has noticed, and ended the update.
-    update_round = await bench.publish()
+    harness = Harness()
+    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
+    harness.servers[1].refuse["abort"] = Outcome.RESTART  # It has noticed, and ended the update.
+    update_round = await harness.publish()
     assert list(update_round.live) == ["one", "two", "three"]
-    assert bench.groups == [("1", 6), ("2", 6)]
-    for server in bench.servers:
+    assert harness.groups == [("1", 6), ("2", 6)]
+    for server in harness.servers:
         assert server.calls == ["info", "begin", "abort", "info", "begin", "commit"]
 
 
 @pytest.mark.asyncio
 async def test_who_cannot_be_reached_any_more_is_left_out() -> None:
-    bench = Bench()
-    bench.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
-    bench.servers[2].refuse["abort"] = Outcome.RESUME
-    update_round = await bench.publish()
-    assert (list(update_round.live), bench.groups) == (["one", "two"], [("1", 6), ("2", 5)])
+    harness = Harness()
+    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
+    harness.servers[2].refuse["abort"] = Outcome.RESUME
+    update_round = await harness.publish()
+    assert (list(update_round.live), harness.groups) == (["one", "two"], [("1", 6), ("2", 5)])
     assert update_round.failed == {"three": "three refused abort"}
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("rank", [3, 4])
 async def test_the_server_of_a_lost_rank_is_left_out(rank: int) -> None:
-    bench = Bench()
-    bench.ranks.reports = [BroadcastReport(num_bytes=0, error="no room", lost=(rank,))]
-    update_round = await bench.publish()
-    assert (list(update_round.live), bench.groups) == (["one", "three"], [("1", 6), ("2", 4)])
+    harness = Harness()
+    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="no room", lost=(rank,))]
+    update_round = await harness.publish()
+    assert (list(update_round.live), harness.groups) == (["one", "three"], [("1", 6), ("2", 4)])
     assert "no room" in update_round.failed["two"]
 
 
 @pytest.mark.asyncio
 async def test_a_server_that_does_not_begin_costs_the_others_a_new_group_and_no_attempt() -> None:
-    bench = Bench()
-    await bench.publish()
-    for server in bench.servers[:2]:
+    harness = Harness()
+    await harness.publish()
+    for server in harness.servers[:2]:
         server.calls.clear()
-    bench.servers[2].refuse["begin"] = Outcome.REPLACE
-    update_round = await bench.publish()
-    assert (list(update_round.live), bench.groups[-1]) == (["one", "two"], ("2", 5))
-    for server in bench.servers[:2]:
+    harness.servers[2].refuse["begin"] = Outcome.REPLACE
+    update_round = await harness.publish()
+    assert (list(update_round.live), harness.groups[-1]) == (["one", "two"], ("2", 5))
+    for server in harness.servers[:2]:
         assert server.calls == ["begin", "abort", "info", "begin", "commit"]
 
 
 @pytest.mark.asyncio
 async def test_an_answer_that_got_lost_costs_no_group() -> None:
-    bench = Bench()
-    bench.servers[2].refuse["begin"] = Outcome.RESUME
-    update_round = await bench.publish()
-    assert (list(update_round.live), bench.groups) == (["one", "two", "three"], [("1", 6)])
-    assert bench.servers[2].calls == ["info", "begin", "begin", "commit"]
+    harness = Harness()
+    harness.servers[2].refuse["begin"] = Outcome.RESUME
+    update_round = await harness.publish()
+    assert (list(update_round.live), harness.groups) == (["one", "two", "three"], [("1", 6)])
+    assert harness.servers[2].calls == ["info", "begin", "begin", "commit"]
 
 
 @pytest.mark.asyncio
 async def test_the_last_attempt_drops_all() -> None:
-    bench = Bench()
-    bench.ranks.reports = [BroadcastReport(num_bytes=0, error="no route", lost=())] * 3
-    update_round = await bench.publish()
+    harness = Harness()
+    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="no route", lost=())] * 3
+    update_round = await harness.publish()
     assert not update_round.live
     assert set(update_round.failed) == {"one", "two", "three"}
     assert all("no route" in cause for cause in update_round.failed.values())
-    assert all("commit" not in server.calls for server in bench.servers)
+    assert all("commit" not in server.calls for server in harness.servers)
 
 
 @pytest.mark.asyncio
-async def test_a_misfit_ends_the_publication() -> None:
-    bench = Bench()
-    bench.servers[0].refuse["begin"] = Outcome.FATAL
+async def test_an_incompatible_server_ends_the_publication() -> None:
+    harness = Harness()
+    harness.servers[0].refuse["begin"] = Outcome.FATAL
     with pytest.raises(WeightSyncError, match="one refused begin"):
-        await bench.publish()
+        await harness.publish()

@@ -15,7 +15,7 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.trainer.policy.commands import PushSharedMemory, SendReport, SharedMemoryTarget
 from treadle.trainer.policy.types import ElementType, NamedTensor
 from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.conftest import Serve, Taker, Weights
+from treadle.trainer.weight_sync.conftest import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
 from treadle.trainer.weight_sync.transports.shared_memory import Segment, Slots, _Filler
 
@@ -31,7 +31,7 @@ def weights(weights: Weights) -> Weights:
     return weights
 
 
-async def _share(
+async def _push(
     weights: Weights,
     *clients: WeightSyncClient,
     update_id: str = "u",
@@ -57,10 +57,13 @@ async def _share(
 
 
 async def _holds(
-    taker: Taker, client: WeightSyncClient, weights: Weights, element_type: ElementType = "float32"
+    fake: FakeServer,
+    client: WeightSyncClient,
+    weights: Weights,
+    element_type: ElementType = "float32",
 ) -> bool:
     await client.commit("u", pb.IN_FLIGHT_POLICY_DRAIN)
-    return taker.weights == {
+    return fake.weights == {
         name: bytes(tensor_bytes(tensor, element_type)) for name, tensor in weights.tensors.items()
     }
 
@@ -71,7 +74,7 @@ async def test_every_server_reads_every_byte_from_the_same_slots(
     serve: Serve, weights: Weights, element_type: ElementType
 ) -> None:
     (one, first), (two, second) = await serve("one"), await serve("two")
-    report = await _share(weights, first, second, element_type=element_type)
+    report = await _push(weights, first, second, element_type=element_type)
     assert (report.errors, report.incompatible) == ({}, ())
     assert report.num_bytes == sum(map(len, one._staged.values()))
     assert one.slots == two.slots
@@ -82,10 +85,10 @@ async def test_every_server_reads_every_byte_from_the_same_slots(
 
 @pytest.mark.asyncio
 async def test_small_weights_travel_together(serve: Serve, weights: Weights) -> None:
-    taker, client = await serve("one")
-    await _share(weights, client, bucket_bytes=1 << 20)
-    assert taker.slots == [0, 1]  # the second is empty: that was all
-    assert await _holds(taker, client, weights)
+    fake, client = await serve("one")
+    await _push(weights, client, bucket_bytes=1 << 20)
+    assert fake.slots == [0, 1]  # the second is empty: that was all
+    assert await _holds(fake, client, weights)
 
 
 @pytest.mark.asyncio
@@ -93,17 +96,17 @@ async def test_small_weights_travel_together(serve: Serve, weights: Weights) -> 
 async def test_weights_may_be_split_over_buckets(
     serve: Serve, weights: Weights, element_type: ElementType
 ) -> None:
-    taker, client = await serve("one")
+    fake, client = await serve("one")
     bucket_bytes = mmap.PAGESIZE
     weights.tensors["turned"] = torch.randn(30, 50).T
-    report = await _share(
+    report = await _push(
         weights, client, bucket_bytes=bucket_bytes, element_type=element_type, split_tensors=True
     )
     assert report.errors == {}
     assert weights.sender._segment is not None
     assert weights.sender._segment.slot_bytes == bucket_bytes
-    assert len(taker.slots) == 2 + report.num_bytes // bucket_bytes
-    assert await _holds(taker, client, weights, element_type)
+    assert len(fake.slots) == 2 + report.num_bytes // bucket_bytes
+    assert await _holds(fake, client, weights, element_type)
 
 
 class _Reader:
@@ -178,11 +181,11 @@ async def test_a_slot_is_not_filled_again_before_the_slowest_server_has_read_it(
             yield named
 
     monkeypatch.setattr(weights, "export_weights", exporting)
-    sharing = asyncio.create_task(_share(weights, first, second))
+    pushing = asyncio.create_task(_push(weights, first, second))
     await asyncio.to_thread(third_is_due.wait)
     assert slow.slots == []
     loop.call_soon(slow.push_waits_for.set)
-    assert (await sharing).errors == {}
+    assert (await pushing).errors == {}
     assert await _holds(slow, first, weights)
     assert await _holds(quick, second, weights)
 
@@ -192,12 +195,12 @@ async def test_a_stream_that_breaks_leaves_the_others_alone_and_this_segment_to_
     serve: Serve, weights: Weights
 ) -> None:
     (one, first), (two, second) = await serve("one"), await serve("two")
-    await _share(weights, first, second)
+    await _push(weights, first, second)
     kept = weights.sender._segment
-    await _share(weights, first, second, update_id="v")
+    await _push(weights, first, second, update_id="v")
     assert weights.sender._segment is kept is not None
     one.break_after = 1
-    report = await _share(weights, first, second, update_id="u")
+    report = await _push(weights, first, second, update_id="u")
     assert "one: PushBuckets failed (UNAVAILABLE): the connection broke" in report.errors["one"]
     assert (list(report.errors), report.incompatible) == (["one"], ())
     assert await _holds(two, second, weights)
@@ -205,10 +208,10 @@ async def test_a_stream_that_breaks_leaves_the_others_alone_and_this_segment_to_
 
 
 @pytest.mark.asyncio
-async def test_a_server_on_another_host_is_a_misfit(serve: Serve, weights: Weights) -> None:
-    taker, client = await serve("one")
-    taker.refuse["PushBuckets"] = "CAPABILITY_MISSING"
-    report = await _share(weights, client)
+async def test_a_server_on_another_host_is_incompatible(serve: Serve, weights: Weights) -> None:
+    fake, client = await serve("one")
+    fake.refuse["PushBuckets"] = "CAPABILITY_MISSING"
+    report = await _push(weights, client)
     assert report.incompatible == ("one",)
     assert "PushBuckets was refused (CAPABILITY_MISSING)" in report.errors["one"]
 
