@@ -1,8 +1,8 @@
 """The schedule of a collective weight update: which tensors share a broadcast, and in which order.
 
-Part of the contract: sender and receiver both compute it from the announcement, and no message
-carries it. `tests/golden/collective_schedule.json` has examples for other languages. Standard
-library only, so that an engine's worker processes import it without protobuf.
+It is part of the contract: sender and receiver both compute it from the announcement, and no
+message carries it. `tests/golden/collective_schedule.json` has examples for other languages. It
+uses only the standard library, so that an engine's worker processes need no protobuf.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,17 @@ class Bucket:
 
 
 def schedule(sizes: Sequence[int], senders: Sequence[int], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets of an announcement, in the order in which they are broadcast.
+    """Returns the buckets of an announcement, in the order of their broadcasts.
 
-    Per sender, its tensors in the order announced, each at a multiple of 16 bytes, as many as
-    fit into `bucket_bytes`; a larger one has a bucket of its own. First come the first buckets
-    of all senders by rank, then their second ones, and so on: while one is on its way, the
-    other senders gather theirs.
+    A sender's tensors are packed in the announced order, each at a multiple of 16 bytes, as many as
+    fit into `bucket_bytes`; a larger tensor has its own bucket. The first buckets of all senders
+    come first, by rank, then their second ones, and so on: while one is broadcast, the other
+    senders gather theirs.
 
     Args:
-        sizes: Bytes of each tensor.
-        senders: Rank that sends it.
-        bucket_bytes: At least 1.
+        sizes: Number of bytes per tensor.
+        senders: Rank that sends each tensor.
+        bucket_bytes: Maximum size of a bucket, at least 1.
     """
     filled: dict[int, list[list[Part]]] = {sender: [[]] for sender in sorted(set(senders))}
     for index, (size, sender) in enumerate(zip(sizes, senders, strict=True)):

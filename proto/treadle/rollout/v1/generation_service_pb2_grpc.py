@@ -47,9 +47,9 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Streams one completion: one `started`, then `tokens`, then one `finished`, each a
-        message or several in a `batch`, then status OK. A stream that ends without `finished` failed; its
-        status and details say why (errors.proto). Errors never travel in the stream.
+        """Streams one completion: one `started`, then `tokens`, then one `finished`, then status
+        OK. Each event is a message, or part of a `batch`. A stream that ends without `finished`
+        failed; its status and details say why (errors.proto). Errors never travel in the stream.
 
         Cancellation: cancelling the call aborts the sequence and frees its cache.
         There is no Abort method to race with.

@@ -72,22 +72,22 @@ class RoutingServiceServicer(object):
     """
 
     def OpenSession(self, request, context):
-        """Names the replica of a session. Idempotent per session_id: a session that is open
-        keeps its replica, so that its growing prefix stays in one cache, until the
-        replica is removed or grows too busy; then another one is named and `moved` is set.
-        No replica that takes sessions is UNAVAILABLE, NO_REPLICA. Where the router bounds
-        the contexts that share a cache, the call waits for room, oldest session first; none
-        in time is RESOURCE_EXHAUSTED, OVERLOADED: call again, the session keeps its turn.
-        Ask once per completion. A session that is neither asked for nor finished for the
-        router's lease is forgotten, so that a worker that died holds nothing.
+        """Returns the replica of a session. Idempotent per session_id: an open session keeps
+        its replica, so that its growing prefix stays in one cache, until the replica is
+        removed or becomes too busy; then the answer is another one and `moved` is set.
+        If no replica accepts sessions, the call is UNAVAILABLE, NO_REPLICA. If the router
+        bounds the contexts that share a cache, the call waits for room, oldest session first;
+        without room in time it is RESOURCE_EXHAUSTED, OVERLOADED: call again, the session
+        keeps its turn. Call once per completion. A session that is idle for longer than the
+        router's lease is dropped, so that a dead worker holds nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishSession(self, request, context):
-        """Frees the session's place. One FinishSession for each session opened;
-        a second one is NOT_FOUND, SESSION_UNKNOWN.
+        """Frees the session's room. One FinishSession per opened session; a second one is
+        NOT_FOUND, SESSION_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,14 +101,14 @@ class RoutingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainReplica(self, request, context):
-        """Takes no new session; open ones finish where they are. Idempotent.
+        """Stops sending new sessions to a replica; open ones finish there. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveReplica(self, request, context):
-        """Forgets a replica at once; its open sessions get another one at their next
+        """Removes a replica at once; its open sessions get another one at their next
         OpenSession. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,7 +116,7 @@ class RoutingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """The replicas in the order in which they were registered.
+        """Returns the replicas in the order of their registration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

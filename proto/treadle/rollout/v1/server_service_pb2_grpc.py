@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ServerServiceStub(object):
-    """Tells what a server can do, and stops and starts it.
+    """Reports what a server can do, and pauses and resumes it.
     """
 
     def __init__(self, channel):
@@ -63,12 +63,12 @@ class ServerServiceStub(object):
 
 
 class ServerServiceServicer(object):
-    """Tells what a server can do, and stops and starts it.
+    """Reports what a server can do, and pauses and resumes it.
     """
 
     def GetServerInfo(self, request, context):
-        """Every client's first call. It fails at start, on what it needs and does not
-        find here, rather than in the middle of a step.
+        """Every client's first call. A client that does not find what it needs here fails at
+        the start, rather than in the middle of a step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,15 +89,15 @@ class ServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Gives device memory to a colocated trainer, by kind. Only while PAUSED, else
-        STATE_CONFLICT; Resume is refused until RestoreMemory took all of it back.
+        """Releases device memory to a colocated trainer, by kind. Only while PAUSED, else
+        STATE_CONFLICT; Resume is refused until RestoreMemory has restored all of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreMemory(self, request, context):
-        """Takes the memory back, by kind.
+        """Restores released memory, by kind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +140,7 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ServerService(object):
-    """Tells what a server can do, and stops and starts it.
+    """Reports what a server can do, and pauses and resumes it.
     """
 
     @staticmethod

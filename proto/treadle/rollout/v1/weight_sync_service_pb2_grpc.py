@@ -72,11 +72,11 @@ class WeightSyncServiceServicer(object):
     """
 
     def BeginUpdate(self, request, context):
-        """Opens an update and leases the server to it. Idempotent per update_id: the
-        second call returns how far the first got, also when it has committed and serves.
-        Another update's id is ABORTED. With file transport the server reads and checks the
-        files before it answers, so set a deadline to match their size. A reading once begun
-        runs to its end, even when its caller gives up; call again to learn the end.
+        """Opens an update and leases the server to it. Idempotent per update_id: a repeated
+        call returns the bytes received so far, also after the update has committed and serves.
+        While another update is open, the call is ABORTED. With file transport the server reads
+        and checks the files before it answers, so set a deadline to match their size. The
+        server finishes reading even if the caller gives up; call again for the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,18 +84,18 @@ class WeightSyncServiceServicer(object):
 
     def PushWeights(self, request_iterator, context):
         """`header` first, then chunks. A tensor belongs to one stream and its chunks come
-        in offset order. The server stops reading when it cannot place bytes, and
-        HTTP/2 flow control stops the sender. Every chunk taken renews the lease.
+        in offset order. The server stops reading while it has no room for bytes, and
+        HTTP/2 flow control stops the sender. Every accepted chunk renews the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PushBuckets(self, request_iterator, context):
-        """The bytes of a sender on the same host: `header` names a segment of its memory, then
-        each bucket says what lies in one slot of it. The answer to a bucket gives its slot
+        """Bytes from a sender on the same host: `header` names a segment of its memory, then
+        each bucket describes the content of one slot. The answer to a bucket gives its slot
         back. Every bucket renews the lease. The last bucket is empty. A stream that ends
-        without it ends the update, since the engine may still read from the segment: begin
+        without it ends the update, because the engine may still read from the segment: begin
         another update, with a new segment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -103,25 +103,25 @@ class WeightSyncServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetUpdate(self, request, context):
-        """Where to resume after a broken Push. Renews the lease.
+        """Returns where to resume after a broken Push. Renews the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Checks that every byte is there, then switches versions. Idempotent. Allowed while
-        paused with the KV cache released, not without the weights. A commit once
-        begun runs to its end, even when its caller gives up; call again to learn the end.
-        Generate calls that come meanwhile queue, and run on the new version.
+        """Checks that every byte has arrived, then switches versions. Idempotent. Allowed while
+        paused with the KV cache released, but not with the weights released. The server
+        finishes a commit even if the caller gives up; call again for the result. Generate
+        calls that arrive meanwhile are queued and run on the new version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Drops what was pushed and frees the server for another update. Idempotent. From
-        CommitUpdate on it is FAILED_PRECONDITION (STATE_CONFLICT).
+        """Drops the pushed bytes and frees the server for another update. Idempotent. After
+        CommitUpdate has begun it is FAILED_PRECONDITION (STATE_CONFLICT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
