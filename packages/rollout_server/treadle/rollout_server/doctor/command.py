@@ -1,6 +1,6 @@
-"""The command: gathers, checks, prints.
+"""The doctor's command line: gathers facts, checks them and prints the findings.
 
-Exit code 0 when nothing fails, 1 when something does, 2 for options that are not valid.
+The exit code is 0 if no check fails, 1 if one does, and 2 if the options are invalid.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from treadle.rollout_server.doctor.model import check_model
 _PROGRAM = "python -m treadle.rollout_server.doctor"
 _HELP = f"""usage: {_PROGRAM} [--json] [options of the server]
 
-Says whether a server with these options can work here, and what to do where it cannot.
---json prints the findings as one JSON array. The options are those of
-python -m treadle.rollout_server --help; give those that the server will get.
+Checks whether a server with these options can run here, and says how to fix what fails.
+--json prints the findings as a JSON array. The options are those of
+python -m treadle.rollout_server --help; pass the ones that the server will get.
 
-Exit code 0: nothing fails. 1: something does. 2: the options are not valid.
+Exit code 0: no check fails. 1: a check fails. 2: the options are invalid.
 """
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All checks, in the order in which they are shown."""
+    """Runs all checks; returns the findings in the order of the output."""
     return [*check_environment(facts), *check_host(facts), *check_model(facts)]
 
 

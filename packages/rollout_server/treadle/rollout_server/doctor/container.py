@@ -1,7 +1,7 @@
-"""The container: how much memory and processor time the process's control groups leave it.
+"""Memory and processor limits of the process's control groups.
 
-Invariant: a limit counts wherever it is set, in the process's own group or in one around it, in
-version 2 of the control groups or in version 1. What cannot be read is no limit.
+Invariant: a limit counts wherever it is set: in the process's own group or a parent of it, in
+version 1 or 2 of control groups. A file that cannot be read sets no limit.
 """
 
 import math
@@ -10,8 +10,7 @@ from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-# What one version calls it, and the other: limit, use, and in memory.stat the file pages that
-# can be dropped.
+# File names of versions 2 and 1: limit, usage, and the key in memory.stat of reclaimable pages.
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -19,25 +18,25 @@ _MEMORY = (
 
 
 def memory_bytes(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """What the tightest limit leaves; None where there is none.
+    """Returns the bytes that the tightest memory limit leaves; None without a limit.
 
     Args:
-        groups: Where the control groups are mounted.
-        membership: The file that says which ones the process is in.
+        groups: Mount point of the control groups.
+        membership: File that lists the control groups of the process.
     """
-    return min(_rooms(groups, membership), default=None)
+    return min(_memory_left(groups, membership), default=None)
 
 
 def processors(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """As how many processors the smallest quota comes to, rounded up; None where there is none."""
+    """Returns the smallest processor quota, rounded up to processors; None without a quota."""
     return min(_quotas(groups, membership), default=None)
 
 
-def _rooms(groups: Path, membership: Path) -> Iterator[int]:
-    for group in _around("memory", groups, membership):
+def _memory_left(groups: Path, membership: Path) -> Iterator[int]:
+    for group in _with_parents("memory", groups, membership):
         for limit, current, droppable in _MEMORY:
             try:
-                most = int((group / limit).read_text())  # "max" where there is none
+                most = int((group / limit).read_text())  # "max" means no limit.
                 used = int((group / current).read_text())
                 lines = (group / "memory.stat").read_text().splitlines()
                 yield max(0, most - used + int(dict(line.split() for line in lines)[droppable]))
@@ -46,7 +45,7 @@ def _rooms(groups: Path, membership: Path) -> Iterator[int]:
 
 
 def _quotas(groups: Path, membership: Path) -> Iterator[int]:
-    for group in _around("cpu", groups, membership):
+    for group in _with_parents("cpu", groups, membership):
         try:
             if (group / "cpu.max").is_file():
                 quota, period = map(int, (group / "cpu.max").read_text().split())
@@ -55,12 +54,12 @@ def _quotas(groups: Path, membership: Path) -> Iterator[int]:
                 period = int((group / "cpu.cfs_period_us").read_text())
         except (OSError, ValueError):
             continue
-        if quota > 0:  # -1 where there is none
+        if quota > 0:  # -1 means no quota.
             yield math.ceil(quota / period)
 
 
-def _around(controller: str, groups: Path, membership: Path) -> Iterator[Path]:
-    """The process's group and those around it; not all need be visible here."""
+def _with_parents(controller: str, groups: Path, membership: Path) -> Iterator[Path]:
+    """Yields the process's group and its parents; some may not be visible here."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

