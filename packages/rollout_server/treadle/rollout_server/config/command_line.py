@@ -1,8 +1,8 @@
-"""The command line: arguments and a YAML file -> `ServerConfig`, or an error with a fix.
+"""Parses the command line and a YAML file into a `ServerConfig`.
 
-Invariant: every flag is a field of the configuration, spelled by its path
-(``--admission.max_in_flight 8``); the command line wins over the file. Whatever is wrong
-is reported as one `ConfigError` that names the key, the value, and the nearest known key.
+Invariant: every flag is a field of the configuration, named by its path
+(``--admission.max_in_flight 8``); the command line overrides the file. All errors are reported as
+one `ConfigError` that names the key, the value, and the nearest known key.
 """
 
 import difflib
@@ -26,13 +26,13 @@ PROGRAM = "python -m treadle.rollout_server"
 
 
 class ConfigError(ValueError):
-    """The configuration is not valid; the message is for the user."""
+    """The configuration is invalid; the message is for the user."""
 
 
 class _Command(ServerConfig, BaseSettings):
-    """Serves token generation and takes new weights, over gRPC.
+    """Serves token generation and weight updates over gRPC.
 
-    With the word doctor before its options it checks whether it can work here, and ends.
+    With "doctor" before the options, checks whether the server can run here instead.
     """
 
     model_config = SettingsConfigDict(
@@ -46,7 +46,7 @@ class _Command(ServerConfig, BaseSettings):
     )
 
     config: Path | None = Field(
-        default=None, description="YAML file of these keys; the command line wins over it."
+        default=None, description="YAML file with these keys; the command line overrides it."
     )
 
 
@@ -54,11 +54,11 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     """Reads the command line.
 
     Args:
-        argv: Without the program's name.
+        argv: Arguments without the program name.
 
     Raises:
-        ConfigError: Something is unknown, out of range, or contradictory.
-        SystemExit: With 0, after ``--help``.
+        ConfigError: A key is unknown, or a value is out of range or contradictory.
+        SystemExit: With code 0, after ``--help``.
     """
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(_Command, cli_parse_args=list(argv))
@@ -89,7 +89,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, key by key; lists and scalars are replaced."""
+    """Merges `above` into `below`, key by key; replaces lists and scalars."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
@@ -111,7 +111,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 
 def _hint(words: Sequence[str], known: Sequence[str]) -> str:
-    """The known words nearest to the unknown ones."""
+    """Suggests the known words nearest to the unknown ones."""
     near = [
         match
         for word in words
@@ -126,7 +126,7 @@ def _flags() -> list[str]:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every path to a leaf."""
+    """Yields the path of every leaf."""
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):

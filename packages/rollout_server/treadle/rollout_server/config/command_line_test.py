@@ -48,7 +48,7 @@ def test_engine_arguments_are_json_and_the_command_line_adds_to_the_file(tmp_pat
         (["--model.dtype", "int8"], "model.dtype"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
         (["--address", "0.0.0.0:1"], "--insecure_allow_plaintext_beyond_loopback"),
-        (["--security.tls_key", "k"], "give both or neither"),
+        (["--security.tls_key", "k"], "set both or neither"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str) -> None:

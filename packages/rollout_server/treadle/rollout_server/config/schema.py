@@ -1,10 +1,10 @@
-"""The server's configuration: one tree, defaults here and nowhere else.
+"""The schema of the server's configuration, with all defaults.
 
-Invariant: a `ServerConfig` that exists is valid. Unknown keys, values out of range and
-combinations that would open the server to the network by accident do not build one.
+Invariant: every `ServerConfig` is valid. Unknown keys, values out of range and combinations that
+would expose the server to the network by accident raise an error.
 
-Layers, later wins: the defaults, ``--config file.yaml``, the command line. The environment
-is not read.
+Layers, later ones win: the defaults, ``--config file.yaml``, the command line. Environment
+variables are not read.
 """
 
 from pathlib import Path
@@ -33,56 +33,59 @@ class ModelConfig(_Model):
     )
     context_length: Positive | None = Field(
         default=None,
-        description="Most tokens of prompt plus completion. Unset: what the model allows.",
+        description="Maximum number of tokens of prompt plus completion. "
+        "Unset: the model's own maximum.",
     )
     num_threads: Positive | None = Field(
-        default=None, description="CPU threads of the engine. Unset: the library's own choice."
+        default=None,
+        description="Number of CPU threads of the engine. Unset: the library's default.",
     )
     max_num_seqs: Positive = Field(
-        default=64, description="Most sequences that the engine batches in one step."
+        default=64, description="Maximum number of sequences in one step of the engine."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where the torch engine computes. auto: CUDA if there is one."
+        default="auto", description="Device of the torch engine. auto: CUDA if available."
     )
     prefix_cache_bytes: int = Field(
         default=512 << 20,
         ge=0,
-        description="Most memory of the torch engine for prompt prefixes of ended sequences.",
+        description="Maximum memory of the torch engine for prefixes of ended sequences.",
     )
     image_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,
-        description="Most memory of the torch engine for images that it has read and resized.",
+        description="Maximum memory of the torch engine for decoded images.",
     )
     tensor_model_parallel_size: Positive = Field(
-        default=1, description="Devices that one copy of the weights is split over (vllm, sglang)."
+        default=1, description="Number of devices per copy of the weights (vllm, sglang)."
     )
     data_parallel_size: Positive = Field(
-        default=1, description="Copies of the weights behind this one server (vllm, sglang)."
+        default=1, description="Number of copies of the weights in this server (vllm, sglang)."
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for weights and KV cache (vllm, sglang). "
-        "Unset: the engine's own choice.",
+        description="Fraction of GPU memory for weights and KV cache (vllm, sglang). "
+        "Unset: the engine's default.",
     )
     kv_cache_bytes: Positive | None = Field(
         default=None,
-        description="Memory for the KV cache where there is no GPU (vllm, sglang). "
-        "Unset: the engine's own choice.",
+        description="Memory for the KV cache on the CPU (vllm, sglang). "
+        "Unset: the engine's default.",
     )
     max_num_batched_tokens: Positive | None = Field(
         default=None,
-        description="Most tokens, prompts' included, that one step reads (vllm, sglang). "
-        "Unset: the engine's own choice.",
+        description="Maximum number of tokens in one step, including prompts (vllm, sglang). "
+        "Unset: the engine's default.",
     )
     enforce_eager: bool = Field(
-        default=False, description="Compile and capture nothing; the torch engine never does."
+        default=False,
+        description="Disable compilation and CUDA graphs; the torch engine never uses them.",
     )
     enable_prefix_caching: bool = Field(
         default=True,
-        description="Keep what was computed for a prompt for prompts that begin alike.",
+        description="Reuse keys and values of a prompt for prompts with the same prefix.",
     )
 
 
@@ -90,12 +93,12 @@ class FakeConfig(_Model):
     """The fake engine: its vocabulary and its latency. Only for engine=fake."""
 
     vocab_size: Positive = Field(
-        default=256, description="Token ids are below it. Ignored with a model."
+        default=256, description="Number of token ids. Ignored with a model."
     )
     eos_token_id: int = Field(
-        default=0, ge=0, description="Ends a completion. Ignored with a model."
+        default=0, ge=0, description="Token id that ends a completion. Ignored with a model."
     )
-    weights_seed: int = Field(default=0, ge=0, description="Picks the weights of version 0.")
+    weights_seed: int = Field(default=0, ge=0, description="Seed of the weights of version 0.")
     prefill_s_per_token: float = Field(
         default=0.0, ge=0, description="Seconds per prompt token that is not cached."
     )
@@ -103,68 +106,79 @@ class FakeConfig(_Model):
 
 
 class AdmissionConfig(_Model):
-    """How much work the server takes on."""
+    """How many completions the server admits."""
 
     max_in_flight: Positive = Field(
-        default=256, description="Most completions handed to the engine."
+        default=256, description="Maximum number of completions in the engine."
     )
     max_queued: int = Field(
-        default=1024, ge=0, description="Most completions that wait; more are RESOURCE_EXHAUSTED."
+        default=1024,
+        ge=0,
+        description="Maximum number of waiting completions; more get RESOURCE_EXHAUSTED.",
     )
 
 
 class CoalesceConfig(_Model):
     """How sampled tokens are grouped into messages."""
 
-    max_tokens: int = Field(default=32, ge=1, le=1024, description="Send when so many tokens wait.")
+    max_tokens: int = Field(
+        default=32, ge=1, le=1024, description="Send when this many tokens wait."
+    )
     max_wait_s: float = Field(
         default=0.5,
         ge=0,
-        description="Send when the oldest waits so long. A completion's first tokens and its end "
-        "never wait; a short wait makes every token a message, which costs more than ten tokens.",
+        description="Send when the oldest token has waited this long. The first tokens of a "
+        "completion and its end are never delayed; with a short wait every token is a message, "
+        "which costs more than ten tokens.",
     )
 
 
 class WeightsConfig(_Model):
-    """How new weights come in."""
+    """How the server receives new weights."""
 
     directory: Path | None = Field(
-        default=None, description="File transport reads only below it. Unset: no file transport."
+        default=None,
+        description="The file transport reads only below it. Unset: no file transport.",
     )
     max_chunk_bytes: int = Field(
-        default=2 << 20, ge=1 << 10, le=4_000_000, description="Largest chunk taken by PushWeights."
+        default=2 << 20,
+        ge=1 << 10,
+        le=4_000_000,
+        description="Maximum size of a chunk in PushWeights.",
     )
-    max_lease_s: float = Field(
-        default=3600.0, gt=0, description="Longest lease that an update may ask."
-    )
+    max_lease_s: float = Field(default=3600.0, gt=0, description="Maximum lease of an update.")
 
 
 class SecurityConfig(_Model):
-    """Transport security; required beyond loopback."""
+    """Transport security; required on any address but loopback."""
 
-    tls_certificate: Path | None = Field(default=None, description="PEM chain of the server.")
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM certificate chain of the server."
+    )
     tls_key: Path | None = Field(default=None, description="PEM private key of the server.")
     token_file: Path | None = Field(
-        default=None, description="File with the bearer token that every call must carry."
+        default=None, description="File with the bearer token that every call must have."
     )
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key go together: give both or neither")
+            raise ValueError(
+                "tls_certificate and tls_key must be set together: set both or neither"
+            )
         return self
 
 
 class ServerConfig(_Model):
-    """Everything that `python -m treadle.rollout_server` can be told."""
+    """The configuration of `python -m treadle.rollout_server`."""
 
     engine: str = Field(
         default="fake",
-        description="fake, torch, vllm, sglang, or module:factory of your own.",
+        description="fake, torch, vllm, sglang, or your own module:factory.",
     )
     engine_args: dict[str, JsonValue] = Field(
         default={},
-        description="Arguments of the engine's own that no key here sets, by their names there "
+        description="Arguments of the engine's library that no key sets, by their names there "
         "(vllm: AsyncEngineArgs, sglang: ServerArgs).",
     )
     address: str = Field(
@@ -172,30 +186,30 @@ class ServerConfig(_Model):
     )
     insecure_allow_plaintext_beyond_loopback: bool = Field(
         default=False,
-        description="Listen beyond loopback without TLS and token. Anyone can then use it.",
+        description="Listen beyond loopback without TLS and token; anyone can then use it.",
     )
     ready_file: Path | None = Field(
-        default=None, description='Written when serving: {"address": "host:port", "pid": n}.'
+        default=None, description='File written once serving: {"address": "host:port", "pid": n}.'
     )
     parent_pid: Positive | None = Field(
-        default=None, description="Shut down when this process is gone."
+        default=None, description="Shut down when this process ends."
     )
     max_request_bytes: int = Field(
         default=64 << 20,
         ge=4 << 20,
         le=(1 << 31) - 1,
-        description="Largest request message; a prompt travels with its images. Clients learn it.",
+        description="Maximum size of a request, including images; the handshake tells clients.",
     )
     shutdown_grace_s: float = Field(
         default=10.0,
         ge=0,
-        description="How long completions in flight may take to end at shutdown.",
+        description="Maximum time for in-flight completions to end at shutdown.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="Least severe level that is logged."
+        default="INFO", description="Minimum level of logged messages."
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="A line of text, or one JSON object a line."
+        default="text", description="Log lines as text, or as one JSON object per line."
     )
     metrics_address: str | None = Field(
         default=None,
