@@ -1,5 +1,4 @@
-"""What an operator sees: logs, counters and metrics.
+"""Logs, statistics and metrics for operators: the log format and a Prometheus endpoint.
 
-Here live the log format, the counters of one server and their Prometheus endpoint. Nothing here
-decides anything about a request.
+Nothing here influences a request.
 """

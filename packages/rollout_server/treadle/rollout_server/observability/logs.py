@@ -1,9 +1,9 @@
 """Logs: one line per event on standard error, as text or as JSON.
 
-Invariant: with the JSON format every line that Python writes is one object with `time`, `level`,
-`logger` and `message`, also that of an exception which nobody caught; and a line written
-while a call is served names that call (`request_id`, `session_id`, `update_id`), wherever it
-is written, because tasks inherit the names of the task that started them.
+Invariant: in the JSON format every line that Python writes is an object with `time`, `level`,
+`logger` and `message`, including uncaught exceptions. A line that is written during a call has
+the ids of that call (`request_id`, `session_id`, `update_id`), because tasks inherit them from
+the task that started them.
 """
 
 import json
@@ -21,22 +21,22 @@ _request: ContextVar[object] = ContextVar("request", default=None)
 
 
 def name_call(request: object) -> None:
-    """Gives the lines of this task, and of the tasks it starts, the names in a request.
+    """Adds the ids of a request to the log lines of this task and of the tasks it starts.
 
     Args:
-        request: Has some of the fields `request_id`, `session_id` and `update_id`.
+        request: A message with any of the fields `request_id`, `session_id` and `update_id`.
     """
     _request.set(request)
 
 
 def _names() -> Mapping[str, str]:
-    """Read when a line is written: most calls write none."""
+    """Returns the ids; evaluated per log line, because most calls write none."""
     request = _request.get()
     return {field: value for field in _FIELDS if (value := getattr(request, field, ""))}
 
 
 class TextFormatter(logging.Formatter):
-    """For people: the names stand in brackets at the end."""
+    """Formats lines for people, with the ids in brackets at the end."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -45,16 +45,16 @@ class TextFormatter(logging.Formatter):
         """Formats the line above a traceback."""
         text = super().formatMessage(record)
         names = _names()
-        # A client chose them: escaped, so that a line stays one line.
+        # Clients choose the ids: escape them, so a line stays one line.
         shown = " ".join(f"{k}={v if v.isprintable() else ascii(v)}" for k, v in names.items())
         return f"{text} [{shown}]" if names else text
 
 
 class JsonFormatter(logging.Formatter):
-    """For machines: one object a line; `error` holds the traceback where there is one."""
+    """Formats lines as JSON objects; `error` has the traceback, if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line, without its end."""
+        """Returns the line without its newline."""
         time = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(level: str, form: Literal["text", "json"]) -> None:
-    """Sends all logs, warnings and uncaught exceptions of this process to standard error."""
+    """Logs all messages, warnings and uncaught exceptions of this process to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,9 +1,9 @@
 """The metrics: a server's state and statistics for Prometheus, over HTTP.
 
-Invariant: nothing is computed for a metric before somebody asks. A scrape runs in a thread and
-reads plain numbers, so that it never waits for the event loop and no token waits for it.
-The address obeys the rule of the server's own: beyond loopback it needs TLS and the bearer
-token of `security`, or the word of whoever wants neither.
+Invariant: metrics are computed only when scraped. A scrape runs in a thread and reads plain
+numbers, so neither it nor a token waits for the other. The address follows the rule of the
+server's own: beyond loopback it needs TLS and the bearer token of `security`, or
+`insecure_allow_plaintext_beyond_loopback`.
 """
 
 import hmac
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.1  # how long the end may take to be noticed
-_CALLER_S = 10.0  # for which a caller that says nothing keeps its thread
+_POLL_S = 0.1  # Maximum delay of the shutdown.
+_CALLER_S = 10.0  # Time after which a silent caller loses its thread.
 
 
 class ReplicaCollector(Collector):
-    """Reads one replica whenever it is asked.
+    """Collects the metrics of one replica on every scrape.
 
     Args:
-        replica: Says what goes on now.
-        stats: Says what became of what ended.
+        replica: Provides the current state.
+        stats: Provides the counts of completions and updates that ended.
     """
 
     def __init__(self, replica: Replica, stats: ServerStats) -> None:
@@ -57,7 +57,7 @@ class ReplicaCollector(Collector):
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        """The names and meanings are in docs/operations.md."""
+        """Yields the metrics; docs/operations.md describes them."""
         yield from self._server()
         yield from self._completions()
         yield from self._updates()
@@ -77,7 +77,7 @@ class ReplicaCollector(Collector):
         states = GaugeMetricFamily(
             "treadle_server_state", "1 for the state that it is in.", labels=("state",)
         )
-        current = replica.state  # Once: it may change while this thread reads.
+        current = replica.state  # Read once: it may change meanwhile.
         for state in ServerState:
             states.add_metric((state.value,), float(state is current))
         yield states
@@ -134,16 +134,16 @@ def serve_metrics(
     """Serves `GET /metrics` for as long as the block lasts.
 
     Args:
-        collector: What is told, beside processor time, memory and descriptors of the process.
-        address: Where.
-        security: Its certificate and key, if there are any, make it HTTPS.
-        token: What callers must show; None admits everyone.
+        collector: The metrics, in addition to those of the process (CPU time, memory, files).
+        address: Address to listen on.
+        security: Its certificate and key, if set, enable HTTPS.
+        token: Bearer token that callers must send; None admits all callers.
 
     Yields:
-        host:port, with the port that was picked.
+        The address as host:port, with the actual port.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: The server cannot listen on the address.
     """
     registry = CollectorRegistry()
     registry.register(collector)
@@ -181,7 +181,7 @@ def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread for each connection; the one that accepts them waits for no caller."""
+    """Serves each connection on a thread; the accepting thread never waits for a caller."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
@@ -191,19 +191,19 @@ class _Server(ThreadingWSGIServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, peer = super().get_request()
         if self._tls is not None:
-            # The handshake comes with the first read, in the connection's own thread.
+            # The handshake happens at the first read, on the thread of the connection.
             connection = self._tls.wrap_socket(
                 connection, server_side=True, do_handshake_on_connect=False
             )
         return connection, peer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Most often the caller has left, or speaks no TLS."""
+        """Logs the error; most often the caller disconnected, or does not use TLS."""
         _log.info("a scrape from %s failed: %s", client_address[0], sys.exception())
 
 
 class _Handler(WSGIRequestHandler):
-    """Logs as everything else does."""
+    """Logs through the logging module."""
 
     timeout = _CALLER_S
 

@@ -1,8 +1,8 @@
-"""The statistics: what became of the completions and updates of one server, in plain numbers.
+"""Statistics of the completions and updates of one server, as plain numbers.
 
-Invariant: numbers only grow. They are written on the event loop, once per message or less, and
-read by `metrics.py` from another thread, which may see a completion half counted: a scrape
-later it is whole. Nothing here waits, and nothing here knows Prometheus.
+Invariant: numbers only grow. The event loop writes them, at most once per message, and
+`metrics.py` reads them from another thread, which may see a completion counted in part until the
+next scrape. Nothing here waits or uses Prometheus.
 """
 
 from bisect import bisect_left
@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
 from treadle.rollout_server.updates.weight_update import CurrentUpdate, UpdateState, WeightUpdate
 
-# Seconds: from a queue that is empty to a completion of many thousand tokens.
+# Seconds: from an empty queue to a completion of many thousand tokens.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Distribution:
-    """How often a number fell between which bounds.
+    """A histogram: the number of values per bucket.
 
     Args:
-        bounds: Upper ends, each included, rising; above the last there is room for the rest.
+        bounds: Inclusive upper bounds in ascending order; one more bucket is above the last.
     """
 
     def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
@@ -29,13 +29,13 @@ class Distribution:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Counts one number."""
+        """Counts one value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """One for each bound, and one for what is above the last."""
+        """Counts per bound, then the count above the last bound."""
         return tuple(self._counts)
 
 
@@ -45,15 +45,15 @@ class ServerStats:
     Attributes:
         completions: Calls of Generate that ended, by outcome: `stop`, `length`, `interrupted`,
             `cancelled` (by the caller, or its deadline), `bug`, or the reason of the error in
-            small letters.
-        sampled_tokens: Sent to clients.
-        prompt_tokens: Of completions that started.
-        cached_prompt_tokens: Of these, found in the engine's prefix cache.
-        queue_s: From a call until its sequence has started; of those that started.
-        engine_s: From there until its end.
+            lower case.
+        sampled_tokens: Number of tokens sent to clients.
+        prompt_tokens: Number of prompt tokens of completions that started.
+        cached_prompt_tokens: Number of those that were in the engine's prefix cache.
+        queue_s: Seconds from a call to the start of its sequence, for sequences that started.
+        engine_s: Seconds from the start of a sequence to its end.
         updates: Weight updates that ended, by outcome: `committed`, `aborted`, `expired`, `failed`.
-        update_bytes: Of the tensors of committed updates, as the engine holds them.
-        switch_s: How long generation was held up for new weights.
+        update_bytes: Bytes of the tensors of committed updates, in the engine's element types.
+        switch_s: Seconds for which new weights paused generation, per update.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ServerStats:
         self.switch_s = Distribution()
 
     def count_updates(self, current: CurrentUpdate) -> None:
-        """Counts, from now on, the updates that end in `slot`."""
+        """Starts to count the updates that end in `current`."""
 
         def ended(update: WeightUpdate) -> None:
             self.updates[update.state.name.lower()] += 1
@@ -78,7 +78,7 @@ class ServerStats:
         current.observe(ended)
 
     def time_switches(self, lifecycle: Lifecycle, now: Callable[[], float]) -> None:
-        """Counts, from now on, how long the server is UPDATING each time."""
+        """Starts to measure how long the server is UPDATING each time."""
         began: float | None = None
 
         def changed(state: ServerState) -> None:
