@@ -1,17 +1,17 @@
 """The fake engine: deterministic tokens, real scheduling, no model.
 
-Invariant: the tokens are those of `fake_model`, whatever else runs; at most `max_running`
-sequences hold a place, highest priority first and then first come; every sequence that
-started ends exactly once as finished or aborted.
+Invariant: the tokens are those of `model.py`, whatever else runs; at most `max_running`
+sequences hold a slot, highest priority first and then first come, first served; every sequence
+that started ends exactly once, as finished or aborted.
 
-Each sequence runs in the task that reads it, so there is no task to own. A sequence waits
-for a place (woken by one that ends, or by `resume`), for its latency (woken by the clock)
-or, when kept by CONTINUE, for `resume`; `pause` waits for the last sequence to end.
+Each sequence runs in the task that reads it, so the engine owns no tasks. A sequence waits for a
+slot (woken by one that ends, or by `resume`), for its latency (woken by the clock) or, when kept
+by CONTINUE, for `resume`; `pause` waits for the last sequence to end.
 
-An image is its bytes: it is never decoded, and any number of placeholder ids fits it.
+An image is identified by its bytes: it is never decoded, and may have any number of placeholders.
 
-Latency is a straight line: `prefill_s_per_token` for each prompt token that is not cached,
-`decode_s_per_token` for each sampled one, however many run.
+Latency is linear: `prefill_s_per_token` per uncached prompt token and `decode_s_per_token` per
+sampled token, whatever the number of running sequences.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ from treadle.rollout_server.tensors import check_tensors
 
 _CACHE_BLOCKS = 1 << 16
 _DEFAULT_CONTEXT = 4096
-_SHORT_BYTES = 64 << 10  # read sooner than a thread is woken
+_SHORT_BYTES = 64 << 10  # Hashed faster than a thread wakes up.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class FakeLatency:
 
 
 class _Sequence:
-    """One sequence that holds a place."""
+    """One sequence that holds a slot."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -91,12 +91,12 @@ class FakeEngine:
     """An `Engine` without a model.
 
     Args:
-        model: What it claims to hold.
-        parameters: What `load_weights` checks against; None takes any set.
-        latency: How long it pretends to work.
-        max_running: Places.
-        fingerprint: Stands for the weights of version 0; see `fake_model.fingerprint_of`.
-        clock: Times the latency.
+        model: The model that it claims to have.
+        parameters: Tensors that `load_weights` requires; None accepts any.
+        latency: Simulated latency; None means none.
+        max_running: Number of slots.
+        fingerprint: Stands for the weights of version 0; see `model.fingerprint_of`.
+        clock: Clock of the latency.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class FakeEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled from."""
+        """Version of the weights that sample the next token."""
         return self._weight_version
 
     @property
     def counters(self) -> EngineCounters:
-        """What became of the sequences so far."""
+        """Numbers of sequences since the start, by outcome."""
         return EngineCounters(
             started=self._started,
             finished=self._finished,
@@ -157,7 +157,7 @@ class FakeEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
         order = next(self._order)
-        await self._take_place(request.priority, order)
+        await self._take_slot(request.priority, order)
         sequence = _Sequence()
         sequence.interrupted = self._closed
         self._running.add(sequence)
@@ -169,11 +169,11 @@ class FakeEngine:
                 async for event in events:
                     ended = isinstance(event, Finished)
                     if ended:
-                        self._leave(sequence, finished=True)
+                        self._end(sequence, finished=True)
                     yield event
         finally:
             if not ended:
-                self._leave(sequence, finished=False)
+                self._end(sequence, finished=False)
 
     async def _run(
         self, request: EngineRequest, sequence: _Sequence, order: int
@@ -189,9 +189,9 @@ class FakeEngine:
         cached = self._read_prompt(prefix, request, digests)
         yield Started(cached)
         uncached_s = (len(request.prompt) - cached) * self._latency.prefill_s_per_token
-        await self._work(sequence, uncached_s)
+        await self._simulate(sequence, uncached_s)
         for _ in range(sampling.max_tokens):
-            await self._work(sequence, self._latency.decode_s_per_token)
+            await self._simulate(sequence, self._latency.decode_s_per_token)
             if sequence.interrupted:
                 yield Finished(FinishReason.INTERRUPTED)
                 return
@@ -200,7 +200,7 @@ class FakeEngine:
                 candidates, sampling, seen=prefix.seen, seed=seed, position=prefix.length
             )
             for block in prefix.extend((token_id,)):
-                self._remember(block)
+                self._cache_block(block)
             shown = (logprob,) if request.logprobs else ()
             yield Tokens((token_id,), shown, self._weight_version)
             if token_id in stops:
@@ -209,7 +209,7 @@ class FakeEngine:
         yield Finished(FinishReason.LENGTH)
 
     async def pause(self, policy: InFlightPolicy) -> None:
-        """Stops sampling; see `Engine.pause`."""
+        """Pauses sampling; see `Engine.pause`."""
         self._policy = policy
         for sequence in self._running:
             sequence.interrupted |= policy is InFlightPolicy.INTERRUPT
@@ -218,17 +218,17 @@ class FakeEngine:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        """Goes on; see `Engine.resume`."""
+        """Resumes sampling; see `Engine.resume`."""
         assert not self._released, f"restore {self._released} before resume"
         self._policy = None
         for sequence in self._running:
             sequence.wake()
-        self._give_places()
+        self._give_slots()
 
     async def load_weights(
         self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
     ) -> None:
-        """Replaces the fingerprint; see `Engine.load_weights`. A mixture has one of its own."""
+        """Replaces the fingerprint; see `Engine.load_weights`. A mixture has a distinct one."""
         assert self._policy is not None, "pause before load_weights"
         assert MemoryKind.WEIGHTS not in self._released, "restore the weights before load_weights"
         specs: list[TensorSpec] = []
@@ -250,71 +250,71 @@ class FakeEngine:
     async def receive_weights(
         self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
     ) -> None:
-        """It has no tensors to receive into."""
+        """Raises CapabilityMissing: there are no tensors to receive into."""
         raise CapabilityMissing(self.info.name, "collective_transport")
 
     async def wait_failed(self) -> Exception:
-        """It does not fail."""
+        """Waits forever: this engine does not fail."""
         never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         return await never
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Forgets the prefix cache with KV_CACHE; see `Engine.release_memory`."""
+        """Clears the prefix cache for KV_CACHE; see `Engine.release_memory`."""
         assert self._policy is not None and not self._running, "pause and drain before release"
         self._released |= kinds
         if MemoryKind.KV_CACHE in kinds:
             self._cache.clear()
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes memory back; see `Engine.restore_memory`."""
+        """Restores memory; see `Engine.restore_memory`."""
         self._released -= kinds
 
     async def aclose(self) -> None:
-        """Ends all sequences as INTERRUPTED; waits for none."""
+        """Ends all sequences as INTERRUPTED, without waiting for them."""
         self._closed = True
         self._policy = None
         for sequence in self._running:
             sequence.interrupted = True
             sequence.wake()
-        for _, _, place in self._waiting:
-            if not place.done():
+        for _, _, slot in self._waiting:
+            if not slot.done():
                 self._free -= 1
-                place.set_result(None)
+                slot.set_result(None)
         self._waiting.clear()
 
-    async def _take_place(self, priority: int, order: int) -> None:
+    async def _take_slot(self, priority: int, order: int) -> None:
         if self._closed or (self._policy is None and self._free > 0 and not self._waiting):
             self._free -= 1
             return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-priority, order, place))
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, order, slot))
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            # Given a place in the same instant as cancelled: hand it on.
-            if place.done() and not place.cancelled():
+            # It got a slot at the moment of cancellation: pass the slot on.
+            if slot.done() and not slot.cancelled():
                 self._free += 1
-                self._give_places()
+                self._give_slots()
             raise
 
-    def _give_places(self) -> None:
+    def _give_slots(self) -> None:
         while self._policy is None and self._free > 0 and self._waiting:
-            place = heapq.heappop(self._waiting)[2]
-            if not place.done():
+            slot = heapq.heappop(self._waiting)[2]
+            if not slot.done():
                 self._free -= 1
-                place.set_result(None)
+                slot.set_result(None)
 
-    def _leave(self, sequence: _Sequence, *, finished: bool) -> None:
+    def _end(self, sequence: _Sequence, *, finished: bool) -> None:
         self._running.remove(sequence)
         self._finished += finished
         self._aborted += not finished
         self._free += 1
         if not self._running:
             self._idle.set()
-        self._give_places()
+        self._give_slots()
 
-    async def _work(self, sequence: _Sequence, seconds: float) -> None:
-        """Lets `seconds` pass, then stands still while CONTINUE keeps the sequence."""
+    async def _simulate(self, sequence: _Sequence, seconds: float) -> None:
+        """Waits for `seconds`, then for as long as CONTINUE keeps the sequence."""
         end = self._clock.time() + seconds
         if seconds == 0:
             await asyncio.sleep(0)
@@ -330,18 +330,18 @@ class FakeEngine:
     def _read_prompt(
         self, prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
     ) -> int:
-        """Hashes the prompt; returns how many of its tokens the cache holds."""
+        """Hashes the prompt; returns the number of its cached tokens."""
         cached = 0
         hit = True
         for number, block in enumerate(_blocks(prefix, request, image_digests), start=1):
             hit = hit and block in self._cache
-            # The last token is always computed: its logits are what is sampled from.
+            # The last token is always computed: the first token is sampled from its logits.
             if hit and number * BLOCK_TOKENS < len(request.prompt):
                 cached = number * BLOCK_TOKENS
-            self._remember(block)
+            self._cache_block(block)
         return cached
 
-    def _remember(self, block: bytes) -> None:
+    def _cache_block(self, block: bytes) -> None:
         self._cache[block] = None
         self._cache.move_to_end(block)
         if len(self._cache) > _CACHE_BLOCKS:
@@ -357,20 +357,19 @@ async def _fingerprint_entry(tensor: NamedTensor, crc32: int) -> tuple[str, str,
 def _blocks(
     prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]
 ) -> Iterator[bytes]:
-    """Reads a prompt with its images; yields the keys of its cache blocks."""
+    """Hashes a prompt with its images; yields the keys of its cache blocks."""
     done = 0
     for image, digest in zip(request.images, image_digests, strict=True):
         yield from prefix.extend(request.prompt[done : image.start])
-        prefix.see(digest)
+        prefix.add_image(digest)
         done = image.start
     yield from prefix.extend(request.prompt[done:])
 
 
 async def create(config: ServerConfig) -> FakeEngine:
-    """The registry's factory. With `model.path` it claims that model and its parameters.
+    """Builds the engine of a configuration; with `model.path` it claims to have that model.
 
-    It stands in for any engine, so the keys of `model` that are about hardware mean nothing
-    to it and are taken as they come.
+    It stands in for any engine, so it accepts and ignores the keys of `model` about hardware.
 
     Raises:
         ValueError: `engine_args` is set.

@@ -1,12 +1,12 @@
-"""The fake model: a distribution over next tokens computed by hashing, not by learning.
+"""The fake model: a distribution over next tokens that is computed by hashing.
 
-Invariant: the distribution depends on the weights' fingerprint and the prefix alone (its
-ids, and the bytes of its images), and the draw from it on the seed and the position, so
-every token can be told in advance and any change of weights or of an image changes nearly
-every token after it. Pure; no engine state.
+Invariant: the distribution depends only on the fingerprint of the weights and the prefix (its
+ids and the bytes of its images), and the sampled token also on the seed and the position. So
+every token is predictable, and a change of weights or of an image changes nearly every token
+after it. Pure; no engine state.
 
-A position offers at most eight candidate ids with logits in [0, 4), enough for sampling
-parameters to have their true effect and log-probs their true values.
+A position has at most eight candidate ids with logits in [0, 4), enough for sampling parameters
+to have their real effect and log-probs their real values.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _LOGIT_RANGE = 4.0
 
 
 class Prefix:
-    """A growing sequence of ids, hashed as it grows."""
+    """A growing sequence of ids with an incremental hash."""
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         self._hash = hashlib.blake2b(digest_size=_CANDIDATES.size)
@@ -35,7 +35,7 @@ class Prefix:
             pass
 
     def extend(self, token_ids: Iterable[int]) -> Iterator[bytes]:
-        """Appends ids; yields the key of each cache block that becomes full."""
+        """Appends ids; yields the key of each completed cache block."""
         for token_id in token_ids:
             self._hash.update(token_id.to_bytes(4, "little"))
             self.seen.add(token_id)
@@ -43,24 +43,24 @@ class Prefix:
             if self.length % BLOCK_TOKENS == 0:
                 yield self._hash.digest()
 
-    def see(self, image_digest: bytes) -> None:
-        """Takes in an image; its placeholder ids follow."""
+    def add_image(self, image_digest: bytes) -> None:
+        """Adds an image; its placeholder ids follow."""
         self._hash.update(image_digest)
 
     def digest(self, fingerprint: bytes) -> bytes:
-        """48 bytes that stand for this prefix under these weights."""
+        """Returns 48 bytes that identify this prefix under these weights."""
         mixed = self._hash.copy()
         mixed.update(fingerprint)
         return mixed.digest()
 
 
 def image_digest(data: bytes) -> bytes:
-    """32 bytes that stand for an image's."""
+    """Returns 32 bytes that identify an image."""
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, str, int]]) -> bytes:
-    """Fingerprint of a weight set, whatever order it came in.
+    """Returns the fingerprint of a set of weights, independent of its order.
 
     Args:
         tensors: (name, label, CRC-32 of the bytes) of each tensor.
@@ -72,12 +72,12 @@ def fingerprint_of(tensors: Iterable[tuple[str, str, int]]) -> bytes:
 
 
 def fingerprint_entry(tensor: NamedTensor, crc32: int = 0) -> tuple[str, str, int]:
-    """A tensor's entry in `fingerprint_of`; `crc32` is that of the parts before this one."""
+    """Returns a tensor's entry for `fingerprint_of`; `crc32` covers the parts before it."""
     return tensor.spec.name, tensor.spec.label, zlib.crc32(tensor.data, crc32)
 
 
 def logits(prefix: Prefix, fingerprint: bytes, vocab_size: int) -> dict[int, float]:
-    """Candidate ids after a prefix, with their logits, in order of the ids."""
+    """Returns the candidate ids after a prefix and their logits, sorted by id."""
     fields = _CANDIDATES.unpack(prefix.digest(fingerprint))
     found: dict[int, float] = {}
     for raw_id, raw_logit in zip(fields[:8], fields[8:], strict=True):
@@ -89,17 +89,17 @@ def logits(prefix: Prefix, fingerprint: bytes, vocab_size: int) -> dict[int, flo
 def sample(
     candidates: dict[int, float], sampling: Sampling, *, seen: set[int], seed: int, position: int
 ) -> tuple[int, float]:
-    """Draws the next token.
+    """Samples the next token.
 
     Args:
-        candidates: From `logits`.
-        sampling: How to draw.
+        candidates: Result of `logits`.
+        sampling: Sampling settings.
         seen: Ids of the prefix, which `repetition_penalty` penalises.
-        seed: Of the sequence.
-        position: Of the token in prompt plus completion.
+        seed: Seed of the sequence.
+        position: Index of the token in prompt plus completion.
 
     Returns:
-        The id, and its log-probability in nats under the distribution drawn from.
+        The id, and its log-probability in nats under the sampled distribution.
     """
     scores = {
         token_id: _penalised(logit, sampling.repetition_penalty) if token_id in seen else logit
@@ -110,7 +110,7 @@ def sample(
     weights = _truncated(scores, sampling)
     total = sum(weights.values())
     target = _uniform(seed, position) * total
-    # Rounding may leave a crumb of target after the last id; it belongs to the likeliest.
+    # Rounding may leave a small remainder after the last id; it counts for the most likely id.
     drawn = next(iter(weights))
     for token_id, weight in weights.items():
         target -= weight
@@ -125,7 +125,7 @@ def _penalised(logit: float, penalty: float) -> float:
 
 
 def _truncated(scores: dict[int, float], sampling: Sampling) -> dict[int, float]:
-    """Unnormalised probabilities of the ids that the filters leave, likeliest first."""
+    """Returns unnormalised probabilities of the ids that pass the filters, most likely first."""
     peak = max(scores.values())
     ranked = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: sampling.top_k]
     weights = [(i, math.exp((score - peak) / sampling.temperature)) for i, score in ranked]
@@ -133,7 +133,7 @@ def _truncated(scores: dict[int, float], sampling: Sampling) -> dict[int, float]
     kept: dict[int, float] = {}
     before = 0.0
     for token_id, weight in weights:
-        # Nucleus: an id stays while the likelier ones have not reached top_p (1904.09751).
+        # Nucleus: keep an id while the more likely ones have not reached top_p (1904.09751).
         if kept and before >= limit:
             break
         kept[token_id] = weight
@@ -143,6 +143,6 @@ def _truncated(scores: dict[int, float], sampling: Sampling) -> dict[int, float]
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone."""
+    """Returns a number in [0, 1) that depends only on its arguments."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11) / (1 << 53)
