@@ -1,5 +1,8 @@
 """Helpers for tests that start a rollout server, in this process or in a separate one.
 
+Helpers that several packages use are here; those for one folder are in its `testing.py` or
+`testing/`, and fixtures in its `conftest.py`, as CONTRIBUTING.md says.
+
 The wheel includes them, because tests of other servers and engines use them too. The suites that
 an engine must pass, and the client for a server, are in the package `treadle.conformance`.
 `engine_command` is not imported here because it needs pytest.

@@ -12,14 +12,14 @@ class FakeTimer:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Keeps the callback from running."""
+        """Cancels the callback."""
         self.callback = None
 
 
 class FakeClock:
-    """A `treadle.rollout_server.clock.Clock` for tests.
+    """A `treadle.rollout_server.clock.Clock` that tests advance.
 
-    Timers run inside `advance`, in order of their instants, with `time()` at each instant.
+    Timers run inside `advance`, in order of time; `time()` is then the time of the timer.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -28,24 +28,24 @@ class FakeClock:
         self._timers: list[tuple[float, int, FakeTimer]] = []
 
     def time(self) -> float:
-        """The instant last advanced to."""
+        """Returns the current time."""
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None], /) -> FakeTimer:
-        """Remembers a callback for `advance`."""
+        """Schedules a callback for `advance`."""
         timer = FakeTimer(callback)
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
 
     @property
     def next_timer(self) -> float | None:
-        """When the earliest live timer fires; None without one."""
+        """Time of the earliest timer; None without one."""
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
     def advance(self, seconds: float) -> None:
-        """Moves on, running every timer on the way."""
+        """Advances the time; runs every timer that is due."""
         end = self._now + seconds
         while (when := self.next_timer) is not None and when <= end:
             timer = heapq.heappop(self._timers)[2]

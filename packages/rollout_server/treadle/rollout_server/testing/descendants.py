@@ -1,7 +1,7 @@
-"""The descendants: what a process has started, and what that has, for tests that nothing is left.
+"""The descendants of a process, for tests that no process is left behind.
 
-Invariant: a process is held by a descriptor, so that another one that gets its number later is
-not taken for it. Who waits: the test, until the kernel says that the last one has ended.
+Invariant: a process is identified by a pidfd, so a later process with the same id is not
+confused with it. Who waits: the test, until the kernel reports the end of the last one.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that `pid` started, and theirs, of which any may end at any time."""
-    # By what each says of its parent: a thread that ends takes its list of children with it.
+    """Returns the children of `pid` and their descendants; any may end at any time."""
+    # From the parent of each process: a thread that ends takes its list of children with it.
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -29,10 +29,10 @@ def descendants(pid: int) -> set[int]:
 
 
 class Descendants:
-    """Those that a process has now.
+    """The current descendants of a process.
 
     Args:
-        pid: The process, which is not among them.
+        pid: The process, which is not included.
     """
 
     def __init__(self, pid: int) -> None:
@@ -42,11 +42,11 @@ class Descendants:
                 self._open.add(os.pidfd_open(child))
 
     def __len__(self) -> int:
-        """How many have not been seen to end."""
+        """Number of descendants that are not known to have ended."""
         return len(self._open)
 
     def wait_gone(self) -> None:
-        """Returns when all of them have ended; blocks."""
+        """Blocks until all of them have ended."""
         ends = select.poll()
         for descriptor in self._open:
             ends.register(descriptor, select.POLLIN)

@@ -1,9 +1,9 @@
-"""The command that starts a server in its engine's own environment.
+"""The command that starts a server in the environment of its engine.
 
-Invariant: a test of a real engine speaks to a process; it never imports the engine. Where the
-environment is not there, the test is skipped and says what would bring it.
+Invariant: a test of a real engine talks to a process and never imports the engine. Without the
+environment the test is skipped, with a message that says how to provide it.
 
-Needs pytest, and is therefore imported by itself.
+This module needs pytest, so `testing` does not import it.
 """
 
 import os
@@ -19,17 +19,17 @@ _IN_THIS_ENVIRONMENT = frozenset({"fake", "torch"})
 
 
 def engine_command(engine: str) -> tuple[str, ...]:
-    """Program and leading arguments of a server that can run `engine`.
+    """Returns the program and leading arguments of a server that can run `engine`.
 
-    In this order: this interpreter for fake and torch; the pex ``packages.rollout_server/
-    <engine>.pex`` below the current directory, where Pants puts what a test depends on; the
-    words of the environment variable ``TREADLE_<ENGINE>_SERVER``.
+    Tried in this order: this interpreter for fake and torch; the pex ``packages.rollout_server/
+    <engine>.pex`` below the current directory, where Pants puts the dependencies of a test; the
+    environment variable ``TREADLE_<ENGINE>_SERVER``.
 
     Args:
-        engine: A name of the registry.
+        engine: Name of the engine in the registry.
 
     Raises:
-        pytest.skip.Exception: There is none.
+        pytest.skip.Exception: No environment has the engine.
     """
     if engine in _IN_THIS_ENVIRONMENT:
         return HERE

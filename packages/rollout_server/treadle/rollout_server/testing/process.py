@@ -1,11 +1,11 @@
-"""A real server in a process of its own, and in the environment of its engine.
+"""A real server in a separate process, in the environment of its engine.
 
-Invariant: when the block that started it is left, the server and every process that it started
-are gone, whatever became of it before. It ends by itself with a test that is killed, and leaves no
-block. What it writes is read all the time, so that a talkative engine never waits for its reader.
+Invariant: at the end of the block that started it, the server and all its child processes have
+ended, whatever happened before. It also ends when the test is killed and cannot leave the block.
+A thread reads its output all the time, so a talkative engine never blocks on writing.
 
-Who waits: `wait_ready` for the ready file, looked for whenever the server writes a line (it
-writes one after the file), by a thread that the end of the server wakes too.
+Who waits: `wait_ready` waits for the ready file. A thread checks for it whenever the server writes
+a line (it writes one after the file); the end of the server wakes that thread too.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ _KEPT_LINES = 200
 _GRACE_S = 30.0
 
 HERE = (sys.executable, "-m", "treadle.rollout_server")
-"""Starts a server in this interpreter's environment."""
+"""Command of a server in the environment of this interpreter."""
 
 
 class ServerProcess:
-    """A server that starts now. A context manager; `address` is there after `wait_ready`.
+    """A server process and context manager; `address` is set after `wait_ready`.
 
     Args:
-        arguments: Of its command line.
+        arguments: Command-line arguments.
         command: Program and leading arguments; see `engine_command`.
     """
 
@@ -52,7 +52,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # A group of its own, with which what the engine starts can be ended.
+            # A separate process group, so the processes of the engine can be killed with it.
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -60,14 +60,14 @@ class ServerProcess:
 
     @property
     def output(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         return "".join(list(self._lines))
 
     def wait_ready(self) -> Self:
-        """Waits until it serves; blocks.
+        """Blocks until the server is ready.
 
         Raises:
-            RuntimeError: It ended before it served; the message is what it wrote.
+            RuntimeError: It ended before it was ready; the message has its output.
         """
         self._settled.wait()
         if not self.address:
@@ -75,7 +75,7 @@ class ServerProcess:
         return self
 
     def close(self) -> None:
-        """Asks it to end, then kills what is left of it and its children; blocks. Idempotent."""
+        """Terminates the server, then kills remaining processes; blocks. Idempotent."""
         if self.popen.poll() is None:
             self.popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,7 +110,7 @@ class ServerProcess:
 
 @contextmanager
 def running_server(*arguments: str, command: Sequence[str] = HERE) -> Iterator[ServerProcess]:
-    """A server that serves for as long as the block lasts; for fixtures of a whole module.
+    """Runs a server for as long as the block lasts; for fixtures of a whole module.
 
         @pytest.fixture(scope="module")
         def server() -> Iterator[ServerProcess]:
@@ -118,11 +118,11 @@ def running_server(*arguments: str, command: Sequence[str] = HERE) -> Iterator[S
                 yield server
 
     Args:
-        arguments: Of its command line.
+        arguments: Command-line arguments.
         command: Program and leading arguments; see `engine_command`.
 
     Raises:
-        RuntimeError: It ended before it served; the message is what it wrote.
+        RuntimeError: It ended before it was ready; the message has its output.
     """
     with ServerProcess(*arguments, command=command) as process:
         yield process.wait_ready()

@@ -1,4 +1,4 @@
-"""A real server in the test's own process and event loop."""
+"""A real server in the process and event loop of the test."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,9 +16,9 @@ async def serve_in_process(
     """Serves `engine` on a free loopback port over real gRPC.
 
     Args:
-        engine: Closed at the end.
-        config: Defaults to `ServerConfig()`; its `engine` is not looked at.
-        clock: Times leases and coalescing; by default the event loop.
+        engine: The engine; closed at the end.
+        config: Defaults to `ServerConfig()`; its `engine` is ignored.
+        clock: Clock of leases and coalescing; by default the event loop.
     """
 
     async def factory(_: ServerConfig) -> Engine:
