@@ -123,7 +123,7 @@ class ReplicaConnections:
         """Returns a replica; a new one is asked for its handshake once, without waiting for it.
 
         Raises:
-            ReplicaUnavailableError: The replica does not answer, or is error.
+            ReplicaUnavailableError: The replica does not answer, or is incompatible.
         """
         if (connection := self._connections.get(address)) is not None:
             return connection.replica
