@@ -51,15 +51,23 @@ def paths_of_sources() -> frozenset[str]:
     return frozenset("/".join(path[first:]) for path in parts for first in range(len(path)))
 
 
+def missing(paths: set[str]) -> list[str]:
+    """Returns the paths that do not exist; they may leave out folders: `trainer/plan.py`."""
+    return [
+        path
+        for path in sorted(paths)
+        if not (DOCS.parent / path).exists() and path.rstrip("/") not in paths_of_sources()
+    ]
+
+
 @pytest.mark.parametrize("page", NAMES_PATHS)
 def test_every_path_that_a_page_names_exists(page: str) -> None:
     text = (DOCS.parent / page).read_text()
     named = set(re.findall(r"`([\w.{},-]+/[\w./{},-]*)`", text)) - NO_PATHS
-    # A path may leave out the folders that it begins with: `trainer/plan.py`.
-    missing = [
-        path
-        for path in sorted(named)
-        if not (DOCS.parent / path).exists() and path.rstrip("/") not in paths_of_sources()
-    ]
     assert named
-    assert missing == []
+    assert missing(named) == []
+
+
+def test_every_module_that_the_docs_name_exists() -> None:
+    text = "".join(page.read_text() for page in DOCS.glob("**/*.md"))
+    assert missing(set(re.findall(r"`((?!dist/)\w+/[\w./-]*\.(?:py|json|txt|yaml))`", text))) == []
