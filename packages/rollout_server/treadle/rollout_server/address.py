@@ -6,17 +6,17 @@ from typing import NamedTuple, Self
 
 
 class Address(NamedTuple):
-    """`host` without brackets; port 0 picks a free one."""
+    """A host, without brackets, and a port; port 0 picks a free one."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads host:port.
+        """Parses host:port.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is something else.
         """
         host, colon, port = text.rpartition(":")
         if not host or not colon or not port.isdecimal() or int(port) > 65535:
@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
     @property
     def family(self) -> socket.AddressFamily:
-        """What a socket that listens on it is made for.
+        """The address family of a socket that listens on it.
 
         Raises:
             OSError: The host has no address.
@@ -45,11 +45,11 @@ class Address(NamedTuple):
             return self.host == "localhost"
 
     def why_not(self) -> str:
-        """Why it cannot be listened on, in the system's words; "" where it can."""
+        """Returns why a server cannot listen on it, in the system's words; "" if it can."""
         try:
             family, kind, _, _, place = socket.getaddrinfo(*self, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
-                # What ended on the port just now is in nobody's way.
+                # A server that has just left the port does not block it.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(place)
         except OSError as error:

@@ -1,8 +1,7 @@
-"""The clock: what code that waits is given instead of the time.
+"""The clock: how code reads the time and sets timers.
 
-Invariant: product code reads the time and sets timers only through a `Clock`, so a test
-with `testing.FakeClock` decides when each timer fires and no test sleeps. The running
-event loop is a `Clock`.
+Invariant: the server does both only through a `Clock`, so a test with `testing.FakeClock` decides
+when each timer fires and no test sleeps. The running event loop is a `Clock`.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,14 @@ class Timer(Protocol):
     """A callback that has not run yet."""
 
     def cancel(self) -> None:
-        """Keeps the callback from running; does nothing once it ran."""
+        """Keeps the callback from running; does nothing after it ran."""
 
 
 class Clock(Protocol):
     """Monotonic seconds, and timers in them."""
 
     def time(self) -> float:
-        """Seconds since an arbitrary instant."""
+        """Returns the seconds since an arbitrary instant."""
 
     def call_at(self, when: float, callback: Callable[[], None], /) -> Timer:
         """Runs `callback` on the event loop once `time()` reaches `when`."""

@@ -1,4 +1,4 @@
-"""The engine: what turns token prompts into sampled tokens, and holds the weights.
+"""The engine: turns token prompts into sampled tokens, and holds the weights.
 
 Invariant: an engine knows nothing of gRPC, queues, leases or versions to come. It samples
 what it is given, ends every sequence exactly once, and changes weights only between
@@ -12,8 +12,10 @@ Who waits: the consumer of `generate` waits for events and nothing waits for the
 so an engine may run ahead of a slow reader by at most one completion. `pause` waits for
 the sequences that its policy names, whose consumers must go on reading. Closing the
 generator (or cancelling the task that reads it) wakes the engine, which frees the
-sequence's place and cache. `wait_failed` is how an engine that breaks between two calls is
-heard of.
+sequence's slot and cache. `wait_failed` tells of an engine that breaks between two calls.
+
+In order: the protocol, then the values that pass through it: what an engine is, what it
+samples, how it pauses, and how its weights arrive.
 
 This module imports neither torch nor protobuf: it is the seam between both.
 """
@@ -25,116 +27,95 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class ElementType(enum.Enum):
-    """Type of a tensor's elements; the value is the name as it appears in messages."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT8_E4M3FN = "float8_e4m3fn"
+class Engine(Protocol):
+    """See the module docstring. `treadle.conformance.contracts` holds every engine to it."""
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of one element."""
-        return _SIZE_BYTES[self]
-
-
-_SIZE_BYTES = dict(zip(ElementType, (4, 2, 2, 1), strict=True))
-
-
-class InFlightPolicy(enum.Enum):
-    """What becomes of sequences in flight when the engine pauses."""
-
-    DRAIN = "drain"  # They run to their end; nothing new starts.
-    INTERRUPT = "interrupt"  # They end now, as `FinishReason.INTERRUPTED`.
-    CONTINUE = "continue"  # They stand still and go on at `resume`.
-
-
-class MemoryKind(enum.Enum):
-    """Device memory that an engine can give away while it is paused."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-
-
-class FinishReason(enum.Enum):
-    """Why a completion ended."""
-
-    STOP = "stop"  # End of sequence or a stop id, which is the last token.
-    LENGTH = "length"  # `max_tokens` reached.
-    INTERRUPTED = "interrupted"  # Cut by a pause; the tokens so far are good.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """Name, type and shape of one tensor."""
-
-    name: str
-    element_type: ElementType
-    shape: tuple[int, ...]
+    def info(self) -> "EngineInfo":
+        """What this engine is."""
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.element_type.size_bytes
+    def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled from; 0 before any update."""
 
     @property
-    def label(self) -> str:
-        """For messages, as ``bfloat16[4, 8]``."""
-        return f"{self.element_type.value}{list(self.shape)}"
+    def counters(self) -> "EngineCounters":
+        """Number of sequences so far, by outcome; a waiting sequence is not yet started."""
+
+    def generate(self, request: "EngineRequest") -> AsyncGenerator["EngineEvent", None]:
+        """Yields one `Started`, then `Tokens`, then one `Finished`.
+
+        A sequence that arrives while the engine is paused waits for `resume`. Closing the
+        generator before `Finished` aborts the sequence.
+
+        Raises:
+            ImageUnreadable: An image cannot be decoded; raised before `Started`.
+            ImagePlaceholders: The prompt has another number of placeholder ids than the model
+                makes of the image; raised before `Started`.
+            Exception: Any other means that the engine is broken; the server stops serving.
+        """
+
+    async def pause(self, policy: "InFlightPolicy") -> None:
+        """Returns when no sequence runs (or, for CONTINUE, when all stand still).
+
+        From then on nothing is sampled until `resume`. Pausing again is allowed and may
+        name another policy: INTERRUPT ends and DRAIN finishes what CONTINUE had kept. A
+        cancelled pause is undone with `resume`.
+        """
+
+    async def resume(self) -> None:
+        """Continues sampling. Does nothing when not paused."""
+
+    async def load_weights(
+        self, tensors: AsyncIterator["NamedTensor"], *, version: int, in_place: bool = False
+    ) -> None:
+        """Replaces all weights and sets their version.
+
+        Called only while paused, perhaps without the KV cache. Afterwards nothing computed
+        from the old weights serves a new sequence (prefix caches are dropped); sequences kept
+        by CONTINUE may go on with what they hold.
+
+        Args:
+            tensors: All of them, in any order.
+            version: Version of the new weights.
+            in_place: False: it replaces all or, when it raises, none. True: each tensor
+                replaces the engine's as it arrives, and no second copy is held; when that
+                raises or is cancelled the engine holds a mixture, until a later load succeeds.
+                Each tensor may arrive in parts, in order, where the engine can `split_tensors`.
+
+        Raises:
+            TensorMismatch: A tensor is missing, unknown, duplicated, or has the wrong shape.
+            EngineFailed: Not in place, and neither the old nor the new weights are whole.
+        """
+
+    async def receive_weights(
+        self, group: "CollectiveGroup", tensors: Sequence["TensorSpec"], *, version: int
+    ) -> None:
+        """Replaces all weights in place by what the senders of a group broadcast.
+
+        Called only where `EngineCapabilities.collective`; else as `load_weights`.
+
+        Raises:
+            Exception: The group could not be joined or broke; the weights are a mixture.
+        """
+
+    async def release_memory(self, kinds: "frozenset[MemoryKind]") -> None:
+        """Releases device memory of these kinds; weights stay in host memory.
+
+        Called only while paused with nothing in flight. Kinds already released stay released.
+        """
+
+    async def restore_memory(self, kinds: "frozenset[MemoryKind]") -> None:
+        """Takes device memory back; the weights are those from before."""
+
+    async def wait_failed(self) -> Exception:
+        """Returns the cause when the engine breaks, during a call or not; else never returns."""
+
+    async def aclose(self) -> None:
+        """Ends all sequences, as INTERRUPTED, and frees everything. Idempotent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlace:
-    """Where other processes of this host find bytes that this one holds.
-
-    Attributes:
-        path: A memfd as ``/proc/<pid>/fd/<n>``, or another file that can be mapped. It is
-            there for as long as the bytes are good.
-        offset: Of the first byte.
-    """
-
-    path: str
-    offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """One tensor, or a part of one, with its bytes, little-endian and row-major.
-
-    `data` is writable, one-dimensional, of format "B", and all of the tensor, or whole elements of
-    it from byte `offset` on. It belongs to the sender, which wants it back as it is, and is good
-    until the next tensor is asked for in place, else until `Engine.load_weights` returns. `place`
-    holds the same bytes, for workers that are other processes; None: no file does.
-    """
-
-    spec: TensorSpec
-    data: memoryview
-    place: FilePlace | None = None
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveGroup:
-    """A torch.distributed group through which senders broadcast weights.
-
-    Attributes:
-        backend: "gloo" or "nccl".
-        rendezvous: host:port of a TCPStore, which rank 0 serves.
-        group_name: Prefix of the group's keys in the store.
-        world_size: Ranks of the group, the senders among them.
-        first_rank: Of the engine's first worker; `EngineInfo.num_workers` follow one another.
-        bucket_bytes: Most bytes of one broadcast, unless a single tensor is larger.
-        senders: Rank that sends tensors[i].
-    """
-
-    backend: str
-    rendezvous: str
-    group_name: str
-    world_size: int
-    first_rank: int
-    bucket_bytes: int
-    senders: tuple[int, ...]
+# What an engine is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,19 +156,24 @@ class EngineInfo:
 
     Attributes:
         name: Its name in the registry.
-        version: Of the library that does the work.
+        version: Version of the library that does the work.
+        capabilities: What it can do.
+        model: What it holds.
         parameters: What `Engine.load_weights` must be given: every name once, in these
             shapes. The element type is the one held; another one is converted. None: the
             engine takes whatever it is given, which only the fake does.
-        num_workers: Ranks that it brings to a collective group.
+        num_workers: Number of ranks that it brings to a collective group.
     """
 
     name: str
     version: str
     capabilities: EngineCapabilities
     model: ModelInfo
-    parameters: tuple[TensorSpec, ...] | None = None
+    parameters: "tuple[TensorSpec, ...] | None" = None
     num_workers: int = 1
+
+
+# What it samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +192,11 @@ class Sampling:
         repetition_penalty: Above 0; divides positive logits of ids that occurred in the
             prompt or the completion and multiplies negative ones (CTRL, arXiv 1909.05858).
         seed: The same seed, prompt and weights give the same tokens whatever else runs.
-            The draw of a token depends on the seed and the token's place in prompt plus
-            completion, so a retry with the tokens that arrived goes on as the first
+            The draw of a token depends on the seed and the token's position in prompt plus
+            completion, so a retry with the tokens that arrived continues as the first
             attempt would have. None draws from the engine's own randomness.
         stop_token_ids: End the completion like end of sequence; the id is its last token.
-        ignore_eos: Go on past the model's own end-of-sequence ids.
+        ignore_eos: Whether to continue past the model's own end-of-sequence ids.
     """
 
     max_tokens: int
@@ -232,8 +218,8 @@ class PromptImage:
         data: The bytes of its file.
         media_type: image/png, image/jpeg or image/webp; `data` begins like one.
         start: Index of its first placeholder id in the prompt.
-        num_tokens: Placeholder ids that follow one another there, at least one. Only the
-            engine knows whether that many fit the image.
+        num_tokens: Number of consecutive placeholder ids there, at least one. Only the
+            engine knows whether that number fits the image.
     """
 
     data: bytes
@@ -243,7 +229,7 @@ class PromptImage:
 
     @property
     def stop(self) -> int:
-        """After its last placeholder id."""
+        """Index after its last placeholder id."""
         return self.start + self.num_tokens
 
 
@@ -253,11 +239,12 @@ class EngineRequest:
 
     Attributes:
         request_id: Names it in logs; unique per attempt.
-        session_id: The same for all turns of a trajectory; "" for none.
         prompt: ``[P]`` ids, at least one.
+        sampling: How to sample.
+        session_id: The same for all turns of a trajectory; "" for none.
         logprobs: Whether `Tokens.logprobs` is wanted.
         priority: Larger runs earlier.
-        images: In the order of their places, which lie within the prompt and do not overlap.
+        images: In prompt order; they lie within the prompt and do not overlap.
     """
 
     request_id: str
@@ -271,7 +258,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """First event: the sequence has a place and its prompt is being read."""
+    """First event: the sequence has a slot and its prompt is being read."""
 
     cached_prompt_tokens: int
 
@@ -290,6 +277,14 @@ class Tokens:
     weight_version: int
 
 
+class FinishReason(enum.Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # End of sequence or a stop id, which is the last token.
+    LENGTH = "length"  # `max_tokens` reached.
+    INTERRUPTED = "interrupted"  # Cut by a pause; the tokens so far are good.
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Last event."""
@@ -302,7 +297,7 @@ EngineEvent = Started | Tokens | Finished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """What became of the sequences, since the engine was built.
+    """Number of sequences by outcome, since the engine was built.
 
     ``started == finished + aborted + running`` at every instant.
     """
@@ -313,88 +308,116 @@ class EngineCounters:
     running: int = 0
 
 
-class Engine(Protocol):
-    """See the module docstring. `testing/engine_contract.py` holds every engine to it."""
+# How it pauses
+
+
+class InFlightPolicy(enum.Enum):
+    """What to do with in-flight sequences when the engine pauses."""
+
+    DRAIN = "drain"  # They run to their end; nothing new starts.
+    INTERRUPT = "interrupt"  # They end now, as `FinishReason.INTERRUPTED`.
+    CONTINUE = "continue"  # They stand still and go on at `resume`.
+
+
+class MemoryKind(enum.Enum):
+    """Device memory that an engine can release while it is paused."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+# How its weights arrive
+
+
+class ElementType(enum.Enum):
+    """Type of a tensor's elements; the value is the name as it appears in messages."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
 
     @property
-    def info(self) -> EngineInfo:
-        """What this engine is."""
+    def size_bytes(self) -> int:
+        """Number of bytes per element."""
+        return _SIZE_BYTES[self]
+
+
+_SIZE_BYTES = dict(zip(ElementType, (4, 2, 2, 1), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, type and shape of one tensor."""
+
+    name: str
+    element_type: ElementType
+    shape: tuple[int, ...]
 
     @property
-    def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled from; 0 before any update."""
+    def size_bytes(self) -> int:
+        """Number of bytes of the whole tensor."""
+        return math.prod(self.shape) * self.element_type.size_bytes
 
     @property
-    def counters(self) -> EngineCounters:
-        """What became of the sequences so far; a waiting sequence is not yet started."""
+    def label(self) -> str:
+        """For messages, as ``bfloat16[4, 8]``."""
+        return f"{self.element_type.value}{list(self.shape)}"
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
-        """One `Started`, then `Tokens`, then one `Finished`.
 
-        A sequence that comes while the engine is paused waits for `resume`. Closing the
-        generator before `Finished` aborts the sequence.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlace:
+    """Where other processes of this host find bytes that this one holds.
 
-        Raises:
-            ImageUnreadable: An image cannot be decoded; before `Started`.
-            ImagePlaceholders: It has not as many ids as the model makes of it; likewise.
-            Exception: Any other says that the engine is broken; the server stops serving.
-        """
+    Attributes:
+        path: A memfd as ``/proc/<pid>/fd/<n>``, or another file that can be mapped. It
+            exists for as long as the bytes are valid.
+        offset: Offset of the first byte.
+    """
 
-    async def pause(self, policy: InFlightPolicy) -> None:
-        """Returns when no sequence runs (or, for CONTINUE, when all stand still).
+    path: str
+    offset: int
 
-        From then on nothing is sampled until `resume`. Pausing again is allowed and may
-        name another policy: INTERRUPT ends and DRAIN finishes what CONTINUE had kept. A
-        cancelled pause is undone with `resume`.
-        """
 
-    async def resume(self) -> None:
-        """Goes on. Does nothing when not paused."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """One tensor, or a part of one, with its bytes, little-endian and row-major.
 
-    async def load_weights(
-        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
-    ) -> None:
-        """Replaces all weights, and is from then on of this version.
+    Attributes:
+        spec: Name, type and shape of the whole tensor.
+        data: All of the tensor, or whole elements of it from byte `offset` on; writable,
+            one-dimensional, of format "B". It belongs to the sender, which wants it back
+            unchanged, and is valid until the next tensor is asked for in place, else until
+            `Engine.load_weights` returns.
+        place: The same bytes, for workers that are other processes; None: no file has them.
+        offset: Offset of `data` in the tensor, in bytes.
+    """
 
-        Called only while paused, perhaps without the KV cache. Afterwards nothing computed
-        from the old weights serves a new sequence (prefix caches are dropped); sequences kept
-        by CONTINUE may go on with what they hold.
+    spec: TensorSpec
+    data: memoryview
+    place: FilePlace | None = None
+    offset: int = 0
 
-        Args:
-            tensors: All of them, in any order.
-            version: What the weights become.
-            in_place: False: it replaces all or, when it raises, none. True: each tensor
-                replaces the engine's as it comes, and no second copy is held; when that raises
-                or is cancelled the engine holds a mixture, until a later load succeeds. Each
-                tensor may come in parts, in order, where the engine can `split_tensors`.
 
-        Raises:
-            TensorMismatch: A tensor is missing, unknown, doubled, or has the wrong shape.
-            EngineFailed: Not in place, and neither the old nor the new weights are whole.
-        """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveGroup:
+    """A torch.distributed group through which senders broadcast weights.
 
-    async def receive_weights(
-        self, group: CollectiveGroup, tensors: Sequence[TensorSpec], *, version: int
-    ) -> None:
-        """Replaces all weights in place by what the senders of a group broadcast.
+    Attributes:
+        backend: "gloo" or "nccl".
+        rendezvous: host:port of a TCPStore, which rank 0 serves.
+        group_name: Prefix of the group's keys in the store.
+        world_size: Number of ranks in the group, including the senders.
+        first_rank: Rank of the engine's first worker; the ranks of its
+            `EngineInfo.num_workers` workers are consecutive.
+        bucket_bytes: Maximum size of one broadcast, unless a single tensor is larger.
+        senders: Rank that sends tensors[i].
+    """
 
-        Called only where `EngineCapabilities.collective`; else as `load_weights`.
-
-        Raises:
-            Exception: The group could not be joined or broke; the weights are a mixture.
-        """
-
-    async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives device memory of these kinds away; weights stay in host memory.
-
-        Called only while paused with nothing in flight. Kinds already released stay so.
-        """
-
-    async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes device memory back; the weights are those from before."""
-
-    async def wait_failed(self) -> Exception:
-        """Returns the cause when the engine breaks, with or without a call; else never."""
-
-    async def aclose(self) -> None:
-        """Ends all sequences, as INTERRUPTED, and frees everything. Idempotent."""
+    backend: str
+    rendezvous: str
+    group_name: str
+    world_size: int
+    first_rank: int
+    bucket_bytes: int
+    senders: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What can go wrong in a rollout server, one exception per reason a caller can act on.
+"""The errors of a rollout server: one exception per reason that a caller can act on.
 
-Invariant: everything that a caller is told about is one of these; any other exception
-that leaves the engine is an `EngineFailed`, and one that leaves our own code is a bug.
+Invariant: every error that a caller gets is one of these. Any other exception that leaves the
+engine becomes an `EngineFailed`, and one that leaves our own code is a bug.
 `services/errors.py` maps each class to its gRPC status and typed detail, and its test
 holds that map total over the contract's `ErrorReason`.
 """
@@ -38,7 +38,7 @@ class InvalidField(RolloutServerError):
 
 
 class PromptTooLong(RolloutServerError):
-    """The prompt leaves no room for a single token."""
+    """The prompt leaves no room for a token."""
 
     def __init__(self, prompt_tokens: int, context_length: int) -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class PromptTooLong(RolloutServerError):
 
 
 class ImageUnreadable(RolloutServerError):
-    """The bytes of an image are not an image of their media type, or of one too large."""
+    """The bytes of an image are not an image of their media type, or the image is too large."""
 
     def __init__(self, image_index: int, media_type: str, problem: str) -> None:
         super().__init__(
@@ -108,21 +108,21 @@ class NotServing(RolloutServerError):
 
 
 class ShuttingDown(RolloutServerError):
-    """The server is going away."""
+    """The server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down: use another replica")
 
 
 class StateConflict(RolloutServerError):
-    """The call does not fit the state that the server is in."""
+    """The call does not fit the server's state."""
 
     def __init__(self, call: str, state: str, fix: str) -> None:
         super().__init__(f"{call} does not fit a server that is {state}: {fix}")
 
 
 class WeightVersionBehind(RolloutServerError):
-    """The serving weights are older than asked for, or an update is not newer than them."""
+    """The serving weights are older than requested, or an update is not newer than they are."""
 
     def __init__(self, serving: int, wanted: int, fix: str) -> None:
         super().__init__(f"weight version {serving} serves and {wanted} is wanted: {fix}")
@@ -183,7 +183,7 @@ class ChunkCorrupt(RolloutServerError):
 
 
 class UpdateIncomplete(RolloutServerError):
-    """Commit came before every byte did."""
+    """Commit came before every byte had arrived."""
 
     def __init__(self, tensor_indices: Sequence[int]) -> None:
         shown = ", ".join(map(str, tensor_indices[:8])) + ("..." if len(tensor_indices) > 8 else "")
@@ -192,7 +192,7 @@ class UpdateIncomplete(RolloutServerError):
 
 
 class DeltaBaseMismatch(RolloutServerError):
-    """A delta is against weights that the server does not hold, or that it held wrongly."""
+    """A delta is based on weights that the server does not hold, or whose copy was wrong."""
 
     def __init__(self, held: int, wanted: int, cause: str) -> None:
         super().__init__(f"{cause}: begin an update without delta")
@@ -201,7 +201,7 @@ class DeltaBaseMismatch(RolloutServerError):
 
 
 class CollectiveBroken(RolloutServerError):
-    """The group that an update comes through ended before the update did.
+    """The collective group of an update ended before the update did.
 
     A member failed, died, did not come, or was told to stop. The message says which group and
     why; begin again in another one.
@@ -217,14 +217,14 @@ class FileOutsideRoot(RolloutServerError):
 
 
 class FileMissing(RolloutServerError):
-    """A weight file is not there."""
+    """A weight file is missing."""
 
     def __init__(self, path: str, cause: str) -> None:
         super().__init__(f"{path}: {cause}: write it again under a new update id")
 
 
 class FileCorrupt(RolloutServerError):
-    """A weight file is there and its bytes are not the announced ones."""
+    """A weight file exists, but its bytes are not the announced ones."""
 
     def __init__(self, path: str, cause: str) -> None:
         super().__init__(f"{path}: {cause}: write it again under a new update id")
@@ -242,7 +242,7 @@ class SegmentUnreadable(RolloutServerError):
 
 
 class EngineFailed(RolloutServerError):
-    """The engine raised what it may not; the server stops serving."""
+    """The engine raised an error that it may not raise; the server stops serving."""
 
     def __init__(self, engine: str, cause: BaseException) -> None:
         super().__init__(f"engine {engine!r} failed with {type(cause).__name__}: {cause}")

@@ -1,11 +1,11 @@
-"""The process: configuration, signals, ready file, end; or, with `doctor`, what it would need.
+"""The process: configuration, signals, ready file, exit; or `doctor`, which checks the host.
 
-Invariant: exit code 0 only after a graceful shutdown; 2 for a configuration that is not
-valid; 1 for one that cannot be served, with one line that says why. The ready file exists
-exactly while the server serves.
+Invariant: the exit code is 0 only after a graceful shutdown; 2 if the configuration is invalid;
+1 if it cannot be served, with one line that says why. The ready file exists exactly while the
+server serves.
 
-Who waits: the main task, for SIGTERM, SIGINT, or the end of the parent process. A second
-signal does not hurry the shutdown; its bound is `shutdown_grace_s`.
+Who waits: the main task, for SIGTERM, SIGINT, or the end of the parent process. A second signal
+does not shorten the shutdown, which takes at most `shutdown_grace_s`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.observability import logs
 
 _log = logging.getLogger(__name__)
-_PARENT_POLL_S = 1.0  # where the kernel has no pidfd
+_PARENT_POLL_S = 1.0  # used where the kernel has no pidfd
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
     logs.set_up(config.log_level, config.log_format)
-    # Late, so that --help does without. A third faster with gRPC than asyncio's own loop.
+    # Imported late: --help does not need it. With gRPC a third faster than asyncio's own loop.
     import uvloop
 
     try:
@@ -60,7 +60,7 @@ async def _run(config: ServerConfig) -> None:
             stack.enter_context(_watching(config.parent_pid, ending))
         serving = asyncio.create_task(_serve(config))
         ended = asyncio.create_task(ending.wait())
-        # Cancelled, not asked: a signal while the engine loads must end the load.
+        # Cancelled, not asked to stop: a signal must also end the load of the engine.
         await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         serving.cancel()
@@ -71,7 +71,7 @@ async def _run(config: ServerConfig) -> None:
 
 
 async def _serve(config: ServerConfig) -> None:
-    # Late, so that --help needs no gRPC.
+    # Imported late: --help does not need gRPC.
     from treadle.rollout_server.server import serve
 
     async with serve(config) as server:
@@ -81,7 +81,7 @@ async def _serve(config: ServerConfig) -> None:
 
 @contextmanager
 def _ready_file(path: Path | None, address: str) -> Iterator[None]:
-    """The file appears whole and goes away at the end."""
+    """Creates the file atomically and removes it at the end."""
     if path is None:
         yield
         return
@@ -97,7 +97,7 @@ def _ready_file(path: Path | None, address: str) -> Iterator[None]:
 
 @contextmanager
 def _watching(pid: int, ending: asyncio.Event) -> Iterator[None]:
-    """Sets `ending` when the process is gone, at once where the kernel tells."""
+    """Sets `ending` when the process is gone; at once where the kernel has pidfd."""
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(pid)

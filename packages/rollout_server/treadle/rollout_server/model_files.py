@@ -1,7 +1,6 @@
-"""A Hugging Face model directory, read without transformers.
+"""Reads a Hugging Face model directory without transformers.
 
-Invariant: what is told here comes from the files alone, so an engine without torch can
-claim a model and a server can name its tokenizer.
+An engine without torch can so describe a model, and a server can name its tokenizer.
 """
 
 import hashlib
@@ -13,18 +12,18 @@ from treadle.rollout_server.safetensors_file import read_header
 
 
 def tokenizer_sha256(directory: Path) -> bytes:
-    """SHA-256 of ``tokenizer.json``; empty when there is none."""
+    """Returns the SHA-256 of ``tokenizer.json``; empty when there is none."""
     path = directory / "tokenizer.json"
     return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
 
 
 def read_model(directory: Path, *, context_length: int | None = None) -> ModelInfo:
-    """What ``config.json`` says of a model.
+    """Returns what ``config.json`` says of a model.
 
     Args:
-        directory: Holds ``config.json``; ``generation_config.json`` may name more
-            end-of-sequence ids and wins over it.
-        context_length: Shortens the model's own.
+        directory: Holds ``config.json``; the end-of-sequence ids of
+            ``generation_config.json`` take precedence.
+        context_length: Shortens the model's own; None keeps it.
 
     Raises:
         OSError: There is no ``config.json``.
@@ -32,7 +31,7 @@ def read_model(directory: Path, *, context_length: int | None = None) -> ModelIn
     """
     config = json.loads((directory / "config.json").read_text())
     architectures = config.get("architectures") or [""]
-    config |= config.get("text_config") or {}  # Of a model that also sees.
+    config |= config.get("text_config") or {}  # Of a vision model.
     missing = [key for key in ("vocab_size", "max_position_embeddings") if key not in config]
     if missing:
         raise ValueError(f"{directory / 'config.json'} lacks {', '.join(missing)}")
@@ -54,7 +53,7 @@ def read_model(directory: Path, *, context_length: int | None = None) -> ModelIn
 
 
 def read_parameters(directory: Path) -> tuple[TensorSpec, ...]:
-    """The tensors of the directory's ``*.safetensors`` files, by name.
+    """Returns the tensors of the directory's ``*.safetensors`` files, sorted by name.
 
     Raises:
         ValueError: There is no such file, or one is malformed.

@@ -1,7 +1,7 @@
-"""The registry: engine name -> where its factory lives.
+"""The registry of engines: name -> import path of the factory.
 
-Invariant: an engine's module is imported only when that engine is chosen, so `--help`
-and the fake need none of torch, vllm or sglang.
+Invariant: an engine's module is imported only when that engine is chosen, so `--help` and the
+fake engine need neither torch nor vllm nor sglang.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from treadle.rollout_server.engine import Engine
 EngineFactory = Callable[[ServerConfig], Awaitable[Engine]]
 """Builds an engine that is ready to generate. May take long; must not block the loop.
 
-Raises ValueError or OSError when the configuration asks for what cannot be had.
+Raises ValueError or OSError when the engine cannot be built as configured.
 """
 
 ENGINES: Mapping[str, str] = MappingProxyType(
@@ -35,7 +35,7 @@ def engine_factory(name: str) -> EngineFactory:
         name: A key of `ENGINES`, or "module:factory" for an engine of your own.
 
     Raises:
-        ValueError: No engine of that name, or the place named has no such factory.
+        ValueError: There is no engine of that name, or the import path has no such factory.
     """
     place = ENGINES.get(name, name)
     module_name, _, attribute = place.partition(":")

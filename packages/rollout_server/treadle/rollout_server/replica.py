@@ -46,7 +46,9 @@ class Replica:
         clock: Times leases, retries and latency.
 
     Attributes:
-        updates: The way in for new weights.
+        config: Bounds of admission and updates.
+        clock: Times leases, retries and latency.
+        updates: Applies new weights.
     """
 
     def __init__(self, config: ServerConfig, clock: Clock) -> None:
@@ -57,17 +59,17 @@ class Replica:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """Tells of every change of state."""
+        """Announces every change of state."""
         return self._controller.lifecycle
 
     @property
     def admission(self) -> Admission:
-        """Who runs and who waits."""
+        """Number of calls that run and that wait."""
         return self._controller.admission
 
     @property
     def current_update(self) -> CurrentUpdate:
-        """Holds the live update."""
+        """The transaction of the live update."""
         return self.updates.current
 
     @property
@@ -77,7 +79,7 @@ class Replica:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights last committed; 0 before any update."""
+        """Version last committed; 0 before any update."""
         return self._controller.weight_version
 
     @property
@@ -91,13 +93,13 @@ class Replica:
         return self._controller.engine
 
     def serve(self, engine: Engine) -> None:
-        """From LOADING to SERVING."""
+        """Moves from LOADING to SERVING with a loaded engine."""
         self._controller.take(engine)
 
     async def generate(
         self, request: EngineRequest, *, min_weight_version: int = 0
     ) -> AsyncGenerator[EngineEvent, None]:
-        """Runs one completion in its turn; closing the generator aborts it.
+        """Runs one completion when a slot is free; closing the generator aborts it.
 
         Raises:
             RolloutServerError: It cannot run here, now, or at all.
@@ -119,10 +121,10 @@ class Replica:
                 raise controller.fail(error) from error
 
     async def pause(self, policy: InFlightPolicy) -> None:
-        """From SERVING to PAUSED; waits for what the policy names.
+        """Moves from SERVING to PAUSED; waits for the sequences that the policy names.
 
-        Calls that have not started are turned away: before their first token they can go
-        elsewhere. Cancelled while it waits, it leaves the server as it was.
+        Calls that have not started are rejected: they can still go elsewhere. A pause that is
+        cancelled while it waits leaves the server as it was.
         """
         self.updates.refuse_while_in_place("Pause")
         controller = self._controller
@@ -144,7 +146,7 @@ class Replica:
                 raise controller.fail(error) from error
 
     async def resume(self) -> None:
-        """From PAUSED to SERVING. Does nothing when it serves."""
+        """Moves from PAUSED to SERVING. Does nothing when it serves."""
         self.updates.refuse_while_in_place("Resume")
         controller = self._controller
         async with controller.control:
@@ -157,7 +159,7 @@ class Replica:
                 await controller.go_on()
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Gives device memory away; only while paused with nothing in flight."""
+        """Releases device memory; only while paused with nothing in flight."""
         self.updates.refuse_while_in_place("ReleaseMemory")
         async with self._controller.control:
             engine = self._memory_engine()
@@ -185,13 +187,13 @@ class Replica:
             self._controller.released -= kinds
 
     def stop(self) -> None:
-        """To STOPPING: calls that have not started are turned away, no new ones come in."""
+        """Moves to STOPPING: rejects calls that have not started and admits no new ones."""
         self._controller.lifecycle.move(ServerState.STOPPING)
         self._controller.queue.pause_admission()
         self._controller.queue.reject_waiting(ShuttingDown())
 
     async def aclose(self) -> None:
-        """Waits for a commit, drops the update, then ends the engine."""
+        """Waits for a commit, drops the live update, then closes the engine."""
         await self.updates.aclose()
         await self._controller.aclose()
 

@@ -1,8 +1,8 @@
-"""A safetensors file: which tensors it holds and where their bytes lie.
+"""Reads the header of a safetensors file: which tensors it holds and where their bytes lie.
 
-Invariant: a header that parses describes byte ranges inside the file, one per tensor, as
-long as its type and shape say. Only the header is read here, with the standard library,
-so that neither torch nor numpy is needed to move weights. The format: eight bytes of
+Invariant: a header that parses describes byte ranges inside the file, one per tensor, whose
+length matches its type and shape. The standard library is enough, so that moving weights needs
+neither torch nor numpy. The format: eight bytes of
 little-endian header length, a JSON object, then the data
 (https://github.com/huggingface/safetensors#format).
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from treadle.rollout_server.engine import ElementType, TensorSpec
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+_MAX_HEADER_BYTES = 100_000_000  # the format's own maximum
 _ELEMENT_TYPES = {
     "F32": ElementType.FLOAT32,
     "BF16": ElementType.BFLOAT16,
@@ -33,7 +33,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBytes:
-    """Bytes that a file has under a name: ``file[start : start + size_bytes]``."""
+    """Bytes that a file stores under a name: ``file[start : start + size_bytes]``."""
 
     name: str
     dtype: str
@@ -43,7 +43,7 @@ class StoredBytes:
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
-    """The tensors of a file, in the order of their bytes.
+    """Returns the tensors of a file, in the order of their bytes.
 
     Raises:
         OSError: The file cannot be read.
@@ -53,7 +53,7 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
 
 
 def read_encoded_header(path: Path) -> tuple[Mapping[str, object], tuple[StoredBytes, ...]]:
-    """The metadata of a file of encoded tensors, and their bytes (U8) in their order.
+    """Returns the metadata of a file of encoded tensors, and their bytes (U8) in file order.
 
     Raises:
         OSError: The file cannot be read.

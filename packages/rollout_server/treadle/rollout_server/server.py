@@ -1,13 +1,13 @@
 """The server: one replica behind one port.
 
 Invariant: the port is bound and health says NOT_SERVING before the engine loads, and
-serving begins only with a loaded engine. Leaving `serve` stops admission first, lets
-completions end for `shutdown_grace_s`, cancels the rest, and frees the engine last.
+serving begins only with a loaded engine. Leaving `serve` first stops admission, then lets
+completions finish for `shutdown_grace_s`, cancels the rest, and frees the engine last.
 
     async with serve(config) as server:
         print(server.address)
 
-Everything that runs is owned by that block; nothing survives it.
+That block owns everything that runs; nothing survives it.
 """
 
 import asyncio
@@ -51,29 +51,29 @@ _SERVICES = tuple(
 
 
 _KEEPALIVE = (
-    # A caller whose host is gone says nothing, not even that: without pings its completions would
-    # run on, and its update hold the server until the lease ends.
+    # A caller whose host is gone closes no connection: without pings its completions would run on,
+    # and its update would hold the server until the lease ends.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # what gRPC 1.85 goes by
     ("grpc.http2.max_pings_without_data", 0),
-    # Callers may ask as often; by default one that does is cut off.
+    # Callers may ping as often; by default gRPC cuts such a caller off.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
 
 class AddressUnavailable(OSError):
-    """The address cannot be listened on."""
+    """The server cannot listen on the address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that serves.
+    """A running server.
 
     Attributes:
         address: host:port, with the port that was picked.
-        replica: What is served.
-        metrics_address: The same of its metrics; None when it has none.
+        replica: What it serves.
+        metrics_address: host:port of its metrics; None when it has none.
     """
 
     address: str
@@ -89,14 +89,14 @@ async def serve(
 
     Args:
         config: What to serve and where.
-        factory: Builds the engine; by default that of `config.engine`.
-        clock: Times leases and latency; by default the event loop.
+        factory: Builds the engine; default: the factory of `config.engine`.
+        clock: Times leases and latency; default: the event loop.
 
     Raises:
         AddressUnavailable: The port is in use, or the host is not this machine.
-        OSError: Likewise that of the metrics.
+        OSError: The server cannot listen on the metrics' address, or cannot read a file that the
+            configuration names.
         ValueError: There is no such engine, or it cannot be built as configured.
-        OSError: A file named in the configuration cannot be read.
     """
     build = factory or engine_factory(config.engine)
     replica = Replica(config, clock or asyncio.get_running_loop())
@@ -140,7 +140,7 @@ def _metrics(
     if config.metrics_address is None:
         yield None
         return
-    # Late: it takes as long to import as a tenth of gRPC, and most servers start for a test.
+    # Imported late: it takes a tenth as long as gRPC, and most servers start for a test.
     from treadle.rollout_server.observability.metrics import ReplicaCollector, serve_metrics
 
     collector = ReplicaCollector(replica, stats)
@@ -199,7 +199,7 @@ def _token(config: ServerConfig) -> str | None:
 async def _report_health(
     servicer: health.aio.HealthServicer, replica: Replica, changed: asyncio.Event
 ) -> None:
-    """Tells health of every change; woken by the lifecycle."""
+    """Reports every change to the health service; woken by the lifecycle."""
     while True:
         await changed.wait()
         changed.clear()

@@ -1,8 +1,8 @@
-"""Tensor sets: whether what is announced is what an engine holds.
+"""Compares a set of announced tensors with an engine's parameters.
 
-Invariant: a set passes when it names each of the engine's parameters once, in its shape.
-The element type may differ, since the engine converts it. The first difference found is
-the one reported, so that a message names one tensor and one fix.
+Invariant: a set passes when it names each of the engine's parameters once, in its shape. The
+element type may differ, since the engine converts it. The first difference is reported, so that
+a message names one tensor and one fix.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def check_tensors(
 
 
 class TensorCheck:
-    """The same for tensors that come one by one.
+    """Does the same for tensors that arrive one by one.
 
     Args:
         parameters: `EngineInfo.parameters`.
@@ -43,10 +43,10 @@ class TensorCheck:
         self._seen: set[str] = set()
 
     def add(self, spec: TensorSpec) -> None:
-        """Takes note of a tensor.
+        """Checks the next tensor.
 
         Raises:
-            TensorMismatch: It is unknown, came before, or has another shape.
+            TensorMismatch: It is unknown, duplicated, or has another shape.
         """
         if spec.name in self._seen:
             raise TensorMismatch(spec.name, "it once", "announced twice")
@@ -59,7 +59,7 @@ class TensorCheck:
             raise TensorMismatch(spec.name, self._held[spec.name].label, spec.label)
 
     def finish(self) -> None:
-        """Says that no more come.
+        """Checks that every tensor was added.
 
         Raises:
             TensorMismatch: One is missing.

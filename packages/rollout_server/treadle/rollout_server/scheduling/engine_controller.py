@@ -1,12 +1,12 @@
-"""The engine controller: one server's engine, what it was last told, and who may come in.
+"""The engine controller: one server's engine, what it was last told, and which calls it admits.
 
-Invariant: the engine is told to pause, resume, load or release only by the holder of
-`control`; the lifecycle says beforehand what the engine is about to do, and a failing engine
-moves it to FAILED before anyone hears of the error. While the weights are a mixture (an update
-in place ended without its commit) the state is LOADING or UPDATING and the engine is paused.
+Invariant: only the holder of `control` tells the engine to pause, resume, load or release. The
+lifecycle says beforehand what the engine is about to do, and a failing engine moves it to FAILED
+before any caller gets the error. While the weights are a mixture (an update in place ended without
+its commit) the state is LOADING or UPDATING and the engine is paused.
 
-Who waits: `enter_update` for the sequences that its policy names. Who wakes whom: the engine's
-own failure, which a task owned here waits for, turns every queued call away.
+Who waits: `enter_update` for the sequences that its policy names, and a task owned here for the
+engine's own failure, which rejects every queued call.
 """
 
 import asyncio
@@ -40,10 +40,15 @@ class EngineController:
         clock: Times retries and latency.
 
     Attributes:
-        control: Held by whoever tells the engine what to do.
-        released: Device memory that the engine has given away.
-        weight_version: Of the weights last committed; 0 before any update.
+        lifecycle: What the server does now.
+        admission: Number of calls that run and that wait.
+        queue: Where calls wait for the engine.
+        control: Held while telling the engine what to do.
+        released: Device memory that the engine has released.
+        weight_version: Version last committed; 0 before any update.
         mixed: Whether the engine holds tensors of more than one version.
+        loaded_engine: The engine; None while it loads.
+        failure: How the engine broke; None while it has not.
     """
 
     def __init__(self, config: AdmissionConfig, clock: Clock) -> None:
@@ -57,7 +62,7 @@ class EngineController:
         self.loaded_engine: Engine | None = None
         self.failure: EngineFailed | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._home = ServerState.SERVING  # where an update that is whole leads to
+        self._home = ServerState.SERVING  # the state after an update that is whole
 
     @property
     def state(self) -> ServerState:
@@ -71,10 +76,10 @@ class EngineController:
         Raises:
             NotServing: It is still loading.
             EngineFailed: It broke.
-            ShuttingDown: The server is going away.
+            ShuttingDown: The server is shutting down.
         """
         if self.failure is not None:
-            # Else every call would leave its frames in the one error.
+            # Without its traceback: every call would add its frames to this one error.
             raise self.failure.with_traceback(None)
         if self.state is ServerState.STOPPING:
             raise ShuttingDown
@@ -83,7 +88,7 @@ class EngineController:
         return self.loaded_engine
 
     def engine_for(self, policy: InFlightPolicy) -> Engine:
-        """The engine, if it knows the policy.
+        """Returns the engine, if it knows the policy.
 
         Raises:
             CapabilityMissing: It does not.
@@ -95,19 +100,19 @@ class EngineController:
         return engine
 
     def not_serving(self) -> NotServing:
-        """Why no call comes in now, and when to try again."""
+        """Returns the error that says why no call is admitted now, and when to try again."""
         state = _MIXED if self.mixed else self.state.value
         return NotServing(state, self.admission.retry_after_s())
 
     def take(self, engine: Engine) -> None:
-        """From LOADING to SERVING."""
+        """Moves from LOADING to SERVING with a loaded engine."""
         self.loaded_engine = engine
         self.weight_version = engine.weight_version
         self._watch = asyncio.create_task(self._wait_failed(engine), name="engine failure")
         self.lifecycle.move(ServerState.SERVING)
 
     async def go_on(self) -> None:
-        """Resumes the engine, and serves."""
+        """Resumes the engine and moves to SERVING."""
         engine = self.engine
         try:
             await engine.resume()
@@ -116,21 +121,21 @@ class EngineController:
         if self.state in (ServerState.PAUSED, ServerState.UPDATING):
             self.lifecycle.move(ServerState.SERVING)
             self.queue.resume_admission()
-        # Else a shutdown or a failure came meanwhile, and nothing may come in.
+        # Else the server shut down or failed meanwhile and admits nothing.
 
     def check_update(self, call: str, policy: InFlightPolicy) -> None:
-        """Whether weights can be written now.
+        """Checks that weights can be written now.
 
         Raises:
-            StateConflict: Their memory is given away.
-            RolloutServerError: There is no engine for it.
+            StateConflict: Their memory is released.
+            RolloutServerError: There is no engine, or it does not know the policy.
         """
         self.engine_for(policy)
         if MemoryKind.WEIGHTS in self.released:
             raise StateConflict(call, "without its weights", "call RestoreMemory first")
 
     async def enter_update(self, policy: InFlightPolicy) -> Engine:
-        """To UPDATING: calls queue, and the engine stands still. `leave_update` ends it."""
+        """Moves to UPDATING: calls queue and the engine is paused. `leave_update` ends it."""
         engine = self.engine
         if self.state is not ServerState.LOADING:
             self._home = self.state
@@ -140,7 +145,7 @@ class EngineController:
         return engine
 
     async def leave_update(self, *, mixed: bool) -> None:
-        """Ends UPDATING; a shutdown or a failure may have come in between.
+        """Ends UPDATING; the server may have shut down or failed meanwhile.
 
         Changes nothing where the update ended before it was entered.
 
@@ -154,7 +159,7 @@ class EngineController:
             await self._stay_down()
         elif self.state is ServerState.STOPPING:
             assert self.loaded_engine is not None
-            if not self.released:  # else nothing is kept that could come to its end
+            if not self.released:  # Else no sequence is kept that could finish.
                 await self.loaded_engine.resume()
         elif self.state is not ServerState.UPDATING:
             return
@@ -165,13 +170,13 @@ class EngineController:
             await self.go_on()
 
     def fail(self, error: Exception) -> RolloutServerError:
-        """To FAILED, unless the error is one that an engine may raise."""
+        """Moves to FAILED, unless an engine may raise the error; returns what callers get."""
         if isinstance(error, RolloutServerError) and not isinstance(error, EngineFailed):
             return error
         return self._broken(error)
 
     async def aclose(self) -> None:
-        """Ends the watch, then the engine."""
+        """Stops watching the engine, then closes it."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -180,7 +185,7 @@ class EngineController:
             await self.loaded_engine.aclose()
 
     async def _stay_down(self) -> None:
-        """To LOADING; the sequences that were kept end, so that their clients go elsewhere."""
+        """Moves to LOADING and ends the kept sequences, so that their clients go elsewhere."""
         assert self.loaded_engine is not None
         if self.state is ServerState.UPDATING:
             self.lifecycle.move(ServerState.LOADING)

@@ -1,7 +1,7 @@
 """The lifecycle: what one server does now, and what it may do next.
 
 Invariant: the state changes only along the table; an illegal step is a bug and raises.
-Observers hear of every change, in order, before `move` returns.
+Observers are called with every change, in order, before `move` returns.
 """
 
 import enum
@@ -12,7 +12,7 @@ from types import MappingProxyType
 class ServerState(enum.Enum):
     """What a server does; the value is the word used in messages."""
 
-    LOADING = "loading"  # no engine yet, or one whose weights are a mixture
+    LOADING = "loading"  # no engine yet, or its weights are a mixture
     SERVING = "serving"
     PAUSED = "paused"
     UPDATING = "updating"  # switching weights; calls queue
@@ -59,7 +59,7 @@ class Lifecycle:
         self._observers.append(observer)
 
     def move(self, state: ServerState) -> None:
-        """Steps to `state`.
+        """Changes the state.
 
         Raises:
             IllegalTransition: The table has no such step.

@@ -1,17 +1,18 @@
-"""The coalescer: single tokens in, messages worth sending out.
+"""The coalescer: groups single tokens into messages.
 
 Invariant: the ids, log-probs and versions that are sent or left for `rest` are those that were
-added, in order; a `Tokens` never mixes weight versions; the first tokens of a completion do not
-wait, others at most `max_wait_s`, and never behind `max_tokens` others. Python grpc.aio sends about
-ten thousand messages a second whatever their size, so one token each would be the bottleneck. What
-is ready together is sent together, as one message may be; at most `MAX_READY` events, so that no
-message outgrows what gRPC takes (4 MiB) after a reader stalled.
+added, in order. A `Tokens` never mixes weight versions. The first tokens of a completion do not
+wait; later ones wait at most `max_wait_s`, and never behind `max_tokens` others.
 
-Who waits: `rest`, and whoever leaves with an error, for the send in progress. Who wakes whom: `add`
-and the timer of the oldest waiting token start a send, a task of its own, as soon as whoever adds
-waits for the engine. What comes before that leaves in the same message, and a completion that never
-waits has no send at all: it is `rest`. A slow reader does not slow the engine: what waits for it is
-at most one completion.
+Python grpc.aio sends about ten thousand messages a second whatever their size, so a message per
+token would be the bottleneck. Events that are ready together are sent together, at most `MAX_READY`
+of them, so that no message exceeds gRPC's limit (4 MiB) after a reader stalled.
+
+Who waits: `rest`, and a block that ends with an error, for the send in progress. Who wakes whom:
+`add` and the timer of the oldest waiting token start a send, a separate task, as soon as the caller
+of `add` waits for the engine. Events that are added before that leave in the same message, and a
+completion that never waits has no send at all: everything is in `rest`. A slow reader does not
+slow the engine: at most one completion waits for it.
 """
 
 import asyncio
@@ -23,19 +24,22 @@ from treadle.rollout_server.clock import Clock, Timer
 from treadle.rollout_server.engine import EngineEvent, Finished, Tokens
 
 MAX_READY = 256
-"""Events that are sent together. Tokens are 9 bytes, and `coalesce.max_tokens` is at most 1024."""
+"""Maximum number of events sent together.
+
+A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024.
+"""
 
 
 class Coalescer:
     """Takes the events of one completion, inside ``async with``.
 
-    Leaving it with an error waits until everything before the error has been sent: its tokens are
-    good, and gRPC takes no status while a message is on its way. Cancellation ends the send.
+    Leaving it with an error waits until everything before the error has been sent: those tokens
+    are good, and gRPC takes no status while a message is on its way. Cancellation ends the send.
 
     Args:
         send: Sends events that are ready together, at least one; called once at a time.
-        max_tokens: Send when so many tokens wait.
-        max_wait_s: Send when the oldest waits so long.
+        max_tokens: Number of waiting tokens that starts a send.
+        max_wait_s: Maximum time that a token waits.
         clock: Times the wait.
     """
 
@@ -63,7 +67,7 @@ class Coalescer:
         self._error: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        """Itself."""
+        """Returns itself."""
         return self
 
     async def __aexit__(
@@ -72,7 +76,7 @@ class Coalescer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """After an error sends what came before it; cancelled, ends the send."""
+        """Sends what came before an error; ends the send when cancelled."""
         try:
             if isinstance(error, Exception):
                 self._flush()
@@ -88,7 +92,7 @@ class Coalescer:
         """Takes the next event.
 
         Raises:
-            Exception: What `send` raised before.
+            Exception: The error that `send` raised before.
         """
         assert not self._rest, "the engine went on after Finished"
         if self._error is not None:
@@ -105,10 +109,10 @@ class Coalescer:
             self._put(event)
 
     async def rest(self) -> Sequence[EngineEvent]:
-        """What is left to be sent, with `Finished` at its end; everything else has been sent.
+        """Returns the events that are not sent yet, `Finished` last, once all others are sent.
 
         Raises:
-            Exception: What `send` raised.
+            Exception: The error that `send` raised.
         """
         assert self._rest, "the engine ended without Finished"
         await self._sent()
@@ -123,7 +127,7 @@ class Coalescer:
     def _add(self, tokens: Tokens) -> None:
         if not self._ids and (self._first or len(tokens.token_ids) >= self._max_tokens):
             self._first = False
-            self._put(tokens)  # As it is: it would be flushed at once.
+            self._put(tokens)  # Not copied: it would be flushed at once.
             return
         if self._ids and tokens.weight_version != self._version:
             self._flush()
@@ -153,7 +157,7 @@ class Coalescer:
         self._sending = asyncio.create_task(self._send_ready())
 
     async def _sent(self) -> None:
-        """Waits until what is ready has been sent, or could not be."""
+        """Waits until the ready events are sent, or cannot be."""
         if self._start is not None:
             self._stop_start()
             self._start_sending()

@@ -1,8 +1,8 @@
 """The codec: protobuf messages <-> the server's own types.
 
-Invariant: what decodes is valid, and what is not valid names the field, the value and what
-is accepted. An unset optional scalar becomes the default of `engine.Sampling`; a set one
-is used as it is, 0 included. The zero of every enum is refused.
+Invariant: a message that decodes is valid; the error for an invalid one names the field, the
+value and what is accepted. An unset optional scalar becomes the default of `engine.Sampling`; a
+set one is used as it is, 0 included. The zero of every enum is refused.
 """
 
 import math
@@ -58,7 +58,7 @@ _STATES = {
     ServerState.FAILED: srv.SERVER_STATE_FAILED,
     ServerState.STOPPING: srv.SERVER_STATE_STOPPING,
 }
-# Field -> whether a value is accepted, and what is.
+# Field -> test of a value, and a description of accepted values.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_tokens": (lambda x: x >= 1, "at least 1"),
     "temperature": (lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
@@ -68,7 +68,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda x: 0 < x < math.inf, "a finite number above 0"),
 }
 _SCALARS = (*_RANGES, "seed", "ignore_eos")
-# Media type -> what a file of it begins with; WebP's size stands between the two parts.
+# Media type -> first bytes of such a file; WebP's size stands between the two parts.
 _IMAGE_BEGINNINGS: Mapping[str, tuple[bytes, bytes]] = {
     "image/png": (b"\x89PNG\r\n\x1a\n", b""),
     "image/jpeg": (b"\xff\xd8\xff", b""),
@@ -77,7 +77,7 @@ _IMAGE_BEGINNINGS: Mapping[str, tuple[bytes, bytes]] = {
 
 
 def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineRequest:
-    """A request that every engine can run as it is.
+    """Returns a request that every engine can run as it is.
 
     `max_tokens` is cut to what the context leaves, so that prompt plus completion fits.
 
@@ -91,9 +91,9 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
     _check_id("session_id", request.session_id, least=0)
     prompt_token_ids = request.prompt_token_ids
     num_prompt_tokens = len(prompt_token_ids)
-    if num_prompt_tokens >= info.model.context_length:  # Before they cost anything.
+    if num_prompt_tokens >= info.model.context_length:  # Before copying them.
         raise PromptTooLong(num_prompt_tokens, info.model.context_length)
-    prompt = tuple(prompt_token_ids[:])  # A slice is copied by C, an iterator asks for each.
+    prompt = tuple(prompt_token_ids[:])  # A slice is copied in C, an iterator calls Python per id.
     _check_tokens("prompt_token_ids", prompt, info.model.vocab_size, least=1)
     logprobs = _decode_logprob_mode(request.logprob_mode)
     if logprobs and not info.capabilities.sampled_logprobs:
@@ -114,14 +114,14 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
 
 
 def decode_in_flight(value: int, *, field: str = "in_flight") -> InFlightPolicy:
-    """The policy, which must be named."""
+    """Returns the policy, which must be set."""
     if value not in _IN_FLIGHT:
         raise InvalidField(field, value, "DRAIN (1), INTERRUPT (2) or CONTINUE (3)")
     return _IN_FLIGHT[value]
 
 
 def decode_memory_kinds(values: Sequence[int]) -> frozenset[MemoryKind]:
-    """At least one kind."""
+    """Returns the memory kinds, at least one."""
     unknown = [value for value in values if value not in _MEMORY_KINDS]
     if unknown or not values:
         raise InvalidField("kinds", list(values), "at least one of WEIGHTS (1), KV_CACHE (2)")
@@ -129,20 +129,20 @@ def decode_memory_kinds(values: Sequence[int]) -> frozenset[MemoryKind]:
 
 
 def decode_tensors(specs: Sequence[sync.TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The announced tensors, at least one."""
+    """Returns the announced tensors, at least one."""
     if not specs:
         raise InvalidField("tensors", "empty", "every tensor of the model")
     return tuple(_decode_tensor(index, spec) for index, spec in enumerate(specs))
 
 
 def decode_update_id(value: str) -> str:
-    """An update's name."""
+    """Returns the id of an update, which must not be empty."""
     _check_id("update_id", value, least=1)
     return value
 
 
 def decode_lease(request: sync.BeginUpdateRequest, *, max_s: float) -> float:
-    """Seconds of the lease."""
+    """Returns the lease in seconds."""
     lease = request.lease
     lease_s = lease.seconds + lease.nanos / 1e9 if request.HasField("lease") else None
     if lease_s is None or not 0 < lease_s <= max_s:
@@ -152,7 +152,7 @@ def decode_lease(request: sync.BeginUpdateRequest, *, max_s: float) -> float:
 
 
 def encode_model(model: ModelInfo) -> srv.ModelInfo:
-    """What clients compare themselves with."""
+    """Encodes the model, which clients compare with theirs."""
     return srv.ModelInfo(
         architecture=model.architecture,
         vocab_size=model.vocab_size,
@@ -163,7 +163,7 @@ def encode_model(model: ModelInfo) -> srv.ModelInfo:
 
 
 def encode_load(counters: EngineCounters, admission: Admission) -> srv.ServerLoad:
-    """How much work there is; what the engine has not started counts as queued."""
+    """Encodes the load; a call that the engine has not started counts as queued."""
     unstarted = max(0, admission.in_flight - counters.running)
     return srv.ServerLoad(
         running=counters.running,
@@ -175,7 +175,7 @@ def encode_load(counters: EngineCounters, admission: Admission) -> srv.ServerLoa
 
 
 def encode_state(state: ServerState) -> srv.ServerState:
-    """The state on the wire."""
+    """Encodes the server's state."""
     return _STATES[state]
 
 
@@ -198,7 +198,7 @@ def _decode_images(
     images: Sequence[gen.PromptImage], prompt_tokens: int
 ) -> tuple[PromptImage, ...]:
     decoded: list[PromptImage] = []
-    free = 0  # The first id that no image before has taken.
+    free = 0  # First position after the images before.
     for index, image in enumerate(images):
         field = f"images[{index}]"
         if image.media_type not in _IMAGE_BEGINNINGS:
@@ -209,7 +209,7 @@ def _decode_images(
                 repr(image.media_type),
                 f"{expected}: video is not supported, send frames" if video else expected,
             )
-        data = image.data  # protobuf copies it whenever it is asked for
+        data = image.data  # protobuf copies it on every access
         begin, form = _IMAGE_BEGINNINGS[image.media_type]
         if not data.startswith(begin) or data[8 : 8 + len(form)] != form:
             raise ImageUnreadable(

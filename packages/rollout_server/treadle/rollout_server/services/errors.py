@@ -3,7 +3,7 @@
 Invariant: the table holds every class of `treadle.rollout_server.errors` and, together
 with the reasons that belong to other servers, every `ErrorReason`. A failed call always
 carries `ErrorInfo`, and at most one typed detail and one `RetryInfo`. A status travels in
-HTTP/2 headers, of which gRPC takes 8 KiB: whatever a caller chose the length of is cut.
+HTTP/2 headers, which gRPC limits to 8 KiB, so every text whose length a caller chose is cut.
 """
 
 from collections.abc import Mapping
@@ -63,21 +63,21 @@ TABLE: Mapping[type[errors.RolloutServerError], _Row] = MappingProxyType(
 """Exception -> status code and reason."""
 
 ELSEWHERE = frozenset({pb.ERROR_REASON_NO_REPLICA, pb.ERROR_REASON_SESSION_UNKNOWN})
-"""Reasons that only the routing service gives."""
+"""Reasons that only the routing service returns."""
 
 
 def reason_name(error: errors.RolloutServerError) -> str:
-    """The reason as it travels: without its prefix."""
+    """Returns the reason as it is sent: without its prefix."""
     return pb.ErrorReason.Name(TABLE[type(error)][1]).removeprefix("ERROR_REASON_")
 
 
 def message_of(error: errors.RolloutServerError) -> str:
-    """The error's message, as it travels."""
+    """Returns the error's message as it is sent."""
     return _cut(str(error), _MESSAGE_CHARACTERS)
 
 
 def to_status(error: errors.RolloutServerError) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    """The status of a failed call, with its details packed."""
+    """Returns the status of a failed call, with its details packed."""
     code, _ = TABLE[type(error)]
     status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=message_of(error))
     details: list[Message | None] = [

@@ -1,8 +1,8 @@
-"""A message of Generate, encoded from the engine's events.
+"""Encodes events of an engine as messages of Generate.
 
-Invariant: what comes out is one serialized `GenerateResponse`; it is handed to gRPC as bytes.
-Fields are given as dictionaries, which protobuf reads twice as fast as messages made for them:
-three messages a completion are a tenth of what a short one costs the server.
+Each function returns one serialized `GenerateResponse`, which goes to gRPC as bytes. Fields are
+passed as dictionaries, which protobuf reads twice as fast as messages made for them: the three
+messages of a short completion are a tenth of its cost to the server.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _FINISH_REASONS = {
 
 
 class Numbers(TypedDict):
-    """What the server adds to events: seconds in its queue and in the engine, tokens so far."""
+    """Numbers that the server adds to events: seconds in its queue and engine, tokens so far."""
 
     queue_s: float
     engine_s: float
@@ -27,7 +27,7 @@ class Numbers(TypedDict):
 
 
 def encode_event(event: EngineEvent, *, queue_s: float, engine_s: float, num_tokens: int) -> bytes:
-    """One event; the numbers go where the message has room for them."""
+    """Encodes one event, with the numbers for which its message has fields."""
     name, fields = _fields(event, queue_s, engine_s, num_tokens)
     return _serialized({name: fields})
 
@@ -35,7 +35,7 @@ def encode_event(event: EngineEvent, *, queue_s: float, engine_s: float, num_tok
 def encode_batch(
     events: Sequence[EngineEvent], *, queue_s: float, engine_s: float, num_tokens: int
 ) -> bytes:
-    """Events that are ready together, in their order; only for requests that are `batched`."""
+    """Encodes events that are ready together, in order; only for requests with `batched`."""
     batch: dict[str, Any] = {}
     for event in events:
         name, fields = _fields(event, queue_s, engine_s, num_tokens)
@@ -53,7 +53,7 @@ def _serialized(event: dict[str, Any]) -> bytes:
 def _fields(
     event: EngineEvent, queue_s: float, engine_s: float, num_tokens: int
 ) -> tuple[str, dict[str, Any]]:
-    """The event's name in `GenerateResponse.event`, and its fields."""
+    """Returns the event's name in `GenerateResponse.event`, and its fields."""
     match event:
         case Tokens():
             return "tokens", {
@@ -75,6 +75,6 @@ def _fields(
 
 
 def _duration(seconds: float) -> dict[str, int]:
-    """A `google.protobuf.Duration`, to the microsecond."""
+    """Returns a `google.protobuf.Duration`, rounded to microseconds."""
     whole, microseconds = divmod(round(seconds * 1_000_000), 1_000_000)
     return {"seconds": whole, "nanos": microseconds * 1000}

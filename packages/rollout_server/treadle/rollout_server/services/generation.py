@@ -1,7 +1,7 @@
 """GenerationService: one completion per call.
 
-Invariant: a stream is one `started`, chunks of tokens, one `finished`, or it fails; and
-however the call ends, its sequence has left the engine when the handler returns.
+Invariant: a stream is one `started`, chunks of tokens, one `finished`, or it fails. However the
+call ends, its sequence has left the engine when the handler returns.
 """
 
 import logging
@@ -32,8 +32,8 @@ class GenerationServicer:
     """Serves `Replica.generate`.
 
     Args:
-        replica: What is served.
-        stats: Counts what becomes of it.
+        replica: What it serves.
+        stats: Counts completions by outcome.
     """
 
     def __init__(self, replica: Replica, stats: ServerStats) -> None:
@@ -45,7 +45,7 @@ class GenerationServicer:
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, bytes],
     ) -> bytes:
-        """Writes one completion as serialized `GenerateResponse`s; returns the last of them."""
+        """Writes one completion as serialized `GenerateResponse`s; returns the last one."""
         replica = self._replica
         with _Call(self._stats, replica.clock.time) as call:
             wanted = decode_generate(request, replica.engine.info)
@@ -81,7 +81,7 @@ class GenerationServicer:
 
 
 class _Call:
-    """One completion as it is counted. A context manager: leaving it is the end."""
+    """Counts one completion. A context manager: leaving it ends the completion."""
 
     __slots__ = ("_began", "_now", "_outcome", "_started", "_stats", "num_tokens")
 
@@ -109,7 +109,7 @@ class _Call:
                 self._outcome = event.reason.value
 
     def numbers(self) -> Numbers:
-        """What messages have room for."""
+        """Returns the numbers that messages carry."""
         now = self._now()
         started = now if self._started is None else self._started
         return {
@@ -148,14 +148,15 @@ class _Call:
 def add_to_server(servicer: GenerationServicer, server: Methods) -> None:
     """Serves Generate, whose messages leave as the bytes that the servicer makes.
 
-    On the wire a stream with one message is an answer, so gRPC is told that it is one: it sends the
-    message that a handler returns together with the status, which it does not do at the end of
-    a stream. That saves a pass through its polling thread, a sixth of what a short call costs.
+    Registered as unary-unary: on the wire a stream with one message looks like a unary response,
+    and gRPC sends the message that a unary handler returns together with the status, which it does
+    not do at the end of a stream. That saves a pass through its polling thread, a sixth of the cost
+    of a short call.
 
-    That such a handler may write messages before is how gRPC works (1.76 to 1.85) and not what it
-    promises: it gives every handler the same context, but for the serializers, which we don't use.
-    Where `generation_test` fails at another version, make this a handler of a stream again, which
-    writes its last message like the others.
+    That a unary handler may write messages first is how gRPC works (1.76 to 1.85), not what it
+    promises: every handler gets the same context except for the serializers, which we do not use.
+    If `generation_test` fails with another version, make this a stream handler again, which writes
+    its last message like the others.
     """
     generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
         servicer.generate, request_deserializer=pb.GenerateRequest.FromString

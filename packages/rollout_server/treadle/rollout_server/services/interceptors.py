@@ -1,12 +1,11 @@
-"""The guard: what holds for every call before and after its handler.
+"""The guard: checks every call before its handler, and encodes its errors afterwards.
 
 Invariant: a handler of our services runs only for a caller with the right token and a
-deadline, and every `RolloutServerError` it raises leaves as a status with details. Other
-services (health, reflection) need the token only, and health not even that, so that a
-probe without credentials works.
+deadline, and every `RolloutServerError` it raises leaves as a status with details. Reflection
+needs the token only, and health not even that, so that a probe without credentials works.
 
-An exception that is none of ours is a bug: it is logged with its trace and leaves as
-INTERNAL without details. Cancellation passes through untouched.
+Any other exception is a bug: it is logged with its trace and leaves as INTERNAL without details.
+Cancellation passes through untouched.
 """
 
 import hmac
@@ -31,7 +30,7 @@ from treadle.rollout_server.services.errors import message_of, reason_name, to_s
 _log = logging.getLogger(__name__)
 _OURS = "/treadle.rollout."
 _OPEN = "/grpc.health.v1.Health/"
-# What time_remaining() gives a call without a deadline is years.
+# For a call without a deadline, time_remaining() returns years.
 _NO_DEADLINE_S = 365 * 24 * 3600.0
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
@@ -43,7 +42,7 @@ class Guard(grpc.aio.ServerInterceptor):
     """Checks token and deadline, encodes errors, logs calls.
 
     Args:
-        token: What callers must show; None admits everyone.
+        token: Bearer token that callers must send; None admits every caller.
     """
 
     def __init__(self, token: str | None) -> None:
@@ -114,7 +113,7 @@ def _guard_stream(inner: Any, method: str, problem: Unauthenticated | None) -> A
 
 
 class _Guarded:
-    """What surrounds one call. A class: generators as context managers cost thrice as much."""
+    """Surrounds one call. A class: generators as context managers cost three times as much."""
 
     __slots__ = ("_began", "_context", "_method", "_peer", "_problem")
 
@@ -125,7 +124,7 @@ class _Guarded:
 
     async def __aenter__(self) -> None:
         self._began = time.monotonic()
-        # Asked now: of a call that was cancelled gRPC has freed the memory that has the answer.
+        # Read now: gRPC frees the peer of a call that is cancelled.
         self._peer = self._context.peer() if _log.isEnabledFor(logging.DEBUG) else ""
         error: RolloutServerError | None = self._problem
         if error is None and self._method.startswith(_OURS) and not _has_deadline(self._context):
@@ -141,7 +140,7 @@ class _Guarded:
     ) -> None:
         if isinstance(error, RolloutServerError):
             await self._refuse(error)
-        # gRPC's own errors are for gRPC: an abort, or a write to a caller who has gone.
+        # gRPC handles its own errors: an abort, or a write to a caller that has gone.
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
             self._note("bug")
             _log.error("a bug in %s", self._method, exc_info=error)

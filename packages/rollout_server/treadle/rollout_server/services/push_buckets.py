@@ -1,13 +1,13 @@
 """PushBuckets: the bytes of a sender's segment, bucket by bucket.
 
-Invariant: a slot is given back only when nobody here reads it any more: staged, when its bytes
-are copied; in place, when the engine has written them. A stream that ends without its last
-bucket, which is empty, ends the update, because the sender may then fill slots that are still
-being read; so nothing that was read then is ever committed. (To gRPC a connection that is gone
-looks as if the sender had finished, so that its end alone says nothing.)
+Invariant: a slot is returned only when nobody here reads it any more: staged, when its bytes are
+copied; in place, when the engine has written them. A stream that ends without its last bucket,
+which is empty, ends the update, because the sender may then fill slots that are still being read;
+so nothing that was read then is ever committed. (To gRPC a lost connection looks like a sender
+that has finished, so the end of the stream proves nothing.)
 
 Who waits: this stream, for one bucket at a time, while the sender fills the next slot; the sender,
-for slots. A copy of some size runs in a thread.
+for slots.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -26,7 +26,7 @@ async def push_buckets(
     """Serves one stream.
 
     Raises:
-        SegmentUnreadable: The segment is not to be had here.
+        SegmentUnreadable: The segment cannot be mapped here.
         RolloutServerError: The update ended, or a part has no place in it.
     """
     header = await anext(requests, None)

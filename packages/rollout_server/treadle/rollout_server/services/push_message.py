@@ -1,10 +1,10 @@
-"""A message of PushWeights, decoded without a copy of its bytes.
+"""Decodes a message of PushWeights without copying its data.
 
-Invariant: `decode_push` tells what `PushWeightsRequest.FromString` would tell, for every
-message; only the data of a chunk is a view of the message instead of a copy. protobuf
-copies them twice, once into the message and once out of it, which cost more than the rest
-of a push. Only the layout that serializers write is read here: the chunk alone, its scalars,
-then its data. For anything else protobuf itself is asked.
+Invariant: for every message, `decode_push` returns what `PushWeightsRequest.FromString` would
+return, except that the data of a chunk is a view of the message instead of a copy. protobuf copies
+the data twice, into the message and out of it, which costs more than the rest of a push. Only the
+layout that serializers write is read here: the chunk alone, its scalars, then its data. protobuf
+decodes everything else.
 
 Wire format: https://protobuf.dev/programming-guides/encoding.
 """
@@ -23,7 +23,7 @@ _LONGEST_VARINT = 10
 
 @dataclass(frozen=True, slots=True)
 class PushedChunk:
-    """`WeightChunk`; `data` is good as long as it is held."""
+    """A `WeightChunk`; `data` stays valid for as long as it is held."""
 
     tensor_index: int
     offset: int
@@ -35,10 +35,10 @@ def decode_push(message: bytes) -> PushedChunk | pb.PushHeader | None:
     """Decodes a serialized `PushWeightsRequest`.
 
     Returns:
-        What its payload is; None when it has none.
+        Its payload; None when it has none.
 
     Raises:
-        DecodeError: It is not such a message.
+        DecodeError: The bytes are not such a message.
     """
     chunk = _decode_chunk(memoryview(message))
     if chunk is not None:
@@ -55,7 +55,7 @@ def decode_push(message: bytes) -> PushedChunk | pb.PushHeader | None:
 
 
 def _decode_chunk(message: memoryview) -> PushedChunk | None:
-    """The chunk, where the message is laid out as serializers do; else None."""
+    """Returns the chunk, if the message is laid out as serializers do; else None."""
     if not len(message) or message[0] != _CHUNK:
         return None
     try:
@@ -74,7 +74,7 @@ def _decode_chunk(message: memoryview) -> PushedChunk | None:
         length, start = _varint(message, place + 1)
         if start + length != len(message):
             return None
-        # That this parses proves that `place` is a field's place, however it was found.
+        # That this parses proves that a field starts at `place`, however it was found.
         scalars = pb.WeightChunk.FromString(bytes(message[first:place]))
     except (IndexError, DecodeError):
         return None
@@ -82,7 +82,7 @@ def _decode_chunk(message: memoryview) -> PushedChunk | None:
 
 
 def _varint(message: memoryview, place: int) -> tuple[int, int]:
-    """The number at `place`, and the place after it.
+    """Returns the number at `place`, and the place after it.
 
     Raises:
         IndexError: It does not end within the message or its own ten bytes.

@@ -1,4 +1,4 @@
-"""ServerService: the handshake, and stopping and starting the engine.
+"""ServerService: the handshake, and pausing and resuming the engine.
 
 Invariant: GetServerInfo answers in every state, so that a client can wait for a server
 that loads; the other calls need an engine.
@@ -23,8 +23,8 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
     """Serves the replica's lifecycle.
 
     Args:
-        replica: What is served.
-        server_version: Of this package.
+        replica: What it serves.
+        server_version: Version of this package.
     """
 
     def __init__(self, replica: Replica, server_version: str) -> None:
@@ -36,7 +36,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         request: pb.GetServerInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetServerInfoRequest, pb.GetServerInfoResponse],
     ) -> pb.GetServerInfoResponse:
-        """What this server is, can do, and does now."""
+        """Returns what this server is, what it can do, and what it does now."""
         replica = self._replica
         response = pb.GetServerInfoResponse(
             server_version=self._server_version,
@@ -79,7 +79,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         request: pb.PauseRequest,
         context: grpc.aio.ServicerContext[pb.PauseRequest, pb.PauseResponse],
     ) -> pb.PauseResponse:
-        """Stops generation."""
+        """Pauses generation."""
         await self._replica.pause(decode_in_flight(request.in_flight))
         return pb.PauseResponse()
 
@@ -88,7 +88,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         request: pb.ResumeRequest,
         context: grpc.aio.ServicerContext[pb.ResumeRequest, pb.ResumeResponse],
     ) -> pb.ResumeResponse:
-        """Starts generation again."""
+        """Resumes generation."""
         await self._replica.resume()
         return pb.ResumeResponse()
 
@@ -97,7 +97,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         request: pb.ReleaseMemoryRequest,
         context: grpc.aio.ServicerContext[pb.ReleaseMemoryRequest, pb.ReleaseMemoryResponse],
     ) -> pb.ReleaseMemoryResponse:
-        """Gives device memory away."""
+        """Releases device memory."""
         await self._replica.release_memory(decode_memory_kinds(request.kinds))
         return pb.ReleaseMemoryResponse()
 

@@ -36,7 +36,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         request: pb.BeginUpdateRequest,
         context: grpc.aio.ServicerContext[pb.BeginUpdateRequest, pb.BeginUpdateResponse],
     ) -> pb.BeginUpdateResponse:
-        """Opens an update; reads its files when the transport is file."""
+        """Opens an update; with transport `file`, reads its files."""
         replica = self._replica
         engine = replica.engine
         begin = decode_begin(
@@ -62,7 +62,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         request_iterator: AsyncIterator[PushedChunk | pb.PushHeader | None],
         context: grpc.aio.ServicerContext[pb.PushWeightsRequest, pb.PushWeightsResponse],
     ) -> pb.PushWeightsResponse:
-        """Stages the chunks of one stream, whose messages `decode_push` has read."""
+        """Takes the chunks of one stream, whose messages `decode_push` has decoded."""
         header = await anext(request_iterator, None)
         if not isinstance(header, pb.PushHeader):
             raise InvalidField("payload", "no header", "a header as the first message")
@@ -74,7 +74,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
                 raise InvalidField("payload", "no chunk", "chunks after the header")
             with update.working(self._replica.clock):
                 await update.incoming.room()
-            # As above, `working` has just restarted the lease.
+            # Leaving `working` has restarted the lease.
             update.incoming.accept(chunk.tensor_index, chunk.offset, chunk.crc32, chunk.data)
             received_bytes += len(chunk.data)
         return pb.PushWeightsResponse(received_bytes=received_bytes)
@@ -84,7 +84,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         request_iterator: AsyncIterator[pb.PushBucketsRequest],
         context: grpc.aio.ServicerContext[pb.PushBucketsRequest, pb.PushBucketsResponse],
     ) -> AsyncGenerator[pb.PushBucketsResponse, None]:
-        """Reads the buckets of one sender on this host."""
+        """Takes the buckets of one sender on this host."""
         async with aclosing(push_buckets(self._replica, request_iterator)) as responses:
             async for response in responses:
                 yield response
@@ -94,7 +94,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         request: pb.GetUpdateRequest,
         context: grpc.aio.ServicerContext[pb.GetUpdateRequest, pb.GetUpdateResponse],
     ) -> pb.GetUpdateResponse:
-        """Tells where to resume and renews the lease."""
+        """Returns where to resume and renews the lease."""
         update = self._replica.current_update.find(decode_update_id(request.update_id))
         return pb.GetUpdateResponse(received_bytes=update.incoming.received)
 
@@ -103,11 +103,11 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         request: pb.CommitUpdateRequest,
         context: grpc.aio.ServicerContext[pb.CommitUpdateRequest, pb.CommitUpdateResponse],
     ) -> pb.CommitUpdateResponse:
-        """Switches versions."""
+        """Switches to the new weights."""
         update_id = decode_update_id(request.update_id)
         updates = self._replica.updates
         version = self._replica.current_update.committed_version(update_id)
-        if version is not None:  # An answer that got lost.
+        if version is not None:  # The first answer got lost.
             return pb.CommitUpdateResponse(weight_version=version)
         update = self._replica.current_update.find(update_id)
         policy = None if update.begin.is_in_place else decode_in_flight(request.in_flight)
@@ -125,7 +125,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
 
 
 def add_to_server(servicer: WeightSyncServicer, server: Methods) -> None:
-    """Serves every method as generated, but PushWeights without copying its chunks."""
+    """Serves every method as generated, except PushWeights, which copies no chunk."""
     pb_grpc.add_WeightSyncServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     push = grpc.stream_unary_rpc_method_handler(
         servicer.PushWeights,

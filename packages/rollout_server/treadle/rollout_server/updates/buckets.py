@@ -1,13 +1,13 @@
-"""Shared memory: the segment of a sender on this host, and what its buckets say lies where.
+"""Shared memory: the segment of a sender on this host, and the parts of tensors in its buckets.
 
-Invariant: a segment is opened only when it is what its sender says: a memfd named "treadle-...",
-sealed against shrinking (so that reading it never faults), whose first page names the update. What
-is read of it lies behind that page and within it.
+Invariant: a segment is opened only if it is a memfd named "treadle-...", sealed against shrinking
+(so that reading it never faults), whose first page names the update. Only bytes between that page
+and the segment's end are read.
 
 There is no checksum: the pages that are read are those that the sender wrote, not a copy that
-something between them could have changed. A segment of another process shows in its first page, and
-a part that comes twice, out of order or not at all in the tensor, offset and length that are told
-with it. To read every byte once more would halve the speed.
+something in between could have changed. The first page reveals a segment of another process; the
+tensor, offset and length of a part reveal one that is duplicated, out of order or missing. To read
+every byte once more would halve the speed.
 
 Nobody waits here.
 """
@@ -36,13 +36,13 @@ class BucketPart:
 
 
 class Segment:
-    """Another process's memory; its descriptor here is open for as long as the object lives."""
+    """Memory of another process; its descriptor here stays open for as long as the object lives."""
 
     def __init__(self, *, pid: int, fd: int, num_bytes: int, update_id: str) -> None:
         """Opens it.
 
         Raises:
-            SegmentUnreadable: There is no such descriptor here, or it is something else.
+            SegmentUnreadable: There is no such descriptor here, or it is not a segment.
         """
         self.num_bytes = num_bytes
         try:
@@ -55,7 +55,7 @@ class Segment:
             raise SegmentUnreadable(pid, fd, cause) from error
 
     def check(self, part: BucketPart) -> None:
-        """Whether the segment has the bytes of a part.
+        """Checks that the segment has the bytes of a part.
 
         Raises:
             InvalidField: They lie outside.
@@ -65,11 +65,11 @@ class Segment:
             raise InvalidField("part.start", part.start, f"{_FIRST_PAGE} to {last}")
 
     def view(self, part: BucketPart) -> memoryview:
-        """The bytes of a part, in the sender's memory; they are only to be read."""
+        """Returns the bytes of a part, in the sender's memory; they must not be written."""
         return memoryview(self._map)[part.start : part.start + part.length]
 
     def place(self, part: BucketPart) -> FilePlace:
-        """Where other processes of this host find the bytes of a part, while this lives."""
+        """Returns where other processes of this host find a part while this object lives."""
         return FilePlace(path=f"/proc/{os.getpid()}/fd/{self._fd}", offset=part.start)
 
 

@@ -1,15 +1,15 @@
-"""The delta: changed elements, and the base that they are changes of.
+"""The delta: changed elements, and the base to which they apply.
 
-Invariant: outside `apply` and `undo` the base is the weights of `version`, bit for bit. To apply
-a change swaps values, so the encoded bytes hold the old ones afterwards: a delta that turns out
-not to fit part way is undone by the same swaps, and no second copy of the weights is held. What
-an engine is given has the CRC-32 that the trainer announced, whatever the base was.
+Invariant: outside `apply` and `undo` the base is the weights of `version`, bit for bit. Applying a
+change swaps values, so the encoded bytes hold the old ones afterwards: a delta that turns out not
+to fit half-way is undone by the same swaps, and no second copy of the weights is held. What an
+engine gets has the CRC-32 that the trainer announced, whatever the base was.
 
 The base is the staging area of the update that brought it: one copy of the weights in host
 memory, for as long as the next updates are deltas.
 
 Encoded, a tensor is: n (uint64), n positions (uint32, ascending), n values, little-endian; no
-bytes when nothing changed. Blocking; run it in a thread. numpy is imported here alone.
+bytes if nothing changed. Blocking; run it in a thread. No other module imports numpy.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _COUNT_BYTES = 8
 _POSITION_BYTES = 4
-_SLICE = 1 << 18  # Elements swapped at once: numpy holds the interpreter's lock meanwhile.
+_SLICE = 1 << 18  # Elements swapped at once: numpy holds the GIL meanwhile.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Delta:
     """How an update is encoded.
 
     Attributes:
-        base_version: Of the weights that changed.
-        encoded_bytes: That come of each tensor.
-        crc32: Of each tensor afterwards.
+        base_version: Version of the base.
+        encoded_bytes: Number of encoded bytes per tensor.
+        crc32: Per tensor, after the change.
     """
 
     base_version: int
@@ -46,12 +46,12 @@ class Delta:
 
 
 def available() -> bool:
-    """Whether this process can decode a delta."""
+    """Returns whether this process can decode a delta."""
     return importlib.util.find_spec("numpy") is not None
 
 
 def encoded_elements(spec: TensorSpec, encoded_bytes: int) -> int | None:
-    """How many elements so many bytes change; None when it is no such number."""
+    """Returns the number of elements that the bytes change; None if no delta has that size."""
     if encoded_bytes == 0:
         return 0
     each = _POSITION_BYTES + spec.element_type.size_bytes
@@ -62,10 +62,10 @@ def encoded_elements(spec: TensorSpec, encoded_bytes: int) -> int | None:
 
 
 class DeltaBase:
-    """Weights that the next update may be changes of.
+    """Weights to which the next update may apply as a delta.
 
     Args:
-        version: Of the weights.
+        version: Version of the weights.
         weights: All of them, complete.
     """
 
@@ -74,11 +74,10 @@ class DeltaBase:
         self.weights = weights
 
     def apply(self, delta: Delta, encoded: Assembler) -> None:
-        """Makes the base what the delta's trainer has now; `undo` takes it back.
+        """Applies a delta to the base; `undo` takes it back.
 
         Raises:
-            DeltaBaseMismatch: The delta does not lead to what was announced. The base is what
-                it was.
+            DeltaBaseMismatch: The result is not what was announced. The base is unchanged.
         """
         for index, crc32 in enumerate(delta.crc32):
             problem = self._change(index, encoded) or self._difference(index, crc32)
@@ -89,12 +88,12 @@ class DeltaBase:
                 raise DeltaBaseMismatch(0, delta.base_version, f"tensor {name!r}: {problem}")
 
     def undo(self, encoded: Assembler) -> None:
-        """Takes back what `apply` did with the same bytes."""
+        """Reverts `apply` with the same bytes."""
         for index in range(len(self.weights.tensors)):
             self._swap(index, encoded)
 
     def _change(self, index: int, encoded: Assembler) -> str | None:
-        """Swaps a tensor's values in; the problem, if they have no place there."""
+        """Swaps a tensor's values in; returns the problem if they do not fit."""
         data = encoded.view(index)
         if not data:
             return None
@@ -112,7 +111,7 @@ class DeltaBase:
 
     @staticmethod
     def _blank(data: memoryview) -> None:
-        """Makes a delta that cannot be applied one that changes nothing when undone."""
+        """Makes a delta that cannot be applied change nothing when it is undone."""
         data[:_COUNT_BYTES] = bytes(_COUNT_BYTES)
 
     def _difference(self, index: int, crc32: int) -> str | None:
@@ -132,7 +131,7 @@ class DeltaBase:
     def _arrays(
         self, index: int, encoded: Assembler
     ) -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any]]":
-        """Positions ``[n]``, their values ``[n]``, and all elements ``[N]`` of the tensor."""
+        """Returns positions ``[n]``, their values ``[n]``, and all elements ``[N]``."""
         import numpy as np
 
         data = encoded.view(index)
@@ -146,10 +145,10 @@ class DeltaBase:
 
 
 def as_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: Delta) -> DeltaBase:
-    """The base of a delta for these tensors.
+    """Returns the base of a delta for these tensors.
 
     Raises:
-        DeltaBaseMismatch: It is not held.
+        DeltaBaseMismatch: The server does not hold it.
     """
     held = 0 if base is None else base.version
     if base is None or held != delta.base_version:

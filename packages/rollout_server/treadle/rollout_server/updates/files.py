@@ -1,13 +1,13 @@
 """File transport: safetensors files in, staged tensors out.
 
-Invariant: a file is opened only when its real path, links followed, lies below the real
-path of the directory that the server was started with; and nothing counts as staged whose
-CRC-32 is not the announced one. The bytes are copied to host memory before they are
-checked, so a file that changes afterwards changes nothing. Whoever can write below the
-directory is trusted: a link put there between the check and the opening is followed.
+Invariant: a file is opened only if its real path, links followed, lies below the real path of
+the directory that the server was started with, and a tensor counts as staged only if its CRC-32
+is the announced one. The bytes are copied to host memory before they are checked, so a file that
+changes afterwards changes nothing. A process that can write below the directory is trusted: a link
+that it puts there between the check and the opening is followed.
 
-Files of a delta hold the encoded bytes of each tensor, as U8, and name the version that they are
-changes of (metadata "base_weight_version"). Those of another version are refused as damaged.
+Files of a delta hold the encoded bytes of each tensor, as U8, and name the version that they
+change (metadata "base_weight_version"). Files of another version are refused as damaged.
 
 Blocking; run it in a thread.
 """
@@ -33,17 +33,17 @@ from treadle.rollout_server.tensors import ABSENT
 from treadle.rollout_server.updates.delta import Delta
 from treadle.rollout_server.updates.staging import Assembler
 
-_READ_BYTES = 1 << 20  # fits a core's cache between the checksum and the copy
+_READ_BYTES = 1 << 20  # stays in a core's cache between the checksum and the copy
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """Where the bytes of an update lie.
+    """Location of the bytes of an update.
 
     Attributes:
         directory: Below the server's root, or relative to it.
-        crc32: Of the bytes that the files hold of each tensor.
+        crc32: Per tensor, of the bytes that the files hold.
     """
 
     directory: str
@@ -52,7 +52,7 @@ class WeightFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a file holds of tensor `index`: ``file[start : start + size_bytes]``."""
+    """The bytes of tensor `index` in a file: ``file[start : start + size_bytes]``."""
 
     index: int
     name: str
@@ -61,10 +61,10 @@ class _Part:
 
 
 def confined(path: str, root: Path | None) -> Path:
-    """The real path behind `path`, which may be relative to `root`.
+    """Returns the real path of `path`, which may be relative to `root`.
 
     Raises:
-        FileOutsideRoot: It lies elsewhere, or the server has no root.
+        FileOutsideRoot: It lies outside `root`, or the server has no root.
     """
     if root is None or "\0" in path:
         raise FileOutsideRoot(path, None if root is None else str(root))
@@ -88,15 +88,15 @@ def stage_files(
     Args:
         files: Of the tensors in `assembler`.
         assembler: Empty.
-        root: The only place that may be read; None for nowhere.
-        filled: Called with the index of each tensor once its buffer holds it and was checked.
-        delta: How the tensors are encoded; None: they are not.
+        root: The only directory that may be read; None: no file may be read.
+        filled: Called with the index of each tensor once it is written and checked.
+        delta: How the tensors are encoded; None: they are not encoded.
 
     Raises:
         FileOutsideRoot: The directory, or a file in it, lies outside `root`.
-        FileMissing: The directory or a file is not there, or there is no such file.
+        FileMissing: The directory or a file is missing, or the directory has no such file.
         FileCorrupt: A file is malformed or cut short, or a tensor's bytes are not the
-            announced ones. Of a delta: it holds other changes than announced.
+            announced ones; for a delta, it holds other changes than announced.
         TensorMismatch: A tensor is missing, unknown, in two files, or has another type
             or shape than announced.
     """
@@ -128,7 +128,7 @@ def _list(folder: Path) -> list[Path]:
     if not paths:
         raise FileMissing(str(folder), "it holds no *.safetensors file")
     for path in paths:
-        if path.exists() and not path.is_file():  # To open a pipe would wait for ever.
+        if path.exists() and not path.is_file():  # Opening a pipe would wait forever.
             raise FileMissing(str(path), "not a regular file")
     return paths
 
@@ -136,7 +136,7 @@ def _list(folder: Path) -> list[Path]:
 def _locate(
     paths: Iterable[Path], announced: Sequence[TensorSpec], index_of: Mapping[str, int]
 ) -> dict[Path, list[_Part]]:
-    """Which file holds which tensors; together they are exactly the announced ones."""
+    """Returns the tensors per file; together they are exactly the announced ones."""
     found: dict[Path, list[_Part]] = {}
     seen: set[str] = set()
     for path in paths:
@@ -160,9 +160,9 @@ def _locate(
 def _locate_changes(
     paths: Iterable[Path], folder: Path, delta: Delta, index_of: Mapping[str, int]
 ) -> dict[Path, list[_Part]]:
-    """Which file holds the changes of which tensors; together they are exactly the announced ones.
+    """Returns the changes per file; together they are those of exactly the announced tensors.
 
-    What differs is damage, since the announcement tells no more than the files themselves.
+    Any difference counts as damage, since the announcement tells no more than the files do.
     """
     found: dict[Path, list[_Part]] = {}
     left = dict(index_of)
