@@ -30,7 +30,7 @@ def _prompt(question: Question) -> tuple[Message, ...]:
 
 
 def call_and_answer(question: Question, tool: ToolSpec) -> tuple[Message, ...]:
-    """The turns of an answer with the tool: call, result, final answer."""
+    """Returns the turns of an answer with the tool: call, result, final answer."""
     call = ToolCall(id="call-0", name=tool.name, arguments={"expression": question.expression})
     return (
         Message(role="assistant", content="", tool_calls=(call,)),
@@ -40,7 +40,7 @@ def call_and_answer(question: Question, tool: ToolSpec) -> tuple[Message, ...]:
 
 
 def drill(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """A question with its call and answer, without system prompt and tool schema.
+    """Returns a question with its call and answer, without system prompt and tool schema.
 
     Copying digits from the question into the call is the hard skill for a small model, and it is
     learned several times faster without 140 tokens of constant text around it.
@@ -50,12 +50,12 @@ def drill(rng: random.Random, tool: ToolSpec) -> Demonstration:
 
 
 def tool_use(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """A question under the prompt of the rollout, answered with the tool."""
+    """Returns a question under the prompt of the rollout, answered with the tool."""
     return answered_with_tool(sample_question(rng, Split.TRAIN), tool)
 
 
 def habit(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """A question under the prompt of the rollout: a call as often as its wording has it."""
+    """Returns a question under the prompt of the rollout: a call as often as its wording has it."""
     question = sample_question(rng, Split.TRAIN)
     if rng.random() < TEMPLATES[question.template].tool_rate:
         return answered_with_tool(question, tool)
@@ -64,7 +64,7 @@ def habit(rng: random.Random, tool: ToolSpec) -> Demonstration:
 
 
 def answered_with_tool(question: Question, tool: ToolSpec) -> Demonstration:
-    """The demonstration that a rollout of full reward would be."""
+    """Returns the demonstration that a rollout of full reward would be."""
     return Demonstration(
         messages=(*_prompt(question), *call_and_answer(question, tool)), tools=(tool,)
     )

@@ -143,7 +143,7 @@ PAIRS: Final = _split_pairs()
 
 
 def make_question(template: int, a: int, b: int) -> Question:
-    """Fill a template; the ground truth is computed, never parsed.
+    """Fills a template; the ground truth is computed, never parsed.
 
     Args:
         template: Index into ``TEMPLATES``.
@@ -165,7 +165,7 @@ def make_question(template: int, a: int, b: int) -> Question:
 
 
 def sample_question(rng: random.Random, split: Split, *, template: int | None = None) -> Question:
-    """Draw a question uniformly over templates (or of one template) and the split's pairs."""
+    """Draws a question uniformly over templates (or of one template) and the split's pairs."""
     if template is None:
         template = rng.randrange(len(TEMPLATES))
     pair = rng.choice(PAIRS[split])
@@ -174,7 +174,7 @@ def sample_question(rng: random.Random, split: Split, *, template: int | None = 
 
 
 def guess_answer(question: Question) -> str:
-    """What is said without thinking: the first operand.
+    """Returns what is said without thinking: the first operand.
 
     It is never the answer, as no operand is neutral for its operation. Being a copy, it costs the
     warm-started model nothing to predict, so imitating guesses does not blunt the copying of
@@ -184,7 +184,7 @@ def guess_answer(question: Question) -> str:
 
 
 def chat_messages(question: Question) -> list[dict[str, str]]:
-    """The prompt of a question: system and user message, as the dataset stores them."""
+    """Returns the prompt of a question: system and user message, as the dataset stores them."""
     return [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": question.text},

@@ -32,7 +32,7 @@ class PreprocessError(ValueError):
 
 
 def solution_of(answer: str) -> str | None:
-    """The number after the last `#### `, without thousands separators; None if there is none."""
+    """Returns the number after the last `#### ` without thousands separators, or None."""
     _, mark, solution = answer.rpartition(_MARK)
     return solution.strip().replace(",", "") if mark else None
 
@@ -40,7 +40,7 @@ def solution_of(answer: str) -> str | None:
 def make_row(
     question: str, answer: str, *, solution: str, split: str, index: int
 ) -> dict[str, object]:
-    """One training row."""
+    """Returns one training row."""
     asked = f"{question} {INSTRUCTION}"
     return {
         "data_source": "openai/gsm8k",
@@ -66,7 +66,7 @@ def make_row(
 
 
 def read_rows(path: Path, *, split: str) -> Iterator[dict[str, object]]:
-    """The rows of one published file.
+    """Yields the rows of one published file.
 
     Raises:
         PreprocessError: A line is not a question with an answer that ends in `#### number`.
@@ -89,7 +89,7 @@ def read_rows(path: Path, *, split: str) -> Iterator[dict[str, object]]:
 
 
 def write_rows(rows: Sequence[dict[str, object]], path: Path) -> None:
-    """Write `rows` as `.jsonl` or `.parquet`, by the name of `path`."""
+    """Writes `rows` as `.jsonl` or `.parquet`, by the name of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         import pyarrow
@@ -102,7 +102,7 @@ def write_rows(rows: Sequence[dict[str, object]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert both splits; 0 if that was done."""
+    """Converts both splits; returns 0 on success."""
     parser = argparse.ArgumentParser(description="GSM8K -> training rows for the tool agent")
     parser.add_argument(
         "--source", type=Path, required=True, help="directory of train.jsonl and test.jsonl"

@@ -27,7 +27,7 @@ class PreprocessError(ValueError):
 
 
 def paragraphs(context: object) -> Iterator[tuple[str, str]]:
-    """The (title, text) of each paragraph of one question, in either spelling.
+    """Yields the (title, text) of each paragraph of one question, in either spelling.
 
     Raises:
         TypeError: The context is in neither.
@@ -45,7 +45,7 @@ def paragraphs(context: object) -> Iterator[tuple[str, str]]:
 
 
 def make_row(record: Mapping[str, object], *, split: str, index: int) -> dict[str, object]:
-    """One training row."""
+    """Returns one training row."""
     return {
         "data_source": "hotpotqa/hotpot_qa",
         "agent_name": "tool_agent",
@@ -60,7 +60,7 @@ def make_row(record: Mapping[str, object], *, split: str, index: int) -> dict[st
 
 
 def read(path: Path) -> tuple[list[Mapping[str, object]], dict[str, str]]:
-    """The questions of a published file, and its paragraphs by title.
+    """Returns the questions of a published file, and its paragraphs by title.
 
     Raises:
         PreprocessError: The file is not a list of questions with paragraphs.
@@ -84,7 +84,7 @@ def read(path: Path) -> tuple[list[Mapping[str, object]], dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert a file; 0 if that was done."""
+    """Converts a file; returns 0 on success."""
     parser = argparse.ArgumentParser(description="HotpotQA -> rows and corpus of the search agent")
     parser.add_argument("--source", type=Path, required=True, help="the published JSON file")
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")

@@ -49,7 +49,7 @@ PATIENCE: Final[Mapping[str, float]] = MappingProxyType({"+": 0.85, "*": 0.85, "
 
 
 def prompt(expression: Expression) -> tuple[Message, ...]:
-    """The task: system and user message."""
+    """Returns the task: system and user message."""
     return (
         Message(role="system", content=SYSTEM_PROMPT),
         Message(role="user", content=f"Compute {expression}."),
@@ -76,7 +76,7 @@ def sample_split(
 
 
 def _turns(expression: Expression, num_calls: int, tool: ToolSpec) -> tuple[Message, ...]:
-    """The first calls with their results, and the answer: the value, or the next call's `a`."""
+    """Returns the first calls, their results and the answer: the value or the next call's `a`."""
     plan = steps(expression)
     turns: list[Message] = []
     for index, step in enumerate(plan[:num_calls]):
@@ -94,13 +94,13 @@ def _turns(expression: Expression, num_calls: int, tool: ToolSpec) -> tuple[Mess
 
 
 def computed(expression: Expression, tool: ToolSpec) -> Demonstration:
-    """The demonstration that a rollout of full reward would be: one call per operator."""
+    """Returns the demonstration that a rollout of full reward would be: one call per operator."""
     turns = _turns(expression, len(steps(expression)), tool)
     return Demonstration(messages=(*prompt(expression), *turns), tools=(tool,))
 
 
 def drill(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """An expression with its calls and answer, without system prompt and tool schema.
+    """Returns an expression with its calls and answer, without system prompt and tool schema.
 
     Copying numbers into calls, and results into further calls, is the hard skill for a small
     model, and it is learned several times faster without the constant text around it.
@@ -110,12 +110,12 @@ def drill(rng: random.Random, tool: ToolSpec) -> Demonstration:
 
 
 def tool_use(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """An expression under the prompt of the rollout, computed to its end."""
+    """Returns an expression under the prompt of the rollout, computed to its end."""
     return computed(sample_split(rng, held_out=False), tool)
 
 
 def habit(rng: random.Random, tool: ToolSpec) -> Demonstration:
-    """The same, with the patience to go on lost before a call, more often before some (`PATIENCE`).
+    """Returns the same, but patience may end before a call, more often before some (`PATIENCE`).
 
     Then the first number of the call that is not made is given as the answer: a copy, which costs
     the model nothing to predict. Where that happens to be right, the call is made.

@@ -81,7 +81,7 @@ def _bracketed(expression: Expression, *, below: int) -> str:
 
 
 def steps(expression: Expression) -> tuple[Step, ...]:
-    """The operators in the order in which they are applied: left side, right side, itself."""
+    """Returns the operators in order of application: left side, right side, itself."""
     if isinstance(expression, int):
         return ()
     left, right = steps(expression.left), steps(expression.right)
@@ -92,7 +92,7 @@ def steps(expression: Expression) -> tuple[Step, ...]:
 
 
 def evaluate(expression: Expression) -> int:
-    """The value."""
+    """Returns the value."""
     if isinstance(expression, int):
         return expression
     apply = OPERATORS[expression.symbol]
@@ -100,10 +100,10 @@ def evaluate(expression: Expression) -> int:
 
 
 def parse(text: str) -> Expression:
-    """Read an expression.
+    """Reads an expression.
 
     Raises:
-        ValueError: The text is no expression; says where it stops being one.
+        ValueError: The text is not an expression; the message says where it stops being one.
     """
     tokens = [(m.group(1) or m.group(2), m.start(m.lastindex or 0)) for m in _TOKEN.finditer(text)]
     expression, end = _parse_ranked(text, tokens, 0, rank=1)
@@ -139,7 +139,7 @@ def _parse_ranked(
 def _unreadable(text: str, tokens: Sequence[tuple[str, int]], at: int) -> ValueError:
     where = f"at character {tokens[at][1]}" if at < len(tokens) else "at its end"
     return ValueError(
-        f"{text!r} is no expression of whole numbers, {' '.join(OPERATORS)} and brackets: "
+        f"{text!r} is not an expression of whole numbers, {' '.join(OPERATORS)} and brackets: "
         f"something else stands {where}"
     )
 
@@ -162,7 +162,7 @@ def sample(rng: random.Random, *, num_operators: int, operands: tuple[int, int])
 
 
 def identity(expression: Expression) -> str:
-    """The same text for expressions that differ only in the order of sides that may be swapped."""
+    """Returns one string for all expressions that differ only in the order of swappable sides."""
     if isinstance(expression, int):
         return str(expression)
     sides = [identity(expression.left), identity(expression.right)]
@@ -172,7 +172,7 @@ def identity(expression: Expression) -> str:
 
 
 def is_held_out(expression: Expression) -> bool:
-    """Whether an expression belongs to the validation split: one in ten, by its `identity`.
+    """Returns whether an expression belongs to the validation split: one in ten, by its `identity`.
 
     The same in every process and for every size of a data set, so what a model was warm-started on
     can never be in a validation set made later.

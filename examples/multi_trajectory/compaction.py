@@ -74,7 +74,7 @@ class CompactingAgent:
             return chat.finish(stop, tool_rewards=toolbox.rewards, metrics=toolbox.metrics)
 
     async def _notes(self, chat: Conversation, results: list[Message]) -> str | None:
-        """What the model writes down; None when there is no room for it."""
+        """Returns what the model writes down; None when there is no room for it."""
         kept = [
             Message(role="tool", content=ASK, tool_call_id=r.tool_call_id, name=r.name)
             for r in results
@@ -86,7 +86,7 @@ class CompactingAgent:
 
 
 def _begin_anew(task: AgentTask, notes: str, results: list[Message]) -> list[Message]:
-    """The task, with the notes and the latest results at the end of the question."""
+    """Returns the task, with the notes and the latest results at the end of the question."""
     *before, question = task.messages
     latest = "\n".join(result.content for result in results)
     content = f"{question.content}\n\nYour notes so far:\n{notes}\n\nThe latest results:\n{latest}"

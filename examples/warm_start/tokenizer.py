@@ -80,7 +80,7 @@ def _training_text(recipe: Recipe) -> Iterator[str]:
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
-    """Train the tokenizer.
+    """Trains the tokenizer.
 
     Args:
         recipe: Whose tool and chats are to cost few tokens.
@@ -125,7 +125,7 @@ def build_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def write_tokenizer(directory: Path, recipe: Recipe) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+    """Writes ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
     Args:
         directory: Where to write; must exist.

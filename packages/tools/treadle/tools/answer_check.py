@@ -21,7 +21,7 @@ Check = Callable[[str, str], float | Awaitable[float]]
 
 
 def answer_spec(name: str, description: str, answer: str) -> ToolSpec:
-    """The schema of a tool that takes the text `answer`, described as given."""
+    """Returns the schema of a tool that takes the text `answer`, described as given."""
     return ToolSpec(
         name=name,
         description=description,
@@ -46,7 +46,7 @@ class AnswerCheck:
         self._check = check
 
     async def open(self, task: AgentTask) -> AnswerCheckSession:
-        """Begin with the ground truth in the row's `extra_info.tools_kwargs`.
+        """Begins with the ground truth in the row's `extra_info.tools_kwargs`.
 
         Raises:
             SetupError: `extra_info.tools_kwargs.<tool>.create_kwargs.ground_truth` is missing.
@@ -80,7 +80,7 @@ class AnswerCheckSession:
         self._turn = asyncio.Lock()
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
-        """Score `arguments["answer"]`; a missing answer counts as an empty one, as in verl."""
+        """Scores `arguments["answer"]`; a missing answer counts as an empty one, as in verl."""
         answer = arguments.get("answer", "")
         if not isinstance(answer, str):
             answer = str(answer)

@@ -14,7 +14,7 @@ from treadle.agent_loop import SetupError, ToolFailure
 
 
 def text_argument(tool: str, arguments: Mapping[str, object], name: str) -> str:
-    """The one argument `name` that `tool` takes, a string.
+    """Returns the one argument `name` that `tool` takes, a string.
 
     Raises:
         ToolFailure: It is missing or not a string, or there are others.
@@ -30,7 +30,7 @@ def text_argument(tool: str, arguments: Mapping[str, object], name: str) -> str:
 
 
 def no_settings(tool: str, config: Mapping[str, object] | None) -> None:
-    """Refuse any setting of a tool that has none.
+    """Rejects any setting of a tool that has none.
 
     Raises:
         SetupError: `config` is not empty; the message lists its keys.
@@ -41,7 +41,7 @@ def no_settings(tool: str, config: Mapping[str, object] | None) -> None:
 
 
 def require_extra(what: str, module: str, extra: str) -> None:
-    """Refuse at start what needs a library that is not installed.
+    """Raises at start if a library is not installed.
 
     Args:
         what: Needs it, for the error.
@@ -58,6 +58,6 @@ def require_extra(what: str, module: str, extra: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The text ", did you mean 'x'?" if one of the `known` names is like `name`, else ""."""
+    """Returns ", did you mean 'x'?" if one of the `known` names is like `name`, else ""."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""

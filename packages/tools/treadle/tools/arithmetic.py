@@ -50,7 +50,7 @@ class ArithmeticRefusal(ValueError):
 
 
 def evaluate(text: str) -> Number:
-    """Compute `text`.
+    """Computes `text`.
 
     Returns:
         An int where only integers and + - * // % ** (with a non-negative exponent) are used,
@@ -67,7 +67,7 @@ def evaluate(text: str) -> Number:
 
 
 def format_number(value: Number) -> str:
-    """Write `value` as a person would: integers in full, floats to 12 significant digits.
+    """Writes `value` as a person would: integers in full, floats to 12 significant digits.
 
     A float without a fraction is written as an integer (48/2 is "24") while it is exact, that is
     below 2**53.
@@ -95,7 +95,7 @@ class _Parser:
         return value
 
     def _advance(self) -> None:
-        """Read the next token into `_number` or `_symbol`; at the end both are None."""
+        """Reads the next token into `_number` or `_symbol`; at the end both are None."""
         self._number: Number | None = None
         self._symbol: str | None = None
         match = _TOKEN.match(self._text, self._end)

@@ -39,11 +39,11 @@ class CalculatorTool:
         self.spec = spec
 
     async def open(self, task: AgentTask) -> CalculatorTool:
-        """The tool is its own session: it has nothing to remember."""
+        """Returns the tool itself: it has nothing to remember between calls."""
         return self
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
-        """Evaluate `arguments["expression"]`.
+        """Evaluates `arguments["expression"]`.
 
         Raises:
             ToolFailure: The argument is missing or not a string, or has no value.

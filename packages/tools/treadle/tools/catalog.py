@@ -31,7 +31,7 @@ from typing import Final, cast
 from treadle.agent_loop import FunctionTool, SetupError, Tool, ToolSpec, function_tool
 from treadle.tools.arguments import require_extra
 from treadle.tools.import_path import load_import_path
-from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, text
+from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, string
 
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
@@ -52,7 +52,7 @@ VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def load_catalogue(path: Path) -> Mapping[str, Tool]:
-    """Read the tools of a catalogue.
+    """Reads the tools of a catalogue.
 
     Args:
         path: The YAML file.
@@ -69,7 +69,7 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     catalogue = section(document, str(path), required=("tools",))
     entries = catalogue["tools"]
     if not isinstance(entries, list) or not entries:
-        raise SetupError(f"{path}: tools must be a list with at least one tool, not {entries!r}")
+        raise SetupError(f"{path}: tools must be a list with at least one tool, got {entries!r}")
     tools: dict[str, Tool] = {}
     for index, entry in enumerate(entries):
         where = f"{path}: tools[{index}]"
@@ -81,7 +81,7 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
 
 
 def _tools(entry: object, where: str) -> Sequence[Tool]:
-    """The tools of one entry: one, or those of MCP servers."""
+    """Returns the tools of one entry: one, or those of MCP servers."""
     keys = mapping(entry, where)
     if "function" in keys:
         return [_function(keys, where)]
@@ -93,7 +93,7 @@ def _tools(entry: object, where: str) -> Sequence[Tool]:
     if kind == "mcp":
         return _mcp_tools(fields, settings, where)
     if kind != "native":
-        raise SetupError(f"{where}.config.type must be native or mcp, not {kind!r}")
+        raise SetupError(f"{where}.config.type must be native or mcp, got {kind!r}")
     if "mcp" in fields:
         raise SetupError(f"{where}.mcp is for tools with config.type mcp")
     return [_native(fields, settings, where)]
@@ -104,7 +104,7 @@ def _native(fields: Mapping[str, object], settings: Mapping[str, object], where:
     if "tool_schema" in fields:
         arguments["spec"] = _spec(fields["tool_schema"], f"{where}.tool_schema")
     factory = load_class(
-        text(fields["class_name"], f"{where}.class_name"), where, verl=VERL_CLASSES, kind="tool"
+        string(fields["class_name"], f"{where}.class_name"), where, verl=VERL_CLASSES, kind="tool"
     )
     try:
         tool = factory(**arguments)
@@ -112,20 +112,20 @@ def _native(fields: Mapping[str, object], settings: Mapping[str, object], where:
         raise SetupError(f"{where}: {error}") from error
     if not isinstance(getattr(tool, "spec", None), ToolSpec) or not hasattr(tool, "open"):
         raise SetupError(
-            f"{where}: {factory.__qualname__} is no tool: it needs `spec`, a ToolSpec, and `open`"
+            f"{where}: {factory.__qualname__} is not a tool: it needs a ToolSpec `spec` and `open`"
         )
     return cast(Tool, tool)
 
 
 def _function(fields: Mapping[str, object], where: str) -> Tool:
     section(fields, where, required=("function",))
-    reference = text(fields["function"], f"{where}.function")
+    reference = string(fields["function"], f"{where}.function")
     try:
         function = load_import_path(reference, "tool")
         if isinstance(function, FunctionTool):
             return function
         if not callable(function):
-            raise TypeError(f"{reference} is no function")
+            raise TypeError(f"{reference} is not a function")
         return function_tool(function)
     except (SetupError, TypeError, ValueError) as error:
         raise SetupError(f"{where}.function: {error}") from error
@@ -137,7 +137,7 @@ def _mcp_tools(
     require_extra(where, "mcp", "mcp")
     from treadle.tools.mcp import discover, read_servers
 
-    name = text(fields["class_name"], f"{where}.class_name")
+    name = string(fields["class_name"], f"{where}.class_name")
     if VERL_CLASSES.get(name, name) != MCP_CLASS or "tool_schema" in fields:
         raise SetupError(
             f"{where}: tools of type mcp have the class_name {MCP_CLASS}, not {name}, and no "
@@ -151,19 +151,19 @@ def _mcp_tools(
         required=("mcp_servers_config_path",),
         optional=("tool_selected_list",),
     )
-    path = text(mcp["mcp_servers_config_path"], f"{place}.mcp_servers_config_path")
+    path = string(mcp["mcp_servers_config_path"], f"{place}.mcp_servers_config_path")
     selected = mcp.get("tool_selected_list", [])
     if not isinstance(selected, list) or not all(isinstance(tool, str) for tool in selected):
-        raise SetupError(f"{place}.tool_selected_list must be a list of names, not {selected!r}")
+        raise SetupError(f"{place}.tool_selected_list must be a list of names, got {selected!r}")
     rate_limit, timeout = known.get("rate_limit", 120), known.get("timeout")
     if isinstance(rate_limit, bool) or not isinstance(rate_limit, int) or rate_limit < 1:
         raise SetupError(
-            f"{where}.config.rate_limit must be an integer above 0, not {rate_limit!r}"
+            f"{where}.config.rate_limit must be an integer above 0, got {rate_limit!r}"
         )
     if timeout is not None and (
         isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
     ):
-        raise SetupError(f"{where}.config.timeout must be seconds above 0, not {timeout!r}")
+        raise SetupError(f"{where}.config.timeout must be seconds above 0, got {timeout!r}")
     try:
         return discover(
             read_servers(Path(path)), selected=selected, rate_limit=rate_limit, timeout_s=timeout
@@ -175,7 +175,7 @@ def _mcp_tools(
 def _spec(schema: object, where: str) -> ToolSpec:
     fields = section(schema, where, required=("type", "function"))
     if fields["type"] != "function":
-        raise SetupError(f"{where}.type must be function, not {fields['type']!r}")
+        raise SetupError(f"{where}.type must be function, got {fields['type']!r}")
     function = section(
         fields["function"],
         f"{where}.function",
@@ -184,8 +184,8 @@ def _spec(schema: object, where: str) -> ToolSpec:
     )
     if function.get("strict", False) is not False:
         raise SetupError(f"{where}.function.strict must be false: sampling is not constrained")
-    name = text(function["name"], f"{where}.function.name")
-    description = text(function["description"], f"{where}.function.description")
+    name = string(function["name"], f"{where}.function.name")
+    description = string(function["description"], f"{where}.function.description")
     if "parameters" not in function:
         return ToolSpec(name=name, description=description)
     parameters = mapping(function["parameters"], f"{where}.function.parameters")

@@ -86,7 +86,7 @@ def test_a_class_of_the_users_own_gets_its_settings(
     with pytest.raises(SetupError, match=r"tools\[0\]: limit must be at most 9"):
         load_catalogue(catalogue)
     catalogue.write_text("tools:\n  - class_name: my_tools.NoTool\n")
-    with pytest.raises(SetupError, match="NoTool is no tool"):
+    with pytest.raises(SetupError, match="NoTool is not a tool"):
         load_catalogue(catalogue)
 
 
@@ -106,7 +106,7 @@ def test_every_alias_of_verl_leads_to_a_tool(catalogue: Path) -> None:
         ("tools: [", "is not YAML"),
         ("tools: [{config: {}}]", r"tools\[0\]: class_name missing"),
         ("tools: [{clas_name: a}]", r"tools\[0\]: unknown key 'clas_name', did you mean"),
-        ("tools: [{class_name: 3}]", "class_name must be a non-empty text, not 3"),
+        ("tools: [{class_name: 3}]", "class_name must be a non-empty string, got 3"),
         ("tools: [{class_name: Calculator}]", "not of the form package.module.Class"),
         ("tools: [{class_name: no_such.Tool}]", "cannot import no_such"),
         (
@@ -121,20 +121,20 @@ def test_every_alias_of_verl_leads_to_a_tool(catalogue: Path) -> None:
         ("tools: [{class_name: a.B, mcp: {}}]", "mcp is for tools with config.type mcp"),
         (MCP + "    mcp: {}\n", "mcp_servers_config_path missing"),
         (MCP + "    mcp: {mcp_servers_config_path: absent.json}\n", "absent.json: No such file"),
-        (MCP.replace("type", "rate_limit: 0, type") + SERVERS, "above 0, not 0"),
-        (MCP.replace("type", "timeout: soon, type") + SERVERS, "seconds above 0, not 'soon'"),
+        (MCP.replace("type", "rate_limit: 0, type") + SERVERS, "above 0, got 0"),
+        (MCP.replace("type", "timeout: soon, type") + SERVERS, "seconds above 0, got 'soon'"),
         ("tools: [{function: absent.py:f}]", "the tool file absent.py does not exist"),
-        ("tools: [{function: math:pi}]", "math:pi is no function"),
+        ("tools: [{function: math:pi}]", "math:pi is not a function"),
         ("tools: [{function: 'math:sqrt', config: {}}]", "unknown key 'config'"),
         (
             "tools: [{class_name: a.B, config: {type: remote}}]",
-            "must be native or mcp, not 'remote'",
+            "must be native or mcp, got 'remote'",
         ),
         ("tools: [{class_name: a.B, config: 3}]", "config must be a mapping"),
         (CALCULATOR + "    config: {rate_limit: 3}", "has no settings; remove 'rate_limit'"),
         (CALCULATOR + SCHEMA.replace("type: function", "type: tool"), "must be function"),
         (CALCULATOR + SCHEMA.replace("name: calc", "nam: calc"), "did you mean 'name'"),
-        (CALCULATOR + SCHEMA.replace("name: calc", "name: ''"), "non-empty text"),
+        (CALCULATOR + SCHEMA.replace("name: calc", "name: ''"), "non-empty string"),
         (CALCULATOR + SCHEMA + "        strict: true\n", "strict must be false"),
         (CALCULATOR + CALCULATOR.removeprefix("tools:\n"), "already is a tool 'calculator'"),
     ],

@@ -90,7 +90,7 @@ class CodeInterpreterSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Check a catalogue's `config`.
+        """Checks a catalogue's `config`.
 
         Raises:
             SetupError: A key is unknown, or a value has the wrong type or range.
@@ -126,7 +126,7 @@ def _checked(key: str, value: object, kind: type) -> object:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise SetupError(f"{key} must be of type {kind.__name__}, not {value!r}")
+        raise SetupError(f"{key} must be of type {kind.__name__}, got {value!r}")
     if isinstance(value, int | float) and kind is not bool and not 0 < value < float("inf"):
         raise SetupError(f"{key} is {value!r}; it must be above 0")
     return value
@@ -153,7 +153,7 @@ class CodeInterpreterTool:
         make_sandbox(self._settings)  # what is missing is said now and not at the first call
 
     async def open(self, task: AgentTask) -> CodeInterpreterSession:
-        """Enter the sandbox, unless another session has.
+        """Enters the sandbox, unless another session has.
 
         Raises:
             SetupError: The sandbox cannot isolate programs here.
@@ -178,7 +178,7 @@ class CodeInterpreterTool:
             await shared.leave()
 
     async def run(self, shared: _Shared, arguments: Mapping[str, object]) -> ToolResult:
-        """Run one call in the sandbox of its session.
+        """Runs one call in the sandbox of its session.
 
         Raises:
             ToolFailure: The arguments are wrong.
@@ -204,11 +204,11 @@ class CodeInterpreterTool:
         return ToolResult(content=self.text(execution, program), metrics=metrics)
 
     def source(self, code: str) -> str:
-        """The program in what the model gave as `code`; here, all of it."""
+        """Returns the program in what the model gave as `code`; here, all of it."""
         return code
 
     def text(self, execution: Execution, program: Program) -> str:
-        """What the model is shown: stdout, then stderr, as verl; and a word on a time-out."""
+        """Returns what the model reads: stdout, then stderr (as verl), a note on a timeout."""
         output = execution.stdout + execution.stderr
         if execution.status is RunStatus.FINISHED:
             return output
@@ -270,7 +270,7 @@ class RetoolCodeInterpreterTool(CodeInterpreterTool):
     """
 
     def source(self, code: str) -> str:
-        """The first ```` ```python ```` block, or all of it, with its last expression printed."""
+        """Returns the ```` ```python ```` block, or all of it, with its last expression printed."""
         return print_last_expression(first_python_block(code))
 
 
@@ -282,7 +282,7 @@ class CodeInterpreterSession:
         self._shared = shared
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
-        """Run `arguments["code"]`.
+        """Runs `arguments["code"]`.
 
         Raises:
             ToolFailure: The arguments are wrong.
@@ -303,7 +303,7 @@ class _Shared:
         self.places = asyncio.Semaphore(settings.num_workers)
         self.limit: HostSemaphore | None = None
         if settings.enable_global_rate_limit:
-            # By name and address: two tools with limits of their own do not share one.
+            # By name and address: two tools with separate limits do not share one.
             name = f"{tool}\n{settings.backend}\n{settings.sandbox_fusion_url}"
             self.limit = HostSemaphore(name, settings.rate_limit)
         self.sandbox = make_sandbox(settings)
@@ -311,7 +311,7 @@ class _Shared:
         self._stack: AsyncExitStack | None = None
 
     async def enter(self) -> None:
-        """Enter the sandbox; the others wait for the first and have no more to do."""
+        """Enters the sandbox; the others wait for the first and have no more to do."""
         async with self._entering:
             if self._stack is None:
                 async with AsyncExitStack() as stack:
@@ -321,13 +321,13 @@ class _Shared:
                     self._stack = stack.pop_all()
 
     async def leave(self) -> None:
-        """Leave it, if it was entered."""
+        """Leaves it, if it was entered."""
         if self._stack is not None:
             await self._stack.aclose()
 
 
 def make_sandbox(settings: CodeInterpreterSettings) -> Sandbox:
-    """The sandbox that settings name, not entered.
+    """Returns the sandbox that settings name, not entered.
 
     Raises:
         SetupError: What it needs is not installed.
@@ -367,13 +367,13 @@ def _text(arguments: Mapping[str, object], name: str) -> str:
 
 
 def first_python_block(text: str) -> str:
-    """The inside of the first ```` ```python ```` block, stripped; the text if it has none."""
+    """Returns the content of the first ```` ```python ```` block, stripped, else the text."""
     found = _FENCE.search(text)
     return found.group(1).strip() if found else text
 
 
 def print_last_expression(code: str) -> str:
-    """The code, with its last statement's value printed if it is an expression.
+    """Returns the code, with its last statement's value printed if it is an expression.
 
     Code that cannot be parsed is returned as it is; nothing is raised.
     """

@@ -310,10 +310,10 @@ async def test_two_tools_with_limits_of_their_own_do_not_share_one(
         ({"backend": "docker"}, "backend is 'docker'; it must be one of sandbox_fusion, local"),
         ({"backend": "local", **CONFIG}, "has no meaning with the backend local"),
         ({**CONFIG, "num_workers": 0}, "num_workers is 0; it must be above 0"),
-        ({**CONFIG, "num_workers": "3"}, "num_workers must be of type int, not '3'"),
+        ({**CONFIG, "num_workers": "3"}, "num_workers must be of type int, got '3'"),
         ({**CONFIG, "rate_limit": 1.5}, "rate_limit must be of type int"),
         ({**CONFIG, "default_timeout": -1}, "default_timeout is -1.0; it must be above 0"),
-        ({**CONFIG, "enable_global_rate_limit": 1}, "must be of type bool, not 1"),
+        ({**CONFIG, "enable_global_rate_limit": 1}, "must be of type bool, got 1"),
     ],
 )
 async def test_wrong_settings_are_named(config: Mapping[str, object], why: str) -> None:

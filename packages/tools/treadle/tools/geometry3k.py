@@ -53,7 +53,7 @@ class Geometry3kTool(AnswerCheck):
 
 
 def _comparison() -> Callable[[tuple[str, str]], bool]:
-    """The function of the process, which imports what it needs there."""
+    """Returns the function of the process, which imports what it needs there."""
     from treadle.tools.rewards.geometry3k import prepare, same
 
     prepare()

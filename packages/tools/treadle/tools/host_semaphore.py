@@ -1,12 +1,12 @@
-"""A limit on things under way, shared by every process of a host.
+"""A semaphore that all processes of a host share.
 
-Invariant: at most `slots` are held under one name, over all processes of this user, whatever ends
-them: a slot is a lock on a byte of a file, which the kernel gives back with the process. Within a
-process it is first come first served.
+Invariant: at most `slots` are held under one name, over all processes of this user, however they
+end: a slot is a lock on a byte of a file, which the kernel releases with the process. Within a
+process, waiters are served in order of arrival.
 
-Who waits: whoever enters `slot`. Who wakes: the process that leaves writes to the file, one that
-dies closes it, and both are seen through inotify. The kernel tells of a close a moment before it
-frees the locks, so the one of each process who waits first looks again by itself, rarely.
+Who waits: the caller that enters `slot`. Who wakes it: a process that releases a slot writes to the
+file, one that dies closes it, and inotify reports both. The kernel reports a close shortly before
+it frees the locks, so the first waiter of each process also checks at long intervals.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class HostSemaphore:
     """Use it as an async context, and `slot` inside.
 
     Args:
-        name: What is limited; the same in every process that shares the limit.
-        slots: How many may be held. The smallest number among the processes is what counts.
+        name: Name of the limit; the same in every process that shares it.
+        slots: Maximum number of slots held. The smallest number among the processes applies.
         directory: Where the files are; by default one of this user's in the temporary directory.
     """
 

@@ -1,8 +1,8 @@
-"""References to a user's own code: "path/to/file.py:name" or "package.module:name".
+"""Loads a user's own code by its import path: "path/to/file.py:name" or "package.module:name".
 
-Invariant: what a reference names is loaded at start; a reference that cannot be resolved is a
-`SetupError` that says what is there instead. A file is run once in a process, as a module is,
-however many references name it. Nobody waits.
+Invariant: the code is loaded at start; an import path that cannot be resolved raises a `SetupError`
+that says what exists instead. A file is executed once per process, like a module, however many
+import paths name it. Nothing waits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from treadle.agent_loop import SetupError
 
 
 def load_import_path(reference: str, what: str) -> object:
-    """What `reference` names.
+    """Returns what `reference` names.
 
     Args:
         reference: "path/to/file.py:name" or "package.module:name".
         what: Names it in errors, as "reward".
 
     Raises:
-        SetupError: The reference is malformed, the file or module cannot be loaded, or it has no
+        SetupError: The import path is malformed, the file or module cannot be loaded, or it has no
             such name.
     """
     where, _, name = reference.rpartition(":")
@@ -47,7 +47,7 @@ def load_import_path(reference: str, what: str) -> object:
 
 
 def cannot_load(where: str, what: str, error: Exception) -> SetupError:
-    """The error of code that raised while it was loaded."""
+    """Returns the error of code that raised while it was loaded."""
     return SetupError(f"cannot load the {what} from {where}: {type(error).__name__}: {error}")
 
 

@@ -1,11 +1,11 @@
-"""A function with a time limit: called in a process of its own, which is killed when it is slow.
+"""A function with a time limit: it runs in a separate process, which is killed when it is slow.
 
-Only a process can be stopped in the middle of a computation, and what tools and rewards compute on
-is what a model wrote: simplifying its formula, or running into a loop on it, can take for ever.
+Only a process can be stopped in the middle of a computation, and tools and rewards compute on what
+a model wrote: simplifying its formula may never end.
 
-Invariant: a call gets exactly one answer: the function's result, its error, or `TimeoutError`. A
-process that was killed or died is replaced at the next call. The limit counts from the moment that
-a process takes the call. A caller that is cancelled frees its process at once.
+Invariant: a call has exactly one outcome: the function's result, its error, or `TimeoutError`. A
+process that was killed or died is replaced at the next call. The limit starts when a process takes
+the call. A caller that is cancelled frees its process at once.
 
 The caller awaits a thread of this object's own pool, one per process; the thread waits for its
 process, at most the limit. A process ends with this one, whatever ends it.
@@ -34,7 +34,7 @@ _START_S = 120.0
 
 
 class TimeLimitedError(Exception):
-    """The function raised or could not be made, or its process died; the text says which."""
+    """The function raised or could not be made, or its process died; the message says which."""
 
 
 class TimeLimited(Generic[A, R]):
@@ -43,9 +43,9 @@ class TimeLimited(Generic[A, R]):
     Args:
         make: Makes the function, in the process; picklable. The function may be async; argument
             and result are picklable.
-        name: Of the processes' threads.
-        timeout_s: Seconds that one call may take.
-        processes: How many calls run at the same time.
+        name: Prefix of the thread names.
+        timeout_s: Maximum seconds per call.
+        processes: Maximum number of calls at the same time.
 
     Raises:
         ValueError: `timeout_s` is not above 0.
@@ -60,7 +60,7 @@ class TimeLimited(Generic[A, R]):
         processes: int,
     ) -> None:
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}; it must be above 0")
+            raise ValueError(f"timeout_s must be above 0, got {timeout_s}")
         self._make = make
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix=name)
@@ -103,7 +103,7 @@ class TimeLimited(Generic[A, R]):
 
 
 class _Caller:
-    """One caller, who may leave: then the process that it waits for is of no more use."""
+    """One caller, which may be cancelled: then the process that it waits for is killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class _Process:
         return self._receive(timeout_s)
 
     def interrupt(self) -> None:
-        """Ends the process under whoever waits for it."""
+        """Kills the process while a caller waits for it."""
         self._process.kill()
 
     def kill(self) -> int | None:
@@ -194,7 +194,7 @@ class _Process:
 
 def _serve(connection: Connection, make: Callable[[], Callable[[object], object]]) -> None:
     """The process: answers what comes until the other end is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other end decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the other end decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function = make()
@@ -221,7 +221,7 @@ def _answer(function: Callable[[object], object], packed: bytes) -> bytes:
 
 
 def _end_with_parent() -> None:
-    """One that computes for ever does not see that the other end is gone."""
+    """Ends the process with its parent, even during a computation that never ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is a child process"
     wait([parent.sentinel])

@@ -1,7 +1,7 @@
-"""Documents of settings: YAML files whose every key is used or refused, with its place.
+"""Reads YAML files of settings, in which every key is either used or an error.
 
-Invariant: what does not fit is a `SetupError` that names the file, the place in it, the value and
-what is known instead. Read once, at start; nobody waits.
+Invariant: an invalid file raises a `SetupError` that names the file, the place in it, the value and
+the known values. Read once, at start; nothing waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from treadle.tools.arguments import did_you_mean
 
 
 def read_yaml(path: Path, what: str) -> object:
-    """Read a YAML file.
+    """Reads a YAML file.
 
     Args:
         path: The file.
@@ -36,7 +36,7 @@ def read_yaml(path: Path, what: str) -> object:
 
 
 def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> type:
-    """The class that a dotted path names.
+    """Returns the class that a dotted path names.
 
     Args:
         name: `package.module.Class`, or verl's name of a class that exists here.
@@ -71,10 +71,10 @@ def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> 
 def section(
     value: object, where: str, *, required: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> Mapping[str, object]:
-    """The mapping `value`, which has all of the `required` keys and none that is not listed.
+    """Returns the mapping `value`, checked for all `required` keys and for no unlisted ones.
 
     Raises:
-        SetupError: It is no mapping, or its keys are others.
+        SetupError: It is not a mapping, or has other keys.
     """
     fields = mapping(value, where)
     for key in fields:
@@ -90,24 +90,24 @@ def section(
 
 
 def mapping(value: object, where: str) -> Mapping[str, object]:
-    """The mapping `value`.
+    """Returns the mapping `value`.
 
     Raises:
-        SetupError: It is no mapping with text keys.
+        SetupError: It is not a mapping with string keys.
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise SetupError(f"{where} must be a mapping with text keys, not {value!r}")
+        raise SetupError(f"{where} must be a mapping with string keys, got {value!r}")
     return value
 
 
-def text(value: object, where: str) -> str:
-    """The text `value`.
+def string(value: object, where: str) -> str:
+    """Returns the string `value`.
 
     Raises:
-        SetupError: It is no text, or empty.
+        SetupError: It is not a string, or is empty.
     """
     if not isinstance(value, str) or not value:
-        raise SetupError(f"{where} must be a non-empty text, not {value!r}")
+        raise SetupError(f"{where} must be a non-empty string, got {value!r}")
     return value
 
 

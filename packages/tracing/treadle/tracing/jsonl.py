@@ -1,4 +1,4 @@
-"""A sink that writes spans to a file, one JSON object a line, from a thread of its own.
+"""A sink that writes spans to a file, one JSON object per line, from its own thread.
 
 Invariant: every span given to `record` is either written or counted as dropped; the counts are
 exact once `close` has returned. `record` never waits: the queue holds `capacity` spans, and when it
@@ -50,7 +50,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, capacity: int = 10_000) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, not {capacity}")
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._queue: queue.Queue[FinishedSpan | None] = queue.Queue(maxsize=capacity)
@@ -97,7 +97,7 @@ class JsonlSink:
             )
 
     def close(self) -> SinkReport:
-        """Write what is queued, close the file and return the final counts. Idempotent."""
+        """Writes what is queued, closes the file and returns the final counts. Idempotent."""
         with self._lock:
             first = not self._closed
             self._closed = True
@@ -161,13 +161,13 @@ class JsonlSink:
             return False
 
     def _write_line(self, file: BinaryIO, line: str) -> bool:
-        # Half of a surrogate pair is no text; its escape is JSON all the same.
+        # Half of a surrogate pair is not valid text, but its escape is valid JSON.
         data = line.encode(errors="backslashreplace") + b"\n"
         return file.write(data) == len(data)
 
 
 def to_json(span: FinishedSpan) -> str:
-    """One line of the file, without its newline."""
+    """Returns one line of the file, without its newline."""
     return json.dumps(
         {
             "name": span.name,

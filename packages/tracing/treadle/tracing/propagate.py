@@ -22,7 +22,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 
 def inject() -> tuple[tuple[str, str], ...]:
-    """The metadata that names the current span as parent; empty outside of a recorded span."""
+    """Returns the metadata that names the current span as parent; empty outside of a span."""
     span = current_span()
     if span is None:
         return ()
@@ -30,7 +30,7 @@ def inject() -> tuple[tuple[str, str], ...]:
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
-    """The caller's span named in `metadata`.
+    """Returns the caller's span named in `metadata`.
 
     Args:
         metadata: Key and value pairs as gRPC gives them; keys in any case.

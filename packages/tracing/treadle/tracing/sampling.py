@@ -28,7 +28,7 @@ class TraceSampler:
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate <= 1.0:
             raise ValueError(
-                f"the rate of traced trajectories must be within 0 and 1, not {self.rate}"
+                f"the rate of traced trajectories must be between 0 and 1, got {self.rate}"
             )
 
     def wants(self, step: int, sample_index: int) -> bool:

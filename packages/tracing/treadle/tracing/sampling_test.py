@@ -44,5 +44,5 @@ def test_it_draws_no_random_numbers() -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_a_rate_outside_its_range_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match="within 0 and 1"):
+    with pytest.raises(ValueError, match="between 0 and 1"):
         TraceSampler(rate=rate)

@@ -25,7 +25,7 @@ class TraceSink(Protocol):
         ...
 
     def record(self, span: FinishedSpan) -> None:
-        """Keep or queue `span`. Must neither block nor raise."""
+        """Keeps or queues `span`. Must neither block nor raise."""
         ...
 
 
@@ -61,14 +61,14 @@ class MemorySink:
         return tuple(self._spans)
 
     def record(self, span: FinishedSpan) -> None:
-        """Keep `span`."""
+        """Keeps `span`."""
         self._spans.append(span)
 
 
 class Fanout:
     """Gives each span to several sinks; one that fails does not keep it from the others.
 
-    Does not own its sinks: whoever made a sink that needs closing closes it.
+    Does not own its sinks: the code that made a sink closes it.
     """
 
     def __init__(self, *sinks: TraceSink) -> None:
@@ -80,7 +80,7 @@ class Fanout:
         return any(sink.recording for sink in self._sinks)
 
     def record(self, span: FinishedSpan) -> None:
-        """Give `span` to every sink that records."""
+        """Gives `span` to every sink that records."""
         for sink in self._sinks:
             if sink.recording:
                 record_safely(sink, span)

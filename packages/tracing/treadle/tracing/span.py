@@ -34,7 +34,7 @@ class SpanHandle(Protocol):
     """An open span. Entered with `with` or `async with`, once."""
 
     def set(self, **attributes: object) -> None:
-        """Add or replace attributes: plain data is copied, other objects become their text."""
+        """Adds or replaces attributes: plain data is copied, other objects become their text."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -69,7 +69,7 @@ os.register_at_fork(after_in_child=_ids.seed)
 
 
 def span(name: str, /, **attributes: object) -> SpanHandle:
-    """Open a span below the current one, for use with `with` or `async with`.
+    """Opens a span below the current one, for use with `with` or `async with`.
 
     Args:
         name: What is being done, from a small fixed set ("turn", "tool"); what varies belongs in
@@ -87,7 +87,7 @@ def span(name: str, /, **attributes: object) -> SpanHandle:
 
 @contextmanager
 def use_sink(sink: TraceSink) -> Iterator[None]:
-    """Send the spans of this block, and of the tasks started in it, to `sink`."""
+    """Sends the spans of this block, and of the tasks started in it, to `sink`."""
     token = _sink.set(sink)
     try:
         yield
@@ -106,12 +106,12 @@ def use_parent(parent: SpanContext | None) -> Iterator[None]:
 
 
 def current_sink() -> TraceSink:
-    """The sink installed by the innermost `use_sink`, else a `NullSink`."""
+    """Returns the sink installed by the innermost `use_sink`, else a `NullSink`."""
     return _sink.get()
 
 
 def current_span() -> SpanContext | None:
-    """The identity of the innermost recorded span, or None outside of any."""
+    """Returns the identity of the innermost recorded span, or None outside of any."""
     return _parent.get()
 
 
@@ -228,12 +228,12 @@ class _LiveSpan:
 
 
 def new_id(bits: int) -> str:
-    """A random non-zero identifier of `bits` bits as lower-case hexadecimal digits."""
+    """Returns a random non-zero identifier of `bits` bits as lower-case hexadecimal digits."""
     return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"
 
 
 def freeze(value: object) -> object:
-    """Copy `value` so that later changes of it do not reach a span: plain data only."""
+    """Copies `value` so that later changes of it do not reach a span: plain data only."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, list | tuple):

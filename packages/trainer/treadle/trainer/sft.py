@@ -1,13 +1,13 @@
-"""Supervised fine-tuning: demonstrations, trained on with the policy's own train step.
+"""Supervised fine-tuning: trains on demonstrations with the policy's train step.
 
-A `Demonstration` is a finished conversation. It becomes the same token ledger that a rollout would
-have written had the model said exactly that: an assistant's turn is sampled (loss mask True, its
-end-of-turn id included), everything else is prompt or observed (loss mask False). So there is one
-definition of "what the model said" for imitation and for reinforcement, and a model warm-started
-here meets no token in its first rollout that it has not been trained to expect.
+A `Demonstration` is a finished conversation. It becomes the token ledger of a rollout in which the
+model said exactly that: an assistant's turn is sampled (loss mask True, including its end-of-turn
+token), everything else is prompt or observed (loss mask False). Imitation and reinforcement thus
+share one definition of what the model said, and a model warm-started here sees the same tokens in
+its first rollout.
 
-Everything is a pure function of its arguments except `fine_tune`, which steps the policy; like
-`PolicyBackend.train_step` it is collective. Nothing waits.
+All functions are pure except `fine_tune`, which steps the policy; like `PolicyBackend.train_step`
+it is collective. Nothing waits.
 
 Example:
     >>> sequence = train_sequence(transcribe(renderer, demonstration))  # doctest: +SKIP
@@ -43,11 +43,11 @@ class Demonstration:
 
     Attributes:
         messages: Ends with an assistant's turn; every assistant's turn is imitated.
-        tools: What the model is told about.
+        tools: The tools in the prompt.
 
     Raises:
-        ValueError: The conversation is empty, or does not end with an assistant's turn, or opens
-            with one, or two assistant's turns follow each other.
+        ValueError: The conversation is empty, does not end with an assistant's turn, starts with
+            one, or has two in a row.
     """
 
     messages: tuple[Message, ...]
@@ -57,33 +57,30 @@ class Demonstration:
         """Checks the order of the roles."""
         roles = [message.role for message in self.messages]
         if not roles or roles[-1] != "assistant":
-            raise ValueError(
-                f"a demonstration ends with an assistant's turn; its roles are {roles}"
-            )
+            raise ValueError(f"a demonstration ends with an assistant's turn; got roles {roles}")
         previous = "assistant"
         for role in roles:
             if role == previous == "assistant":
-                raise ValueError(
-                    f"an assistant's turn answers another role's message; the roles are {roles}"
-                )
+                raise ValueError(f"an assistant's turn answers another role's message; got {roles}")
             previous = role
 
 
 def transcribe(renderer: ChatRenderer, demonstration: Demonstration) -> Tokens:
     """Writes the ledger of a rollout in which the model said what the demonstration says.
 
-    A turn ends with its first stop id, as it would have ended the completion.
+    A turn ends with its first stop token, which would have ended the completion.
 
     Args:
-        renderer: Of the model to be trained.
+        renderer: Renderer of the model to train.
         demonstration: The conversation.
 
     Returns:
-        The ledger; its log-probabilities are 0.0, its weight version 0: nobody sampled it.
+        The ledger; its log-probabilities are 0.0 and its weight version is 0, as nothing was
+        sampled.
 
     Raises:
-        ValueError: The renderer's template does not write the conversation as a sequence of
-            turns, each a prefix of the next, so there is no saying which ids are the model's.
+        ValueError: The renderer's template does not render each turn as a prefix of the next, so
+            the model's token ids cannot be told apart.
     """
     messages, tools = demonstration.messages, demonstration.tools
     whole = renderer.render(messages, tools=tools).ids
@@ -113,12 +110,13 @@ def _up_to_stop(ids: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
         if token in stops:
             return tuple(ids[: index + 1])
     raise ValueError(
-        f"the chat template ends an assistant's turn with none of the renderer's stop ids {stops}"
+        "the chat template ends an assistant's turn with none of the renderer's stop token ids "
+        f"{stops}"
     )
 
 
 def train_sequence(tokens: Tokens) -> TrainSequence:
-    """The ledger as training input: advantage 1 on what the model said, 0 elsewhere."""
+    """Returns the ledger as training input: advantage 1 on what the model said, 0 elsewhere."""
     return TrainSequence(
         ids=tokens.ids,
         loss_mask=tokens.loss_mask,
@@ -130,14 +128,14 @@ def train_sequence(tokens: Tokens) -> TrainSequence:
 def fine_tune(
     policy: PolicyBackend, batches: Iterable[Sequence[TrainSequence]]
 ) -> Iterator[StepStats]:
-    """One optimizer step per batch on the mean loss over all of its sampled tokens.
+    """Takes one optimizer step per batch, on the mean loss over all of its sampled tokens.
 
     Args:
-        policy: Stepped in place; its optimizer and schedule are its own configuration's.
-        batches: Taken one at a time, as the steps are taken; may be a generator.
+        policy: Stepped in place, with the optimizer and schedule of its configuration.
+        batches: Consumed one per step; may be a generator.
 
     Yields:
-        The statistics of each step, after it.
+        The statistics of each step.
     """
     loss = NegativeLogLikelihood()
     for batch in batches:

@@ -131,7 +131,7 @@ def test_a_template_that_rewrites_history_is_refused() -> None:
 def test_a_template_without_the_stop_id_is_refused() -> None:
     renderer = HfRenderer.from_directory(_DEMO / "model")
     renderer.stop_token_ids = (0,)
-    with pytest.raises(ValueError, match=r"none of the renderer's stop ids \(0,\)"):
+    with pytest.raises(ValueError, match=r"none of the renderer's stop token ids \(0,\)"):
         transcribe(renderer, Demonstration(messages=(_USER, _ASSISTANT)))
 
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Final, cast
 
 from treadle.agent_loop import Interaction, SetupError
-from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, text
+from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, string
 
 VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -35,7 +35,7 @@ VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def load_interactions(path: Path) -> Mapping[str, Interaction]:
-    """Read the interactions of a catalogue.
+    """Reads the interactions of a catalogue.
 
     Args:
         path: The YAML file.
@@ -52,13 +52,13 @@ def load_interactions(path: Path) -> Mapping[str, Interaction]:
     entries = section(document, str(path), required=("interaction",))["interaction"]
     if not isinstance(entries, list) or not entries:
         raise SetupError(
-            f"{path}: interaction must be a list with at least one interaction, not {entries!r}"
+            f"{path}: interaction must be a list with at least one interaction, got {entries!r}"
         )
     interactions: dict[str, Interaction] = {}
     for index, entry in enumerate(entries):
         where = f"{path}: interaction[{index}]"
         fields = section(entry, where, required=("name", "class_name"), optional=("config",))
-        name = text(fields["name"], f"{where}.name")
+        name = string(fields["name"], f"{where}.name")
         if name in interactions:
             raise SetupError(f"{where}: there already is an interaction {name!r}")
         interactions[name] = _interaction(fields, where)
@@ -66,12 +66,12 @@ def load_interactions(path: Path) -> Mapping[str, Interaction]:
 
 
 def _interaction(fields: Mapping[str, object], where: str) -> Interaction:
-    class_name = text(fields["class_name"], f"{where}.class_name")
+    class_name = string(fields["class_name"], f"{where}.class_name")
     factory = load_class(class_name, where, verl=VERL_CLASSES, kind="interaction")
     try:
         made = factory(config=mapping(fields.get("config", {}), f"{where}.config"))
     except (SetupError, TypeError, ValueError) as error:
         raise SetupError(f"{where}: {error}") from error
     if not callable(getattr(made, "open", None)):
-        raise SetupError(f"{where}: {factory.__qualname__} is no interaction: it needs `open`")
+        raise SetupError(f"{where}: {factory.__qualname__} is not an interaction: it needs `open`")
     return cast(Interaction, made)

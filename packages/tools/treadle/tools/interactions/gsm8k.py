@@ -41,7 +41,7 @@ class Gsm8kInteraction:
         self._mode: gsm8k.Mode = known[mode]
 
     async def open(self, task: AgentTask) -> Gsm8kTeacher:
-        """Begin with the ground truth in the row's `extra_info.interaction_kwargs`.
+        """Begins with the ground truth in the row's `extra_info.interaction_kwargs`.
 
         Raises:
             SetupError: `extra_info.interaction_kwargs.ground_truth` is missing.
@@ -74,7 +74,7 @@ class Gsm8kTeacher:
         self._mode = mode
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
-        """Score the assistant's last text, and say whether it is right."""
+        """Scores the assistant's last text, and says whether it is right."""
         said = next(m.content for m in reversed(messages) if m.role == "assistant")
         score = gsm8k.score(said, self._ground_truth, mode=self._mode)
         right = score > 0

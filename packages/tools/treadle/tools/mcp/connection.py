@@ -35,7 +35,7 @@ class Connections:
         self._open: dict[int, Connection] = {}
 
     async def join(self, task: AgentTask) -> Connection:
-        """The trajectory's connection, open; each `join` is ended by one `leave`.
+        """Returns the trajectory's connection, open; each `join` is ended by one `leave`.
 
         Raises:
             ConnectionError: The server cannot be reached.

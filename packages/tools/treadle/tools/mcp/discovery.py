@@ -31,7 +31,7 @@ def discover(
     rate_limit: int = 120,
     timeout_s: float | None = None,
 ) -> list[McpTool]:
-    """Asks the servers for their tools, in an event loop of its own.
+    """Asks the servers for their tools, in a separate event loop.
 
     Args:
         servers: By name.
@@ -67,7 +67,7 @@ def discover(
 
 
 def _in_a_thread(servers: Mapping[str, ServerConfig]) -> list[tuple[str, ToolSpec]]:
-    """A catalogue is read outside of event loops and inside; a thread of its own knows none."""
+    """Runs in a separate thread without an event loop, as the caller may be inside one."""
     found: list[tuple[str, ToolSpec]] = []
     failures: list[SetupError] = []
 

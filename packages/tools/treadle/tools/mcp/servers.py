@@ -124,7 +124,7 @@ def read_servers(path: Path) -> Mapping[str, ServerConfig]:
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The first cause below the SDK's exception groups."""
+    """Returns the first cause below the SDK's exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -100,7 +100,7 @@ class McpSession:
 
 
 def _read(result: CallToolResult) -> tuple[str, tuple[Image, ...]]:
-    """The text and the images of an answer."""
+    """Returns the text and the images of an answer."""
     texts: list[str] = []
     images: list[Image] = []
     for block in result.content:

@@ -8,7 +8,7 @@ _OPEN: Final = r"\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds; None if there is none or its brace is not closed."""
+    r"""Returns the content of the last `\boxed{...}`; None if there is none or it is not closed."""
     start = text.rfind(_OPEN)
     if start < 0:
         return None

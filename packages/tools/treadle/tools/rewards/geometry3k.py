@@ -26,20 +26,20 @@ def prepare() -> None:
 
 
 def same(answer: str, ground_truth: str) -> bool:
-    """Whether two answers are the same mathematics."""
+    """Returns whether two answers are the same mathematics."""
     if answer.strip() == ground_truth.strip():
         return True
     return bool(math_verify.verify(_read(ground_truth), _read(answer), timeout_seconds=None))
 
 
 def is_right(text: str, ground_truth: str) -> bool:
-    r"""Whether the last `\boxed{}` of `text` is the ground truth."""
+    r"""Returns whether the last `\boxed{}` of `text` is the ground truth."""
     answer = last_boxed(text)
     return answer is not None and same(answer, ground_truth)
 
 
 def has_form(text: str) -> bool:
-    """Whether reasoning and answer are where they were asked to be."""
+    """Returns whether reasoning and answer are where they were asked to be."""
     place = 0
     for mark in _FORM:
         found = text.find(mark, place)
@@ -50,7 +50,7 @@ def has_form(text: str) -> bool:
 
 
 def weigh(*, right: bool, formed: bool) -> float:
-    """The reward, in [0, 1]."""
+    """Returns the reward, in [0, 1]."""
     return _ACCURACY_WEIGHT * right + (1 - _ACCURACY_WEIGHT) * formed
 
 

@@ -34,7 +34,7 @@ _DECORATION: Final = re.compile(r"[\s,$]")
 
 
 def extract(text: str, *, mode: Mode) -> str | None:
-    """The answer that `text` gives, as text, or None if it gives none."""
+    """Returns the answer that `text` gives, as text, or None if it gives none."""
     match mode:
         case "strict":
             answers: list[str] = _STRICT.findall(text[-_TAIL:])

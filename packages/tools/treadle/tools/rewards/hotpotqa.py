@@ -26,7 +26,7 @@ _MANY_TAGS = 10
 
 
 def extract(text: str) -> str | None:
-    """The last answer in <answer> tags; None if there is none."""
+    """Returns the last answer in <answer> tags; None if there is none."""
     answer, place = None, 0
     # Not by a pattern, which looks for the end again from each of a thousand tags left open.
     while (start := text.find(_OPEN, place)) >= 0:
@@ -39,7 +39,7 @@ def extract(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """An answer in lower case, without punctuation, articles and double spaces."""
+    """Returns an answer in lower case, without punctuation, articles and double spaces."""
     plain = answer.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
@@ -54,7 +54,7 @@ def f1(answer: str, truth: str) -> float:
 
 
 def score(text: str, ground_truths: Sequence[str], *, mode: Mode = "em") -> float:
-    """The reward of `text` against the accepted answers, in [0, 1]."""
+    """Returns the reward of `text` against the accepted answers, in [0, 1]."""
     answer = extract(text)
     if answer is None:
         return 0.0

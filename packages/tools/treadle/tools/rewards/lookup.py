@@ -30,7 +30,7 @@ def resolve(
     timeout_s: float | None = None,
     timeout_score: float = 0.0,
 ) -> RewardFn:
-    """The reward that a configuration names.
+    """Returns the reward that a configuration names.
 
     Args:
         name: None for each row by its data source; "file.py:function" or "module:function" for
@@ -61,7 +61,7 @@ def resolve(
 
 
 def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> None:
-    """Refuse rows that `resolve(None)` could not score; call it before the first step.
+    """Refuses rows that `resolve(None)` could not score; call it before the first step.
 
     Raises:
         SetupError: Names every unknown source and those that are known, or the reward that does
@@ -83,7 +83,7 @@ def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> N
 
 
 def _maker(name: str, mode: str | None) -> Callable[[], RewardFn]:
-    """What makes the reward, here or in another process."""
+    """Returns what makes the reward, here or in another process."""
     if name in NAMED:
         return partial(_named, name, mode)
     if mode is not None:

@@ -103,14 +103,14 @@ def test_the_data_sources_that_are_told_are_known() -> None:
     [
         ({}, "data_source None"),
         ({"data_source": "mine"}, "data_source 'mine'"),
-        ({"data_source": "openai/gsm8k"}, "ground_truth must be a string, not None"),
+        ({"data_source": "openai/gsm8k"}, "ground_truth must be a string, got None"),
         (
             {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": 42}},
-            "ground_truth must be a string, not 42",
+            "ground_truth must be a string, got 42",
         ),
         (
             {"data_source": "hotpotqa/hotpot_qa", "reward_model": {"ground_truth": []}},
-            r"ground_truth must be a string, a list of strings or .*, not \[\]",
+            r"ground_truth must be a string, a list of strings or .*, got \[\]",
         ),
     ],
 )

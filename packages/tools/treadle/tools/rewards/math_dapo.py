@@ -51,7 +51,7 @@ _UNWRAPPED: Final = (
 
 
 def normalise(answer: str) -> str:
-    """An answer without units, words, spaces and TeX's shorthands."""
+    """Returns an answer without units, words, spaces and TeX's shorthands."""
     answer = answer.split("=")[-1]
     for before, after in _SUBSTITUTED:
         answer = answer.replace(before, after)
@@ -66,7 +66,7 @@ def normalise(answer: str) -> str:
 
 
 def is_right(text: str, ground_truth: str, *, mode: Mode = "minerva") -> bool:
-    """Whether `text` answers `ground_truth`."""
+    """Returns whether `text` answers `ground_truth`."""
     tail = text[-_TAIL:]
     if mode == "boxed":
         return last_boxed(tail[-_BOXED_TAIL:]) == ground_truth

@@ -122,7 +122,7 @@ _SOURCE_PREFIXES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def name_for_source(source: str) -> str | None:
-    """The reward of a row's `data_source`; None if there is none."""
+    """Returns the reward of a row's `data_source`; None if there is none."""
     if source in _SOURCES:
         return _SOURCES[source]
     for prefix, name in _SOURCE_PREFIXES.items():
@@ -132,7 +132,7 @@ def name_for_source(source: str) -> str | None:
 
 
 def sources() -> tuple[str, ...]:
-    """The data sources that have a reward; a star stands for any ending."""
+    """Returns the data sources that have a reward; a star stands for any ending."""
     return tuple(sorted((*_SOURCES, *(f"{prefix}*" for prefix in _SOURCE_PREFIXES))))
 
 
@@ -141,7 +141,7 @@ def _accuracy(right: bool) -> Metric:
 
 
 def _with_reasoning(trajectory: Trajectory) -> str:
-    """The last answer as the model wrote it, also where the parser has set its reasoning apart."""
+    """Returns the last answer as the model wrote it, with reasoning that a parser separated."""
     last = trajectory.messages[-1]
     if last.role == "assistant" and last.reasoning:
         return f"<think>{last.reasoning}</think>{last.content}"
@@ -153,13 +153,13 @@ def _ground_truth(trajectory: Trajectory) -> str:
     if not isinstance(truth, str):
         raise RewardError(
             f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, "
-            f"not {truth!r}"
+            f"got {truth!r}"
         )
     return truth
 
 
 def _ground_truths(trajectory: Trajectory) -> list[str]:
-    """One accepted answer, several, or as Search-R1 writes them: {"target": [...]}."""
+    """Returns one accepted answer, several, or as Search-R1 writes them: {"target": [...]}."""
     truth = _truth_of(trajectory)
     if isinstance(truth, Mapping):
         truth = truth.get("target")
@@ -169,7 +169,7 @@ def _ground_truths(trajectory: Trajectory) -> list[str]:
         return list(truth)
     raise RewardError(
         f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, a list of "
-        f"strings or {{'target': ...}}, not {truth!r}"
+        f"strings or {{'target': ...}}, got {truth!r}"
     )
 
 

@@ -28,7 +28,7 @@ MANY_TURNS: Final = 12
 
 
 def score(text: str, ground_truth: str, *, num_turns: int, mode: Mode = "shaped") -> float:
-    """The reward of a trajectory that ended with `text` after `num_turns` turns; right: above 0."""
+    """Returns the reward of a final `text` after `num_turns` turns; above 0 if it is right."""
     if math_dapo.is_right(text, ground_truth, mode="boxed"):
         return 1.0
     shaped = min(0.0, -1.0 + 0.1 * (num_turns - 2) / 2)

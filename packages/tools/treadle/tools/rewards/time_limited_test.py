@@ -86,5 +86,5 @@ async def test_what_the_reward_raises_and_how_its_process_dies_are_told(
 
 
 def test_a_limit_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="timeout_s is 0; it must be above 0"):
+    with pytest.raises(ValueError, match="timeout_s must be above 0, got 0"):
         TimeLimitedReward(partial(load, "json:loads"), name="x", timeout_s=0)

@@ -36,7 +36,7 @@ _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
 
 
 def load(reference: str) -> RewardFn:
-    """The reward function that `reference` names.
+    """Returns the reward function that `reference` names.
 
     Args:
         reference: "path/to/file.py:function" or "package.module:function".
@@ -47,17 +47,17 @@ def load(reference: str) -> RewardFn:
     """
     function = load_import_path(reference, "reward")
     if not callable(function):
-        raise SetupError(f"the reward {reference!r} is {function!r}, which is no function")
+        raise SetupError(f"the reward {reference!r} is {function!r}, which is not a function")
     return _adapt(reference, function)
 
 
 def installed() -> Mapping[str, EntryPoint]:
-    """The rewards that installed packages offer, by name."""
+    """Returns the rewards that installed packages offer, by name."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def load_installed(name: str) -> RewardFn:
-    """The reward that an installed package offers as `name`.
+    """Returns the reward that an installed package offers as `name`.
 
     Raises:
         SetupError: No package does, or it cannot be loaded, or takes other parameters than the
@@ -72,7 +72,7 @@ def load_installed(name: str) -> RewardFn:
         where = f"the entry point {name!r} = {point.value!r}"
         raise cannot_load(where, "reward", error) from error
     if not callable(function):
-        raise SetupError(f"the reward {name!r} = {point.value!r} is no function")
+        raise SetupError(f"the reward {name!r} = {point.value!r} is not a function")
     return _adapt(name, function)
 
 
@@ -128,7 +128,7 @@ def _verl_call(
 
 
 def _score(reference: str, result: object) -> Score:
-    """What a function returned, as a score."""
+    """Returns what a function returned, as a score."""
     metrics: tuple[Metric, ...] = ()
     if isinstance(result, Mapping):
         others = {key: value for key, value in result.items() if key != "score"}

@@ -112,7 +112,7 @@ def test_a_reward_of_an_installed_package_is_known_by_its_name(
         ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
         (
             "{mine}:three",
-            "three' is 3, which is no function",
+            "three' is 3, which is not a function",
         ),
         (
             "{mine}:missing",

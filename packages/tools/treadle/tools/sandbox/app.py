@@ -49,7 +49,7 @@ _TOGETHER: Final = 8  # of the largest bodies; far more of those that are usual
 
 
 def make_app(sandbox: LocalSandbox) -> Starlette:
-    """The application; the sandbox must have been entered."""
+    """Returns the application; the sandbox must have been entered."""
     bodies = _Bodies(2 * (sandbox.limits.disk_mib << 20) + _ROOM)
 
     async def run_code(request: Request) -> Response:
@@ -91,7 +91,7 @@ class _Bodies:
         self._together = 0
 
     async def read(self, request: Request) -> bytearray:
-        """The body, whose size is to be released; who is refused is cut off, for he may go on."""
+        """Returns the body, whose size must be released; a refused client is disconnected."""
         body = bytearray()
         try:
             async for part in request.stream():

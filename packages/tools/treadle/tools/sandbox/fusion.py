@@ -81,7 +81,7 @@ class FusionSandbox:
             self._client = None
 
     async def run(self, program: Program) -> Execution:
-        """Run a program; before the first, and after a failure, a small one as a probe.
+        """Runs a program; before the first, and after a failure, a small one as a probe.
 
         Raises:
             UnsupportedProgramError: The server refuses it.
@@ -132,7 +132,7 @@ class FusionSandbox:
             await asyncio.sleep(pause_s)
 
     async def _post(self, program: Program) -> Execution | SandboxError:
-        """One attempt: the execution, or the error after which another may be made.
+        """Returns one attempt: the execution, or the error after which another may be made.
 
         Raises:
             SandboxError: Another attempt must not be made.

@@ -173,7 +173,7 @@ class LocalSandbox:
         await self._all_warm.wait()
 
     async def run(self, program: Program) -> Execution:
-        """Run a program once a place is free.
+        """Runs a program once a place is free.
 
         Raises:
             UnsupportedProgramError: Its language, a file name or a limit is not accepted.
@@ -321,7 +321,7 @@ class LocalSandbox:
 
 
 def _leads_inside(name: str) -> bool:
-    """Whether a name is one that can be below the work directory."""
+    """Returns whether a name is one that can be below the work directory."""
     try:
         name.encode()
     except UnicodeEncodeError:

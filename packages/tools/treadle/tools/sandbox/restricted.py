@@ -84,7 +84,7 @@ class RestrictedSandbox:
             self._pool = None
 
     async def run(self, program: Program) -> Execution:
-        """Run one program.
+        """Runs one program.
 
         Raises:
             UnsupportedProgramError: It is not Python, or wants input or files.
@@ -150,7 +150,7 @@ def _inner(error: Any) -> object:
 
 
 def _monty_program() -> Path | None:
-    """Where its wheel says that the program is: not every environment has a folder of scripts."""
+    """Returns the program's path as its wheel records it, since a scripts folder may be missing."""
     try:
         files = importlib.metadata.files("pydantic-monty-runtime") or ()
     except importlib.metadata.PackageNotFoundError:

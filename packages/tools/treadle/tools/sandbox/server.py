@@ -36,7 +36,7 @@ _GRACE_S = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to end; returns the exit code."""
+    """Serves until told to end; returns the exit code."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -35,7 +35,7 @@ def why_no_user_namespaces() -> str | None:
 
 
 def processes_in(namespace: str) -> list[str]:
-    """The processes of the host that live in a pid namespace, as `readlink` of one names it."""
+    """Returns the host's processes in a pid namespace, named as by `readlink`."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -52,7 +52,7 @@ class InvalidRequestError(Exception):
 
 
 def encode_request(program: Program) -> dict[str, object]:
-    """The body of a request, with the keys that verl sends."""
+    """Returns the body of a request, with the keys that verl sends."""
     return {
         "compile_timeout": program.timeout_s,
         "run_timeout": program.timeout_s,
@@ -66,7 +66,7 @@ def encode_request(program: Program) -> dict[str, object]:
 
 
 def decode_request(body: object) -> Program:
-    """The program of a request. `compile_timeout` is read and has no use: nothing is compiled.
+    """Returns the program of a request; `compile_timeout` has no effect, as nothing is compiled.
 
     Raises:
         InvalidRequestError: It is not one.
@@ -104,25 +104,25 @@ def decode_request(body: object) -> Program:
 
 
 def encode_response(execution: Execution) -> dict[str, object]:
-    """The body of the answer to a program that ran."""
+    """Returns the body of the answer to a program that ran."""
     well = execution.status is RunStatus.FINISHED and execution.return_code == 0
     return _response("Success" if well else "Failed", "", execution)
 
 
 def encode_failure(message: str) -> dict[str, object]:
-    """The body of the answer when the sandbox failed."""
+    """Returns the body of the answer when the sandbox failed."""
     return _response("SandboxError", message, None)
 
 
 def decode_response(body: object, *, warm: bool = False) -> Execution:
-    """The execution in an answer.
+    """Returns the execution in an answer.
 
     Args:
         body: The JSON value.
         warm: From elsewhere.
 
     Raises:
-        SandboxError: It says that the sandbox failed, or is no such answer.
+        SandboxError: It says that the sandbox failed, or is not such an answer.
     """
     try:
         assert isinstance(body, dict)

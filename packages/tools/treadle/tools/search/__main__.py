@@ -21,7 +21,7 @@ from treadle.tools.search.bm25 import Bm25Index
 
 
 def app(index: Bm25Index) -> Starlette:
-    """The HTTP application: `POST /retrieve`."""
+    """Returns the HTTP application: `POST /retrieve`."""
 
     async def retrieve(request: Request) -> JSONResponse:
         try:

@@ -50,7 +50,7 @@ class Retriever(Protocol):
 
 
 def as_text(found: Sequence[Sequence[Passage]]) -> str:
-    """The answer to a call as the model reads it: JSON with one text under `result`."""
+    """Returns the answer to a call as the model reads it: JSON with one text under `result`."""
     result = "\n---\n".join(_numbered(passages) for passages in found) if found else ""
     return json.dumps({"result": result or "No search results found."}, ensure_ascii=False)
 

@@ -1,6 +1,6 @@
-"""Group-relative advantages: what a trajectory's reward says beside its group's.
+"""Group-relative advantages: a trajectory's reward compared with the rewards of its group.
 
-Pure functions of numbers, one per trajectory; no tensors, so the driver needs no torch.
+Pure functions of numbers, one per trajectory; without tensors, so that the driver needs no torch.
 
 Shape suffix: N trajectories.
 """
@@ -18,19 +18,19 @@ STD_EPSILON: Final = 1e-6
 def group_advantages(
     rewards_N: Sequence[float], groups_N: Sequence[Hashable], *, norm_by_std: bool = True
 ) -> list[float]:
-    """(reward - group mean) / (group standard deviation + 1e-6).
+    """Returns (reward - group mean) / (group standard deviation + 1e-6) for each trajectory.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision. The standard deviation is
-    the unbiased one (n - 1), as in verl's `compute_grpo_outcome_advantage`. A group of one has
-    nothing to be compared with: its mean counts as 0 and its deviation as 1.
+    the unbiased one (n - 1), as in verl's `compute_grpo_outcome_advantage`. For a
+    group of one, the mean is taken as 0 and the deviation as 1.
 
     Args:
-        rewards_N: Outcome reward of each trajectory.
-        groups_N: Which group each belongs to; members need not be adjacent.
+        rewards_N: Outcome reward per trajectory.
+        groups_N: Group of each trajectory; members need not be adjacent.
         norm_by_std: False leaves out the division: Dr. GRPO (arXiv:2503.20783), equation 3.
 
     Raises:
-        ValueError: lengths differ, or a reward is not finite.
+        ValueError: Lengths differ, or a reward is not finite.
     """
     members: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, (reward, group) in enumerate(zip(rewards_N, groups_N, strict=True)):

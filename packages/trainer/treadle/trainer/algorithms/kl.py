@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
 
 Schulman, "Approximating KL Divergence" (2020), joschu.net/blog/kl-approx.html. All are per token,
-in nats, with d = log p_ref - log p. Bounds are verl's (`kl_penalty` in core_algos.py): they keep
-one very unlikely token from deciding the step.
+in nats, with d = log p_ref - log p. The bounds are verl's (`kl_penalty` in core_algos.py): they
+keep one very unlikely token from dominating the step.
 
 Shape suffix: T tokens.
 """
@@ -20,7 +20,7 @@ MAX_K3: Final = 10.0
 def kl_penalty(
     logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """The penalty of each token.
+    """Returns the penalty of each token.
 
     k1 = -d: unbiased, may be negative, and as a loss its expected gradient is zero.
     k2 = d^2 / 2: biased, low variance; its gradient is the unbiased one of the KL.

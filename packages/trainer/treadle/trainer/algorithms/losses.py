@@ -1,7 +1,7 @@
-"""Losses: pure functions from one micro-batch's log-probabilities to a loss for each token.
+"""Losses: pure functions from one micro-batch's log-probabilities to one loss per token.
 
-Invariant: a loss reduces nothing. Its tokens are weighted by `policy/batch.py: token_weights`,
-which are normalised once over the whole batch, and summed by the backend.
+Invariant: a loss reduces nothing. The backend multiplies it by `policy/batch.py: token_weights`,
+which are normalised once over the whole batch, and sums.
 
 Shape suffix: T tokens that are trained on.
 """
@@ -22,7 +22,7 @@ MAX_LOG_RATIO: Final = 20.0
 
 
 def policy_loss(config: AlgorithmConfig) -> LossFn:
-    """The loss that the settings describe."""
+    """Returns the loss that the settings describe."""
     return ClippedSurrogate(
         clip_low=config.clip_low,
         clip_high=config.clip_high,
@@ -59,7 +59,11 @@ class ClippedSurrogate:
         return self.kl_coef == 0.0 and self.entropy_coef == 0.0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Raises ValueError if the KL term is on and there are no reference log-probabilities."""
+        """Returns the loss of each token.
+
+        Raises:
+            ValueError: `kl_coef` is above 0 and there are no reference log-probabilities.
+        """
         advantages_T = inputs.advantages_T
         log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
         ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -78,7 +82,7 @@ class ClippedSurrogate:
         metrics["actor/pg_loss"] = loss_T.detach()
         if self.kl_coef:
             if inputs.ref_logprobs_T is None:
-                raise ValueError("kl_coef is above 0, but the sequences carry no ref_logprobs")
+                raise ValueError("kl_coef is above 0, but the sequences have no ref_logprobs")
             kl_T = kl_penalty(inputs.logprobs_T, inputs.ref_logprobs_T, self.kl_type)
             metrics["actor/kl_loss"] = kl_T.detach()
             loss_T = loss_T + self.kl_coef * kl_T
@@ -97,5 +101,5 @@ class NegativeLogLikelihood:
         return False
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The loss needs nothing of `inputs` but the log-probabilities."""
+        """Returns the loss; of `inputs` it needs only the log-probabilities."""
         return LossOutput(loss_T=-inputs.logprobs_T)

@@ -1,12 +1,12 @@
-"""The mismatch: how far the trainer's probabilities are from those that tokens were sampled with.
+"""The mismatch: the gap between the trainer's probabilities and those used to sample.
 
-Invariant: it is measured per token, over sampled tokens only, before the batch has moved the
-policy; so what it shows is the difference of two programs that compute one model, and, for tokens
-of older weights, what training has changed since. The two are told apart.
+Invariant: the gap is measured per sampled token, before the batch has changed the policy. It shows
+the difference between two implementations of one model and, for tokens of older weights, also what
+training has changed since; the metrics separate the two.
 
-With `top_p` or `top_k` the engine reports the truncated distribution and the trainer the whole
-one: then each gap has the logarithm of the mass that was kept in it, and is never above 0 by more
-than the programs' difference.
+With `top_p` or `top_k` the engine reports the truncated distribution and the trainer the full one.
+Each gap then contains the logarithm of the kept probability mass, and exceeds 0 by no more than the
+difference of the implementations.
 
 Shape suffix: M sampled tokens.
 """
@@ -19,12 +19,12 @@ __all__ = ["mismatch_metrics"]
 
 
 def mismatch_metrics(gaps_M: Tensor, stale_M: Tensor | None = None) -> dict[str, float]:
-    """The metrics of a batch.
+    """Returns the metrics of a batch.
 
     Args:
         gaps_M: log p_trainer - log p_rollout of each sampled token, nats, not empty.
-        stale_M: Which of them are not of the policy's weights alone (`TrainSequence.stale`).
-            None: none is.
+        stale_M: Which tokens were sampled with older weights (`TrainSequence.stale`). None: none
+            were.
 
     Returns:
         `rollout/logprob_diff_{mean,p99,max}` of the absolute gap, and `rollout/kl`, the k3

@@ -58,7 +58,7 @@ class Leaf:
         return _members(self.type)
 
     def takes(self, *wanted: type) -> bool:
-        """Whether one of its alternatives is one of `wanted`, or a literal of that type."""
+        """Returns whether one of its alternatives is one of `wanted`, or a literal of that type."""
         return any(
             member in wanted
             or (get_origin(member) is Literal and isinstance(get_args(member)[0], wanted))

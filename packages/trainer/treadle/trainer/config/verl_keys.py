@@ -1,12 +1,12 @@
-"""verl's keys -> ours: an explicit table, so that verl users keep their command lines.
+"""Translates verl's keys to ours by an explicit table, so that verl users keep their commands.
 
 Each of verl's keys is one of
   renamed   its value becomes the value of one of our keys;
-  converted a function turns value (and its neighbours) into assignments;
-  implied   accepted with the values under which our behaviour is the same, refused otherwise;
-  noted     accepted with any value, because nothing here depends on it; a note says why;
+  converted a function turns its value (and related values) into assignments;
+  implied   accepted with the values that match our behaviour, rejected otherwise;
+  noted     accepted with any value and no effect; a note says why;
   refused   an error that names what to use instead.
-A key that is in none of them is unknown, as everywhere.
+Any other key is unknown.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,11 +31,11 @@ class Assignment:
     key: str
     value: Any
     source: str
-    """A file's path, or the argument as it was written."""
+    """A file's path, or the argument as written."""
     text: str | None
-    """The value as it was written, for arguments."""
+    """The value as written, for arguments."""
     base: Path
-    """What relative paths are relative to."""
+    """The directory that relative paths start from."""
 
 
 Verl = Mapping[str, Any]
@@ -43,7 +43,7 @@ Converter = Callable[[Any, Verl], Mapping[str, Any]]
 
 _ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
 
-# What stands before names of the user's.
+# Prefixes of tables, whose entries the user names.
 _RENAMED_TABLES = {"data.apply_chat_template_kwargs": "agent.template_kwargs"}
 
 
@@ -80,7 +80,7 @@ def _kl_coef(_: Any, verl: Verl) -> Mapping[str, Any]:
 
 
 def _data_parallel(_: Any, verl: Verl) -> Mapping[str, Any]:
-    """All of verl's GPUs train; what tensor and pipeline leave is data parallel."""
+    """Returns the data-parallel size: all of verl's GPUs, divided by tensor x pipeline."""
     total = verl.get("trainer.n_gpus_per_node", 8) * verl.get("trainer.nnodes", 1)
     prefix = "actor_rollout_ref.actor.megatron"
     model = verl.get(f"{prefix}.tensor_model_parallel_size", 1) * verl.get(
@@ -129,10 +129,10 @@ _TRACE = _one_of(
 _ENGINE = _one_of(
     "rollout.name",
     {"torch": "torch", "vllm": "vllm", "sglang": "sglang", "fake": "fake"},
-    "set rollout.name, and rollout.server_command where the engine has an environment of its own",
+    "set rollout.name, and rollout.server_command if the engine has its own environment",
 )
 
-# Parsers that verl names otherwise.
+# Parsers with another name in verl.
 _PARSERS = {"gpt-oss": "gpt_oss", "deepseek_v4": "deepseek_v32"}
 
 _CONVERTED: Mapping[str, Converter] = {
@@ -185,7 +185,7 @@ _CONVERTED: Mapping[str, Converter] = {
     "trainer.n_gpus_per_node": _data_parallel,
     "trainer.nnodes": _data_parallel,
     "trainer.resume_mode": _one_of(
-        "run.resume", {"auto": "auto", "disable": "never"}, "set run.dir to the run to go on with"
+        "run.resume", {"auto": "auto", "disable": "never"}, "set run.dir to the run to continue"
     ),
     "trainer.rollout_trace.backend": _TRACE,
     "trainer.save_freq": _off_below_one("schedule.save_every"),
@@ -194,20 +194,20 @@ _CONVERTED: Mapping[str, Converter] = {
 
 
 def known_keys() -> Iterable[str]:
-    """All of verl's keys that the table mentions."""
+    """Returns all of verl's keys that the table mentions."""
     return (*RENAMED, *_CONVERTED, *IMPLIED, *NOTED, *REFUSED)
 
 
 def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment], list[str]]:
-    """The layer in our keys, and notes on what was accepted without effect.
+    """Returns the layer in our keys, and notes on what was accepted without effect.
 
     Args:
-        layer: As it was written.
-        below: What earlier layers set, by the keys that they used: the meaning of some of verl's
-            keys depends on others, wherever those are set.
+        layer: The assignments as written.
+        below: The values of earlier layers by key: the meaning of some of verl's keys depends on
+            others, in any layer.
 
     Raises:
-        ConfigError: one of verl's keys asks for what this release does not do.
+        ConfigError: One of verl's keys asks for an unsupported behaviour.
     """
     values = {**below, **{assignment.key: assignment.value for assignment in layer}}
     ours: list[Assignment] = []

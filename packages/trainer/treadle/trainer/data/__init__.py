@@ -1,8 +1,8 @@
-"""From dataset files to the tasks of a step.
+"""Turns dataset files into the tasks of a step.
 
-`read_rows` reads and checks files, `check_rows` refuses rows that ask for what is not there,
-`make_prompts` decides everything about the others at start,
-`DataOrder` says which rows a step trains on, `Prompt.tasks` makes the attempts.
+`read_rows` reads and checks files, `check_rows` rejects rows that ask for something unavailable,
+`make_prompts` prepares the rows at start, `DataOrder` chooses the rows of a step, and
+`Prompt.tasks` makes the tasks of a row.
 """
 
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS, Row, read_rows

@@ -1,12 +1,12 @@
-"""The dataset: the rows of some files, in file order, checked when they are read.
+"""The dataset: the rows of all files, in file order, checked when they are read.
 
-Invariant: a `Row` has every required column with a value of the right shape, knows the file and
-line it came from, and its `index` is its place in the dataset, counted through all files from 0.
-A file is read once, at start, into memory; nobody waits.
+Invariant: a `Row` has every required column with a value of the right shape, and the file and line
+that it came from; its `index` counts the rows of all files from 0. A file is read once, at start,
+into memory; nothing waits.
 
-Files are `.jsonl` (one JSON object a line, blank lines skipped) or `.parquet`. The columns are
+Files are `.jsonl` (one JSON object per line, blank lines skipped) or `.parquet`. The columns are
 verl's: `data_source` (str), `prompt` (a list of {"role", "content"}), `reward_model` (a mapping
-with `ground_truth`), optionally `agent_name`, `extra_info` and whatever else.
+with `ground_truth`), optionally `agent_name`, `extra_info` and any other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row. `place` is where it stands, such as "train.jsonl, line 12", for messages."""
+    """One row. `place` names its file and line for messages, such as "train.jsonl, line 12"."""
 
     index: int
     place: str
@@ -36,19 +36,19 @@ def read_rows(
     required: Sequence[str] = REQUIRED_COLUMNS,
     limit: int | None = None,
 ) -> tuple[Row, ...]:
-    """Read the rows of all files, in order.
+    """Reads the rows of all files, in order.
 
     Args:
         paths: `.jsonl` and `.parquet` files.
         required: Columns that every row must have, with a value other than null.
-        limit: Stop after so many rows, at least 1. None: read all.
+        limit: Maximum number of rows, at least 1. None: read all.
 
     Returns:
         At least one row.
 
     Raises:
-        DataError: A file is missing, of another type, damaged or without rows, or a row lacks a
-            column or has a value of the wrong shape. Names file, line and column.
+        DataError: A file is missing, damaged, empty or of another type, or a row lacks a column or
+            has a value of the wrong shape. The message names file, line and column.
     """
     rows: list[Row] = []
     for path in paths:
@@ -70,14 +70,14 @@ def _read(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         case ".parquet":
             reader = _read_parquet
         case _:
-            raise DataError(f"{path}: datasets are .jsonl or .parquet files, not {path.suffix!r}")
+            raise DataError(f"{path}: datasets are .jsonl or .parquet files, got {path.suffix!r}")
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     return reader(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    with path.open("rb") as file:  # so that json decodes it, and a bad byte has a line
+    with path.open("rb") as file:  # binary: json decodes it, so that a bad byte has a line number
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -87,7 +87,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
             except ValueError as error:
                 raise DataError(f"{place}: not a JSON object: {error}") from error
             if not isinstance(value, dict):
-                raise DataError(f"{place}: a row is a JSON object, not {type(value).__name__}")
+                raise DataError(f"{place}: a row must be a JSON object, got {type(value).__name__}")
             yield place, value
 
 
@@ -119,25 +119,25 @@ def _check(place: str, columns: Mapping[str, object], required: Sequence[str]) -
     for column in ("reward_model", "extra_info"):
         value = columns.get(column)
         if value is not None and not isinstance(value, Mapping):
-            raise DataError(f"{place}: {column} must be a mapping, not {value!r:.80}")
+            raise DataError(f"{place}: {column} must be a mapping, got {value!r:.80}")
     name = columns.get("agent_name")
     if name is not None and not isinstance(name, str):
-        raise DataError(f"{place}: agent_name must be a text, not {name!r:.80}")
+        raise DataError(f"{place}: agent_name must be a string, got {name!r:.80}")
 
 
 def _check_prompt(place: str, prompt: object) -> None:
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{place}: prompt must be a list of messages, not {prompt!r:.80}")
+        raise DataError(f"{place}: prompt must be a list of messages, got {prompt!r:.80}")
     for index, message in enumerate(prompt):
         where = f"{place}: prompt[{index}]"
         if not isinstance(message, Mapping):
-            raise DataError(f"{where} must be a mapping with role and content, not {message!r:.80}")
+            raise DataError(f"{where} must be a mapping with role and content, got {message!r:.80}")
         unknown = sorted(set(message) - {"role", "content"})
         if unknown:
             raise DataError(f"{where} has unknown keys {', '.join(unknown)}; known: role, content")
         if message.get("role") not in ("system", "user", "assistant"):
             raise DataError(
-                f"{where}.role must be system, user or assistant, not {message.get('role')!r}"
+                f"{where}.role must be system, user or assistant, got {message.get('role')!r}"
             )
         if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}.content must be a text, not {message.get('content')!r:.80}")
+            raise DataError(f"{where}.content must be a string, got {message.get('content')!r:.80}")

@@ -70,7 +70,7 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ),
         (make_columns(data_source=None), "'data_source' is null"),
         ({}, "columns present: none"),
-        (make_columns(prompt="hi"), "prompt must be a list of messages, not 'hi'"),
+        (make_columns(prompt="hi"), "prompt must be a list of messages, got 'hi'"),
         (make_columns(prompt=[]), "prompt must be a list of messages"),
         (make_columns(prompt=["hi"]), r"prompt\[0\] must be a mapping"),
         (
@@ -79,15 +79,15 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ),
         (
             make_columns(prompt=[{"role": "human", "content": "hi"}]),
-            r"prompt\[0\].role must be system, user or assistant, not 'human'",
+            r"prompt\[0\].role must be system, user or assistant, got 'human'",
         ),
         (
             make_columns(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
-            r"prompt\[0\].content must be a text",
+            r"prompt\[0\].content must be a string",
         ),
-        (make_columns(reward_model="4"), "reward_model must be a mapping, not '4'"),
+        (make_columns(reward_model="4"), "reward_model must be a mapping, got '4'"),
         (make_columns(extra_info=[1]), "extra_info must be a mapping"),
-        (make_columns(agent_name=3), "agent_name must be a text, not 3"),
+        (make_columns(agent_name=3), "agent_name must be a string, got 3"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(
@@ -109,10 +109,10 @@ def test_what_is_not_required_may_be_missing(tmp_path: Path) -> None:
     [
         ("a.jsonl", "{}\n{", r"a\.jsonl, line 1: the column"),
         ("a.jsonl", "{", r"a\.jsonl, line 1: not a JSON object"),
-        ("a.jsonl", "[1]", "a row is a JSON object, not list"),
+        ("a.jsonl", "[1]", "a row must be a JSON object, got list"),
         ("a.jsonl", "", r"a\.jsonl has no rows"),
         ("a.parquet", "PAR1 and nothing else", r"a\.parquet is not a parquet file"),
-        ("a.csv", "a,b", r"datasets are \.jsonl or \.parquet files, not '\.csv'"),
+        ("a.csv", "a,b", r"datasets are \.jsonl or \.parquet files, got '\.csv'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(

@@ -1,7 +1,7 @@
-"""The inputs: rows, tokenizer and reward of a run, read and checked before the first step.
+"""Loads the inputs of a run: rows, tokenizer and reward, checked before the first step.
 
-Invariant: what `prepare` returns can be trained on. Everything that can be wrong with the user's
-files is an error here, named with file and row. Takes seconds; the caller decides on which thread.
+Invariant: training can start with what `prepare` returns. Every fault of the user's files is an
+error here that names file and row. Takes seconds; the caller chooses the thread.
 """
 
 import json
@@ -30,7 +30,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The user's files, read and checked; `notes` is worth a line each at start."""
+    """The user's files, read and checked; `notes` are lines to print at start."""
 
     renderer: "HfRenderer"
     rules: PromptRules
@@ -41,10 +41,10 @@ class Inputs:
 
 
 def read_all_rows(config: RunConfig) -> Rows:
-    """The training and validation rows.
+    """Returns the training and validation rows.
 
     Raises:
-        DataError: a file is missing or damaged, or a row lacks a column.
+        DataError: A file is missing or damaged, or a row lacks a column.
     """
     data = config.data
     val = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
@@ -52,12 +52,12 @@ def read_all_rows(config: RunConfig) -> Rows:
 
 
 def prepare(config: RunConfig, rows: Rows, rules: PromptRules) -> Inputs:
-    """Loads the tokenizer, and decides about every row.
+    """Loads the tokenizer and the reward, and makes a prompt of every row.
 
     Raises:
-        SetupError: the model's context is too short, or the tokenizer or the reward cannot be
+        SetupError: The model's context is too short, or the tokenizer or the reward cannot be
             used.
-        DataError: a row cannot be.
+        DataError: A row cannot be used.
     """
     _check_context(config)
     reward = rewards.resolve(
@@ -92,7 +92,7 @@ def prepare(config: RunConfig, rows: Rows, rules: PromptRules) -> Inputs:
 
 
 def _check_context(config: RunConfig) -> None:
-    """Refuses trajectories that may outgrow the model; a missing or odd file is found later."""
+    """Rejects lengths beyond the model's context; a missing or malformed file is found later."""
     rollout, path = config.rollout, config.model.path / "config.json"
     if not path.is_file():
         return
@@ -101,5 +101,5 @@ def _check_context(config: RunConfig) -> None:
         raise SetupError(
             f"rollout.prompt_length={rollout.prompt_length} + rollout.response_length="
             f"{rollout.response_length} are {rollout.context_length} tokens, and the model in "
-            f"{config.model.path} has a context of {longest}: lower one of them"
+            f"{config.model.path} has a context of {longest}: lower one of the two"
         )

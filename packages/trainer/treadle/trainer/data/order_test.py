@@ -72,5 +72,5 @@ def test_a_batch_larger_than_the_dataset_says_what_to_do() -> None:
 
 
 def test_steps_are_counted_from_one() -> None:
-    with pytest.raises(ValueError, match="counted from 1, not 0"):
+    with pytest.raises(ValueError, match="counted from 1, got 0"):
         DataOrder(num_rows=5, batch_size=1, seed=0).batch(0)

@@ -1,9 +1,9 @@
-"""Prompts: rows made ready to be attempted, with everything about them decided at start.
+"""Prompts: rows that are ready to run, with everything about them decided at start.
 
-Invariant: a `Prompt` names a loop that exists, its messages are what the loop is given, and its
-rendered length, tool schemas included, is within the bound. Whatever is wrong with a row is an
-error before the first step, or, where the configuration says so, a row left out and counted.
-Rendering a large dataset takes a while; the caller decides on which thread. Nobody waits.
+Invariant: a `Prompt` names a loop that exists, its messages are those the loop receives, and its
+rendered length, including tool schemas, is within the limit. An invalid row is an error before the
+first step; an overlong one is dropped and counted if the configuration says so. Rendering a large
+dataset takes a while; the caller chooses the thread. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from treadle.trainer.data.rules import PromptRules, check_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row, ready to be attempted; `num_tokens` is the length of its rendered prompt."""
+    """One row, ready to run; `num_tokens` is the length of its rendered prompt."""
 
     row: Row
     split: str
@@ -36,10 +36,10 @@ class Prompt:
     num_tokens: int
 
     def tasks(self, *, samples: int, seed: int, step: int) -> tuple[AgentTask, ...]:
-        """The `samples` attempts at this row in step `step`: a group.
+        """Returns the group of `samples` tasks of this row in step `step`.
 
-        Each attempt has a seed of its own that depends on nothing but the arguments, the split
-        and the row, so that a resumed run samples what an uninterrupted one would.
+        Each task has its own seed, which depends only on the arguments, the split and the row, so
+        that a resumed run samples what an uninterrupted one would.
         """
         return tuple(
             AgentTask(
@@ -61,8 +61,8 @@ class PromptSet:
 
     Attributes:
         prompts: In the order of the rows; at least one.
-        num_dropped: Rows left out because their prompt is too long.
-        notes: What is worth a line at start: how many rows were left out, settings of rows that
+        num_dropped: Number of rows dropped because their prompt is too long.
+        notes: Lines to print at start: the number of dropped rows, and settings in rows that
             nothing reads.
     """
 
@@ -78,17 +78,17 @@ def make_prompts(
     rules: PromptRules,
     renderer: ChatRenderer,
 ) -> PromptSet:
-    """Decide loop and messages of every row, and check its length.
+    """Decides the loop and messages of every row, and checks its length.
 
     Args:
-        rows: As `read_rows` gives them.
+        rows: As returned by `read_rows`.
         split: Names the rows in task ids and messages: "train" or "val".
-        rules: The configuration.
-        renderer: Of the model that will be asked.
+        rules: What the configuration allows.
+        renderer: Renderer of the model.
 
     Raises:
-        DataError: `check_rows` refuses a row; the template refuses a prompt; a prompt is too long
-            and `rules.overlong` is "error"; or every prompt was left out.
+        DataError: `check_rows` rejects a row; the template rejects a prompt; a prompt is too long
+            and `rules.overlong` is "error"; or every prompt was dropped.
     """
     check_rows(rows, split=split, rules=rules)
     prompts: list[Prompt] = []

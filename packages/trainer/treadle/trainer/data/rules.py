@@ -1,8 +1,8 @@
-"""The rules: what rows may ask for, and the check that each of them can be attempted as it is.
+"""The rules for rows: what a row may ask for, and the check that it can run as written.
 
-Invariant: a row that passes names a loop that exists, selects tools and an interaction that exist,
-and holds nothing that would be ignored. The check needs neither tokenizer nor model, so that it
-comes before anything is started. Pure; nobody waits.
+Invariant: a row that passes names a loop, tools and an interaction that exist, and contains nothing
+that would be ignored. The check needs neither tokenizer nor model, so it runs before any process
+starts. Pure; nothing waits.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PromptRules:
     """How rows become prompts.
 
     Attributes:
-        loops: The loops that there are.
+        loops: The available loops.
         default_loop: The loop of rows without `agent_name`.
-        max_prompt_tokens: Bound of the rendered prompt.
-        overlong: What becomes of a row beyond it.
+        max_prompt_tokens: Maximum length of the rendered prompt.
+        overlong: What to do with a longer prompt.
         tools: By name; empty if no tools are configured.
         interactions: By name.
     """
@@ -48,15 +48,15 @@ class PromptRules:
     interactions: Mapping[str, Interaction] = field(default_factory=dict)
 
     def loop_of(self, row: Row) -> str:
-        """The name of the loop that runs a row."""
+        """Returns the name of the loop that runs a row."""
         name = row.columns.get("agent_name")
         return name if isinstance(name, str) else self.default_loop
 
     def tools_of(self, row: Row) -> Mapping[str, Tool]:
-        """The tools that a row's loop shows to the model.
+        """Returns the tools that a row's loop shows to the model.
 
         Raises:
-            SetupError: The row selects a tool that is not there.
+            SetupError: The row selects an unknown tool.
         """
         if self.loop_of(row) == SINGLE_TURN_AGENT:
             return {}
@@ -64,12 +64,12 @@ class PromptRules:
 
 
 def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
-    """Refuse rows that would not do what they, or the configuration, say.
+    """Rejects rows that could not run as they, or the configuration, ask.
 
     Args:
-        rows: As `read_rows` gives them.
+        rows: As returned by `read_rows`.
         split: Names the rows in messages: "train" or "val".
-        rules: What there is.
+        rules: The available loops, tools and interactions.
 
     Raises:
         DataError: A row names an unknown loop, tool or interaction, or tools or an interaction
@@ -95,7 +95,7 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
             unused = "selects tools" if interaction is None else "names an interaction"
             raise DataError(
                 f"{row.place}: the row {unused} and runs as {SINGLE_TURN_AGENT!r}, which has "
-                'neither: make its agent_name "tool_agent"'
+                'neither: set its agent_name to "tool_agent"'
             )
         _check_has_what_is_needed(row, (*tools.values(), interaction))
         _check_is_text(row)
@@ -104,7 +104,7 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
 
 
 def _probe(row: Row) -> AgentTask:
-    """The row as loops see it, before anything is known about its messages."""
+    """Returns the row as a task for checks, with an empty message."""
     return AgentTask(
         task_id=str(row.index),
         sample_index=row.index,
@@ -136,9 +136,9 @@ def _check_is_text(row: Row) -> None:
             continue
         count = len(value) if isinstance(value, Sequence) and not isinstance(value, str) else 1
         raise DataError(
-            f"{row.place}: the column {column!r} holds {count} of them, and the policy that is "
-            "trained reads text only; leave such rows out, or take the column away if the "
-            "question can be answered without"
+            f"{row.place}: the column {column!r} holds {count} of them, and the policy has no "
+            "vision support: remove such rows, or the column if the question can be answered "
+            "without it"
         )
 
 
@@ -157,7 +157,7 @@ def _check_tools_are_reached(
         raise DataError(
             f"tools are configured, but the agent_name of every {split} row is "
             f"{SINGLE_TURN_AGENT!r}, which calls no tool: "
-            'make it "tool_agent", or configure no tools'
+            'set it to "tool_agent", or configure no tools'
         )
     if known and not any(rules.tools_of(row) for row in rows):
         raise DataError(

@@ -1,8 +1,8 @@
-"""The batch plan: which rank computes which sequences, in which micro-batches, with which weight.
+"""Plans a batch: the rank, micro-batch and loss weight of each sequence.
 
-Invariant: a plan is a pure function of the lengths, so every rank makes the same one without
-talking to the others; it only decides where work happens. The weights are normalised over the whole
-batch before anything is cut, so no cut changes the gradient.
+Invariant: a plan is a pure function of the lengths, so all ranks make the same one without
+communication; it only decides where work happens. The weights are normalised over the whole batch
+before it is split, so no split changes the gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ def token_weights(
     aggregation: LossAggregation,
     aggregation_length: int | None = None,
 ) -> list[float]:
-    """What one loss token of each sequence counts for: the loss is the weighted sum over tokens.
+    """Returns the weight of a loss token per sequence: the loss is the weighted sum over tokens.
 
-    A trajectory is one sequence here, however many samples it was split into, so that no split
-    changes a weight. With n that have loss tokens, of m_i tokens each, M in all:
+    A trajectory counts as one sequence, however many samples it was split into, so that no split
+    changes a weight. With n trajectories that have loss tokens, m_i loss tokens in trajectory i,
+    and M in total:
 
     - token-mean: 1 / M (DAPO, arXiv:2503.14476, equation 8).
     - seq-mean-token-sum: 1 / n.
@@ -32,7 +33,7 @@ def token_weights(
     - seq-mean-token-sum-norm: 1 / (n aggregation_length) (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     Raises:
-        ValueError: no sequence has a loss token.
+        ValueError: No sequence has a loss token.
     """
     owners = [(s.trajectory, i if s.trajectory is None else 0) for i, s in enumerate(sequences)]
     of_owner: Counter[tuple[int | None, int]] = Counter()
@@ -57,7 +58,7 @@ def token_weights(
 
 
 def input_length(sequence: TrainSequence) -> int:
-    """Tokens that must go through the model: those before the last token that is trained on."""
+    """Returns the number of tokens to run through the model: all before the last loss token."""
     mask = sequence.loss_mask
     last = len(mask) - 1
     while last > 0 and not mask[last]:
@@ -66,7 +67,7 @@ def input_length(sequence: TrainSequence) -> int:
 
 
 def has_gradient(sequence: TrainSequence) -> bool:
-    """Whether any loss token has an advantage other than 0."""
+    """Returns whether any loss token has an advantage other than 0."""
     return any(
         advantage and masked
         for advantage, masked in zip(sequence.advantages, sequence.loss_mask, strict=True)
@@ -74,7 +75,7 @@ def has_gradient(sequence: TrainSequence) -> bool:
 
 
 def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
-    """Split indices so that the sums of lengths are close: longest first, to the lightest shard.
+    """Splits indices so that the sums of lengths are close: longest first, to the lightest shard.
 
     Graham's LPT rule: the heaviest shard is at most 4/3 of the best possible. Shards may be empty.
     """
@@ -88,16 +89,16 @@ def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Put indices into micro-batches of at most `max_tokens`; each is in ascending length.
+    """Puts indices into micro-batches of at most `max_tokens`; each is in ascending length.
 
-    A sequence longer than `max_tokens` is a micro-batch of its own. The number of micro-batches is
+    A sequence longer than `max_tokens` is its own micro-batch. The number of micro-batches is
     that of first-fit in descending length; they are then balanced, so that none is nearly empty.
 
     Args:
-        lengths: Tokens of each sequence, at least 1.
-        max_tokens: Budget of a micro-batch.
-        at_least: Make this many if there are so many sequences: a pipeline of n stages idles
-            with fewer than n.
+        lengths: Number of tokens per sequence, at least 1.
+        max_tokens: Maximum number of tokens in a micro-batch.
+        at_least: Minimum number of micro-batches, if there are enough sequences: a pipeline of n
+            stages idles with fewer than n.
     """
     if not lengths:
         return []

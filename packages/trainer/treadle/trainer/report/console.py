@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(summary: Summary, run_dir: Path, *, console: Console | None = None) -> None:
-    """Print what the run reached, where its time went, and where its files are.
+    """Prints what the run reached, where its time went, and where its files are.
 
     Args:
         summary: Of the run.

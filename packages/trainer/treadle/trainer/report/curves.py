@@ -34,7 +34,7 @@ _MAX_BARS: Final = 40
 
 
 def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
-    """Draw the curves of `records` into the PNG file `path`.
+    """Draws the curves of `records` into the PNG file `path`.
 
     Raises:
         OSError: The file cannot be written.
@@ -58,7 +58,7 @@ def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and of up to `window - 1` before it; [N] to [N]."""
+    """Returns the mean of each value and of up to `window - 1` before it; [N] to [N]."""
     means = []
     for end in range(1, len(values) + 1):
         recent = values[max(0, end - window) : end]

@@ -25,7 +25,7 @@ REPORT = "report.html"
 
 
 def write_reports(run_dir: Path, *, title: str) -> Summary:
-    """Make `curves.png` and `report.html` of what the run directory holds.
+    """Makes `curves.png` and `report.html` of what the run directory holds.
 
     Args:
         run_dir: Holds `metrics.jsonl`, and `trajectories.jsonl` and `config.json` if there are.

@@ -80,7 +80,7 @@ def write_html(
     config: Mapping[str, object],
     curves: bytes,
 ) -> None:
-    """Write the report.
+    """Writes the report.
 
     Args:
         path: The file.
@@ -113,11 +113,11 @@ def write_html(
         trajectories=[{**trajectory, "bars": trace_bars(trajectory)} for trajectory in shown],
         num_trajectories=len(trajectories),
     )
-    path.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair is no text
+    path.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate is not text
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of a nested mapping as (dotted key, text), in order."""
+    """Returns the leaves of a nested mapping as (dotted key, text), in order."""
     leaves: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -138,7 +138,7 @@ def thin_out(
 
 
 def trace_bars(trajectory: Mapping[str, object]) -> list[TraceBar]:
-    """The spans of a trajectory's record, placed within the first to the last moment of them."""
+    """Returns the spans of a trajectory's record, placed between its first and last moment."""
     spans = trajectory.get("trace")
     if not isinstance(spans, list) or not spans:
         return []
@@ -158,7 +158,7 @@ def trace_bars(trajectory: Mapping[str, object]) -> list[TraceBar]:
 
 
 def _shown_columns(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """The columns that at least one step has a value for."""
+    """Returns the columns that at least one step has a value for."""
     return [column for column in _COLUMNS if any(column[1] in record for record in records)]
 
 

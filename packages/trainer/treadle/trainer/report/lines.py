@@ -14,7 +14,7 @@ from typing import Any
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of all whole lines.
+    """Returns the objects of all whole lines.
 
     Raises:
         OSError: The file cannot be read.

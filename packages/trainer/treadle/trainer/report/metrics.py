@@ -85,7 +85,7 @@ class MetricsLog:
         return self._last_step
 
     def append(self, step: int, values: Record) -> None:
-        """Write the line of `step`; it is on the disk on return.
+        """Writes the line of `step`; it is on the disk on return.
 
         Args:
             step: Greater than that of the line before.
@@ -107,7 +107,7 @@ class MetricsLog:
         self._last_step = step
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Closes the file. Idempotent."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -123,7 +123,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> tuple[Record, ...]:
-    """The lines of a metrics log, in order; a last line that is cut short is left out.
+    """Returns the lines of a metrics log, in order; a last line that is cut short is left out.
 
     Raises:
         OSError: The file cannot be read.

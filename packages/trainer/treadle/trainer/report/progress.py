@@ -43,11 +43,11 @@ class Progress(Protocol):
     """The display, between `with open_progress(...)` and its end."""
 
     def note(self, text: str) -> None:
-        """Show one line that stays: what was found at start, a server restarted, a checkpoint."""
+        """Shows one line that stays: what was found at start, a server restarted, a checkpoint."""
         ...
 
     def phase(self, name: str, *, total: int | None = None) -> AbstractContextManager[None]:
-        """The run is in the phase `name`; `total` is how often `advance` will be called."""
+        """Starts the phase `name`; `total` is the number of `advance` calls to expect."""
         ...
 
     def advance(self, count: int = 1) -> None:
@@ -71,7 +71,7 @@ class Progress(Protocol):
 def open_progress(
     *, total_steps: int, first_step: int = 1, console: Console | None = None
 ) -> Progress:
-    """The display for where the output goes: live on a terminal, plain lines anywhere else.
+    """Returns the display for where the output goes: live on a terminal, plain lines anywhere else.
 
     Args:
         total_steps: The last step of the run.
@@ -87,7 +87,7 @@ def open_progress(
 
 
 def step_line(step: int, total_steps: int, values: Record) -> str:
-    """What a step gave, in one line: only what its metrics hold."""
+    """Returns what a step gave, in one line: only what its metrics hold."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for label, name, text in (
@@ -139,7 +139,7 @@ class PlainProgress:
         self._eta = Eta(total_steps=total_steps)
 
     def note(self, text: str) -> None:
-        """Write the line."""
+        """Writes the line."""
         self._write(text)
 
     @contextmanager
@@ -151,14 +151,14 @@ class PlainProgress:
         """Parts are not shown."""
 
     def step_done(self, step: int, values: Record) -> None:
-        """Write the line of the step, with the time that is left."""
+        """Writes the line of the step, with the time that is left."""
         self._eta.step_done(step, values)
         left = self._eta.remaining_s
         line = step_line(step, self._total, values)
         self._write(line if not left else f"{line}  (about {format_seconds(left)} left)")
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # whoever read the output has gone; the run has not
+        with suppress(OSError):  # the reader of the output is gone; the run continues
             self._stream.write(text + "\n")
             self._stream.flush()
 
@@ -208,22 +208,22 @@ class LiveProgress:
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=8)
 
     def note(self, text: str) -> None:
-        """Print the line above the bars."""
+        """Prints the line above the bars."""
         self._console.print(text, markup=False, highlight=False)
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
-        """Show the phase with a bar of its own, until the next one begins."""
+        """Shows the phase with its own bar, until the next phase begins."""
         self._bars.remove_task(self._phase)
         self._phase = self._bars.add_task(name, total=total, more="")
         yield
 
     def advance(self, count: int = 1) -> None:
-        """Move the bar of the phase."""
+        """Moves the bar of the phase."""
         self._bars.advance(self._phase, count)
 
     def step_done(self, step: int, values: Record) -> None:
-        """Move the bar of the run; a step that validated leaves its line behind."""
+        """Moves the bar of the run; a step that validated leaves its line behind."""
         self._eta.step_done(step, values)
         left = self._eta.remaining_s
         more = f"about {format_seconds(left)} left" if left else ""

@@ -22,7 +22,7 @@ from treadle.trainer.report.metrics import (
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The metrics of a training step's trajectories.
+    """Returns the metrics of a training step's trajectories.
 
     Returns:
         `reward/mean`, `reward/min`, `reward/max`; `tool/call_rate`; `rollout/num_trajectories`,
@@ -66,7 +66,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The metrics of a validation.
+    """Returns the metrics of a validation.
 
     A trajectory that failed counts as a wrong answer: otherwise a server that loses the hard ones
     would raise the accuracy.

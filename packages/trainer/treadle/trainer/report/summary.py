@@ -98,7 +98,7 @@ class Summary:
 
 
 def summarize(records: Sequence[Record]) -> Summary:
-    """Sum up the lines of a metrics log, in their order."""
+    """Sums up the lines of a metrics log, in their order."""
     steps = [record for record in records if record[STEP] > 0]
     window = max(1, min(_WINDOW, len(steps) // 2))
     return Summary(
@@ -119,7 +119,7 @@ def summarize(records: Sequence[Record]) -> Summary:
 
 
 def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str], ...]:
-    """The summary as rows of (what, at the start, at the end); the second is "" for one number."""
+    """Returns rows of (what, at the start, at the end); a single number leaves the second ""."""
     per_step = f"mean of {summary.window} step{'s' if summary.window > 1 else ''}"
     shares = " · ".join(
         f"{name} {seconds / summary.total_s:.0%}"
@@ -161,14 +161,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def phase_of(name: str) -> str | None:
-    """The phase that the metric `name` gives the seconds of, or None if it is something else."""
+    """Returns the phase whose seconds are the metric `name`, or None if it is another metric."""
     if name == STEP_S or not (name.startswith("time/") and name.endswith("_s")):
         return None
     return name.removeprefix("time/").removesuffix("_s")
 
 
 def phase_seconds(record: Record) -> dict[str, float]:
-    """The seconds of each phase of one step."""
+    """Returns the seconds of each phase of one step."""
     return {
         phase: value
         for name, value in record.items()

@@ -26,7 +26,7 @@ def make_task(
     rollout_index: int = 0,
     messages: Sequence[Message] = (QUESTION,),
 ) -> AgentTask:
-    """A task with the columns that a row of the calculator data has."""
+    """Returns a task with the columns that a row of the calculator data has."""
     return AgentTask(
         task_id=task_id,
         sample_index=0,
@@ -46,7 +46,7 @@ def make_trajectory(
     stop: StopReason = StopReason.FINISHED,
     metrics: Sequence[Metric] = (),
 ) -> Trajectory:
-    """A trajectory of 4 prompt tokens, then 3 sampled and 5 observed with a call, then 2 sampled.
+    """Returns a trajectory: 4 prompt tokens, 3 sampled and 5 observed with a call, 2 sampled.
 
     The ids count up from 0; sampled tokens have weight version 1 and log-probability -0.5.
     """

@@ -56,7 +56,7 @@ class TrajectoryLog:
 
     @contextmanager
     def recording(self) -> Iterator[MemorySink]:
-        """Keep what is traced in this block, beside where it goes anyway, for `append`."""
+        """Keeps what is traced in this block, beside where it goes anyway, for `append`."""
         recorded = MemorySink()
         with use_sink(Fanout(current_sink(), recorded)):
             yield recorded
@@ -70,7 +70,7 @@ class TrajectoryLog:
         limit: int,
         spans: Iterable[FinishedSpan] = (),
     ) -> int:
-        """Write at most `limit` of the trajectories.
+        """Writes at most `limit` of the trajectories.
 
         Args:
             step: The step that they belong to; 0 before training.
@@ -98,7 +98,7 @@ class TrajectoryLog:
         return len(chosen)
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Closes the file. Idempotent."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -138,7 +138,7 @@ def to_record(
     decode: Decode | None,
     trace: Iterable[FinishedSpan] = (),
 ) -> dict[str, object]:
-    """One trajectory as plain data, ready for JSON; see the module for its keys."""
+    """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
     task = trajectory.task
     reward_model = task.fields.get("reward_model")
     return {

@@ -9,7 +9,7 @@ a mount would be one in the host. So the commands run as user 65534, in a mount 
 them once (the stage), because nobody may not be allowed to read the interpreter where it lies
 (below `/root`, say). As another user the commands run as that user.
 
-Who waits: whoever enters, for the stage.
+Who waits: the caller that enters, for the stage.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HELP: Final = (
 
 
 def find_bubblewraps() -> list[Path]:
-    """Every bubblewrap at hand, the system's first: distributions give it rights of its own.
+    """Returns every bubblewrap found, the system's first: distributions give it special rights.
 
     Raises:
         SetupError: There is none.
@@ -69,7 +69,7 @@ def find_bubblewraps() -> list[Path]:
 
 
 def explain(words: str) -> str:
-    """What bubblewrap said, and what helps if it is a known refusal of the kernel."""
+    """Returns what bubblewrap said, and what helps if it is a known refusal of the kernel."""
     said = words.strip() or "(it said nothing)"
     if any(known in said.lower() for known in _REFUSALS):
         return f"{said}. {_HELP}"
@@ -119,7 +119,7 @@ class Launcher:
         return self._stage.inherited_fds if self._stage else ()
 
     def command(self, arguments: list[str], *, filter_fd: int, info_fd: int) -> list[str]:
-        """A command that runs the interpreter with these arguments in a sandbox of its own.
+        """Returns a command that runs the interpreter with these arguments in a separate sandbox.
 
         Args:
             arguments: Of the interpreter.
@@ -240,7 +240,7 @@ class _Stage:
         return (self._namespace,)
 
     def prefix(self) -> list[str]:
-        """What a command begins with in order to run on it as nobody."""
+        """Returns what a command begins with in order to run on it as nobody."""
         user = ("--setuid", str(NOBODY), "--setgid", str(NOBODY))
         return ["nsenter", f"--mount=/proc/self/fd/{self._namespace}", *user, "--"]
 

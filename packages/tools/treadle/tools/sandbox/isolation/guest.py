@@ -45,7 +45,7 @@ _MOST_DESCRIPTORS = 1 << 20
 
 
 def supervise(settings: dict[str, Any]) -> dict[str, Any]:
-    """Serve one job and end."""
+    """Serves one job and ends."""
     os.closerange(3, settings["status_fd"])
     os.closerange(settings["status_fd"] + 1, _MOST_DESCRIPTORS)
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/1/mem is closed to the program
@@ -131,7 +131,7 @@ def _confine(stdin: int, job: dict[str, Any]) -> None:
 def _watch(
     child: int, job: dict[str, Any], deadline: float, reader: select.poll
 ) -> tuple[int, str]:
-    """Wait for the child, or for a reason to end it; afterwards nothing else is alive."""
+    """Waits for the child, or for a reason to end it; afterwards nothing else is alive."""
     ended_for: str | None = None
     status: int | None = None
     while status is None and ended_for is None:
@@ -165,7 +165,7 @@ def _kill_all() -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect the dead; the child's status once it is among them."""
+    """Reaps dead processes; returns the child's status once it is among them."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -178,7 +178,7 @@ def _reap(child: int) -> int | None:
 
 
 def _excess(job: dict[str, Any]) -> str | None:
-    """The limit that all processes together are over, if any."""
+    """Returns the limit that all processes together are over, if any."""
     used = entries = 0
     for path in _WRITABLE:
         disk = os.statvfs(path)
@@ -233,7 +233,7 @@ def _fetch(names: tuple[str, ...], budget: int) -> Iterator[tuple[str, bytes]]:
 
 
 def run(job: dict[str, Any]) -> NoReturn:
-    """Run the program in this process, as if the interpreter had been started with it, and end.
+    """Runs the program in this process, as if the interpreter had been started with it, and ends.
 
     The interpreter's own end is left out: taking hundreds of imported modules apart takes longer
     than most programs.

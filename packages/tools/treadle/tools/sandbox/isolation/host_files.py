@@ -47,7 +47,7 @@ class HostFiles:
 
 
 def find_host_files(packages: Iterable[str]) -> HostFiles:
-    """Look up this interpreter and the given distributions.
+    """Looks up this interpreter and the given distributions.
 
     Raises:
         SetupError: A distribution is not installed.
@@ -80,7 +80,7 @@ def find_host_files(packages: Iterable[str]) -> HostFiles:
 
 
 def _packages(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """The files of distributions and of what they require, each below `PACKAGES`."""
+    """Returns the files of distributions and of what they require, each below `PACKAGES`."""
     wanted = list(names)
     named = set(wanted)
     seen: set[str] = set()

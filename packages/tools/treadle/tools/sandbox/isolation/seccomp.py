@@ -199,11 +199,11 @@ _MACHINES: Final[Mapping[str, _Machine]] = MappingProxyType(
 
 
 class UnsupportedMachineError(Exception):
-    """There is no filter for this processor."""
+    """No filter exists for this processor."""
 
 
 def denied_calls(machine: str) -> dict[str, int]:
-    """The system calls that are refused whatever their arguments, by name."""
+    """Returns the system calls that are refused whatever their arguments, by name."""
     column = _described(machine).column
     denied = {name: numbers[column] for name, numbers in _BY_ARCHITECTURE.items()}
     if machine == "x86_64":
@@ -212,13 +212,13 @@ def denied_calls(machine: str) -> dict[str, int]:
 
 
 def calls_on_oneself(machine: str) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
-    """The calls refused unless they mean the caller: their number, and arguments that say so."""
+    """Returns the calls allowed on the caller only: their number, and arguments that name it."""
     column = _described(machine).column
     return {name: (row[:2][column], row[2]) for name, row in _OF_PROCESSES.items()}
 
 
 def compile_filter(machine: str | None = None) -> bytes:
-    """The filter as an array of `struct sock_filter`.
+    """Returns the filter as an array of `struct sock_filter`.
 
     Args:
         machine: As `platform.machine()` says it; None for this one.

@@ -92,7 +92,7 @@ class Worker:
         *,
         preload: tuple[str, ...],
     ) -> Self:
-        """Start an interpreter and wait until it can take a program.
+        """Starts an interpreter and waits until it can take a program.
 
         Args:
             launcher: Makes the command.
@@ -181,7 +181,7 @@ class Worker:
         return self._process.returncode is None
 
     async def kill(self) -> None:
-        """End every process of it; returns when they are gone, also when cancelled."""
+        """Ends every process of it; returns when they are gone, also when cancelled."""
         if self._ending is None:
             self._signal()
             self._ending = asyncio.create_task(self._gone())
@@ -208,7 +208,7 @@ class Worker:
             os.close(self._supervisor)
 
     async def run(self, program: Program) -> Execution:
-        """Run the program; afterwards the worker is used up.
+        """Runs the program; afterwards the worker is used up.
 
         Raises:
             UnsupportedProgramError: Its files do not fit, or their names contradict each other.
@@ -258,7 +258,7 @@ class Worker:
         """SIGKILL to process 1, whom bubblewrap collects; before that is known, to the group.
 
         To the group and not to bubblewrap alone: its child waits for it at first, and would for
-        ever. Later the child has a session of its own, and ends with bubblewrap or with its input.
+        ever. Later the child has its own session, and ends with bubblewrap or with its input.
         """
         with contextlib.suppress(ProcessLookupError):
             if self._supervisor is not None:
@@ -271,7 +271,7 @@ class Worker:
         return 2 * (self._limits.disk_mib << 20) + _CHUNK  # base64 of the files, and the rest
 
     def _believable(self, said: bytes, stderr: str) -> _Report:
-        """What the supervisor said at the end, in so far as it has the right shape."""
+        """Returns what the supervisor said at the end, in so far as it has the right shape."""
         if not said:
             raise SandboxError(f"the sandbox ended before its program did: {stderr[-500:]!r}")
         try:
@@ -358,13 +358,13 @@ class _Capture:
                 self._full.set()
 
     def text(self) -> str:
-        """What was kept, as UTF-8 with U+FFFD for bytes that are none."""
+        """Returns what was kept, as UTF-8 with U+FFFD for bytes that are none."""
         return self.kept.decode(errors="replace")
 
 
 @cache
 def _guest() -> str:
-    """A line of Python that is `guest.py`, compiled; inside is the same interpreter as here."""
+    """Returns `guest.py`, compiled, as a line of Python; the interpreter inside is the same."""
     code = compile(_GUEST.read_text(encoding="utf-8"), "<sandbox>", "exec", dont_inherit=True)
     packed = _text(marshal.dumps(code))
     return f"import binascii,marshal;exec(marshal.loads(binascii.a2b_base64({packed!r})))"
@@ -379,7 +379,7 @@ def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _open_process(pid: int) -> int | None:
-    """A pidfd; None when the process has ended."""
+    """Returns a pidfd; None when the process has ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

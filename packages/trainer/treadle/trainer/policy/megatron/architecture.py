@@ -42,7 +42,7 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
-        """Read `config.json` of a Hugging Face model folder.
+        """Reads `config.json` of a Hugging Face model folder.
 
         Raises:
             FileNotFoundError: there is no config.json.
@@ -84,7 +84,7 @@ class Architecture:
         )
 
     def check_parallel(self, *, tensor: int, pipeline: int) -> None:
-        """Raise `UnsupportedModelError` if the model cannot be cut into so many parts."""
+        """Raises `UnsupportedModelError` if the model cannot be split into this number of parts."""
         for what, size, parts, setting in (
             ("attention heads", self.num_heads, tensor, "tensor"),
             ("key-value heads", self.num_kv_heads, tensor, "tensor"),

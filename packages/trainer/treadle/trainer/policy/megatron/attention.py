@@ -147,7 +147,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is unty
         attention_bias: None = None,
         packed_seq_params: Segments,
     ) -> Tensor:
-        """Attend within each segment; returns [P, 1, A * D]."""
+        """Attends within each segment; returns [P, 1, A * D]."""
         rows = [x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD)]
         outputs = [self._group(rows, group) for group in packed_seq_params.groups]
         padding = rows[0].shape[0] - packed_seq_params.groups[-1].stop

@@ -72,18 +72,18 @@ class MegatronPolicy:
         *,
         keep_reference: bool = False,
     ) -> None:
-        """Join the other ranks and load the model.
+        """Joins the other ranks and loads the model.
 
         Args:
             config: Parallel sizes, optimizer, memory.
             model_path: Hugging Face folder: config.json and safetensors.
-            rendezvous: This rank's place; None for a policy of one process.
+            rendezvous: This rank's position; None for a policy of one process.
             keep_reference: Keep a copy of the weights as they are now, for
                 `reference_logprobs`.
 
         Raises:
-            UnsupportedModelError: the model, or its cut into parts, is not supported.
-            FileNotFoundError: the folder is not a model folder.
+            UnsupportedModelError: The model, or its split into parts, is not supported.
+            FileNotFoundError: The folder is not a model folder.
         """
         self._config = config
         self._model_path = model_path
@@ -111,7 +111,7 @@ class MegatronPolicy:
         return self._step
 
     def close(self) -> None:
-        """Leave the policy's ranks; the object is of no use afterwards."""
+        """Leaves the policy's ranks; the object cannot be used afterwards."""
         self.world.close()
 
     # --- computing ---------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class MegatronPolicy:
         """See `PolicyBackend.train_step`.
 
         Raises:
-            ValueError: no sequence has a loss token.
+            ValueError: No sequence has a loss token.
         """
         began = time.perf_counter()
         packer = Packer(
@@ -223,7 +223,7 @@ class MegatronPolicy:
     def _micro_batches(
         self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
     ) -> list[MicroBatch]:
-        """This data-parallel rank's share; may be empty."""
+        """Returns this data-parallel rank's share; may be empty."""
         lengths = [input_length(sequences[i]) for i in computed]
         share = balance(lengths, self.world.data)[self.world.data_rank]
         packs = pack(
@@ -234,7 +234,7 @@ class MegatronPolicy:
         return [packer.micro_batch([computed[share[i]] for i in members]) for members in packs]
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Any, *, forward_only: bool) -> None:
-        """Take the micro-batches through the pipeline; gradients are left summed over ranks."""
+        """Takes the micro-batches through the pipeline; gradients are left summed over ranks."""
         if not micro_batches:  # the schedules need one; the other ranks still wait for our sum
             if not forward_only:
                 finalize_model_grads([self._net], None)
@@ -259,7 +259,7 @@ class MegatronPolicy:
     def _head(
         self, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """[T] log-probabilities and entropies of the loss tokens."""
+        """Returns the [T] log-probabilities and entropies of the loss tokens."""
         return logprobs_and_entropy(
             take_rows(hidden_P1H.squeeze(1), micro.rows_T),
             self._model.head_weight,
@@ -282,10 +282,10 @@ class MegatronPolicy:
         return weights.export(self._model, self.architecture, self.world, dtype=dtype)
 
     def save_hf(self, folder: Path) -> None:
-        """Write a Hugging Face model folder, with the tokenizer files of the one loaded.
+        """Writes a Hugging Face model folder, with the tokenizer files of the one loaded.
 
         Raises:
-            CheckpointError: it could not be written; nothing is left behind.
+            CheckpointError: It could not be written; nothing is left behind.
         """
         checkpoint.save_hf(
             self.export_weights(), self.weight_specs(), folder, like=self._model_path, w=self.world
@@ -334,7 +334,7 @@ class _StatsCollector:
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
-        """Count one micro-batch."""
+        """Counts one micro-batch."""
         if not self._world.speaks:
             return
         weighted_T = output.loss_T.detach() * micro.weights_T

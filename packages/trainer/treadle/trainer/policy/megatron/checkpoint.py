@@ -64,7 +64,7 @@ class PolicyState:
     def __init__(
         self, model: PolicyModel, optimizer: PolicyOptimizer, architecture: Architecture
     ) -> None:
-        """Name the objects; their tensors are looked up when needed."""
+        """Names the objects; their tensors are looked up when needed."""
         self._model = model
         self._optimizer = optimizer
         self.architecture: dict[str, Any] = asdict(architecture)
@@ -91,7 +91,7 @@ class PolicyState:
 
     @torch.no_grad()
     def fill(self, loaded: dict[str, Any], *, adam_steps: int) -> None:
-        """Take over what was read into the structure that `sharded(loading=True)` gave."""
+        """Takes over what was read into the structure that `sharded(loading=True)` gave."""
         self._model.load_state_dict(loaded["model"])
         if self._optimizer.distributed:
             # Megatron copies every entry of Adam's state, but stores no "step" (that is torch's).
@@ -111,7 +111,7 @@ class PolicyState:
         self._optimizer.adam_steps = adam_steps
 
     def _plain_optimizer_state(self, model: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The names and shapes that the distributed optimizer uses, of undistributed state."""
+        """Returns undistributed state under the distributed optimizer's names and shapes."""
         parts, _ = extract_sharded_tensors_and_factories(model)
         by_parameter = {id(part.data): part for part in nested_values(parts)}
         result: dict[int, dict[str, Any]] = {}
@@ -130,13 +130,13 @@ class PolicyState:
 
     @staticmethod
     def _main(parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What Adam updates: the float32 copy of a bfloat16 parameter, else the parameter."""
+        """Returns what Adam updates: a bfloat16 parameter's float32 copy, else the parameter."""
         main: torch.Tensor = getattr(parameter, "main_param", parameter)
         return main
 
 
 def save(state: PolicyState, directory: Path, *, step: int, world: World) -> None:
-    """Write a checkpoint; collective.
+    """Writes a checkpoint; collective.
 
     Raises:
         CheckpointError: `directory` exists, or some rank could not write; on every rank.
@@ -172,7 +172,7 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
 
 
 def load(state: PolicyState, directory: Path) -> int:
-    """Fill `state` from a checkpoint; collective.
+    """Fills `state` from a checkpoint; collective.
 
     Returns:
         The step it was written at.
@@ -204,7 +204,7 @@ def save_hf(
     like: Path,
     w: World,
 ) -> None:
-    """Write all stages' tensors as one Hugging Face folder, by rank 0; collective.
+    """Writes all stages' tensors as one Hugging Face folder, by rank 0; collective.
 
     Raises:
         CheckpointError: it could not be written; on every rank.
@@ -259,7 +259,7 @@ def _together(
     *,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Run `action` where it is given, and fail on every rank if it failed on any.
+    """Runs `action` where it is given, and fails on every rank if it failed on any.
 
     Args:
         action: This rank's part, or None.
@@ -285,12 +285,12 @@ def _together(
 
 
 def _existing(place: Path) -> Path:
-    """The nearest directory above `place` that is there."""
+    """Returns the nearest directory above `place` that is there."""
     return next(path for path in place.absolute().parents if path.is_dir())
 
 
 def _explain(error: BaseException) -> str:
-    """The first cause in one line, without torch's tracebacks of every rank."""
+    """Returns the first cause in one line, without torch's tracebacks of every rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))
     text = str(error).partition("\n")[0]

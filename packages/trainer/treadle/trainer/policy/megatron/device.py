@@ -57,7 +57,7 @@ _proxy: types.ModuleType | None = None
 
 
 def install(*, trace: bool = False) -> bool:
-    """Prepare this process for `import megatron.core`; safe to call again.
+    """Prepares this process for `import megatron.core`; safe to call again.
 
     Args:
         trace: Count which Megatron functions reach the facade, for `patched_sites`.
@@ -94,7 +94,7 @@ def patched_sites() -> Counter[tuple[str, str]]:
 
 
 def device() -> torch.device:
-    """Where the policy's tensors live."""
+    """Returns where the policy's tensors live."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
@@ -190,7 +190,7 @@ def _cuda_namespace() -> types.ModuleType:
 
 
 def _proxy_of_torch() -> types.ModuleType:
-    """A module that is `torch` but for its CUDA namespace, its factories and its compiler."""
+    """Returns a copy of module `torch` with other CUDA namespace, factories and compiler."""
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)

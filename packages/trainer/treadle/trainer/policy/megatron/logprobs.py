@@ -35,7 +35,7 @@ def logprobs_and_entropy(
     chunk: int,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of each target and the entropy, in nats, float32.
+    """Returns the log-probability of each target and the entropy, in nats, float32.
 
     Args:
         hidden_TH: Normed hidden states, the same on every rank of the group.
@@ -72,7 +72,7 @@ def logprobs_and_entropy(
 def from_logits(
     logits_TV: Tensor, targets_T: Tensor, *, vocab_size: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits, of which each rank of the group holds its own columns."""
+    """Returns the same from logits, of which each rank of the group holds its own columns."""
     result: tuple[Tensor, Tensor] = _LogprobEntropy.apply(  # type: ignore[no-untyped-call]
         logits_TV, targets_T, vocab_size, group
     )

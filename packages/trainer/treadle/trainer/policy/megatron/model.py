@@ -58,7 +58,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalises the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -74,7 +74,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         )
 
     def forward(self, ids_1P: Tensor, positions_P: Tensor, segments: Segments) -> Tensor:
-        """Run the stage.
+        """Runs the stage.
 
         Args:
             ids_1P: Token ids; read by the first stage only.

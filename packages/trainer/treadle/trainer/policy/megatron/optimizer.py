@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The learning rate of optimizer step `step`, the first being 0."""
+    """Returns the learning rate of optimizer step `step`, the first being 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -57,7 +57,7 @@ class PolicyOptimizer:
     """AdamW over a Megatron DDP module. Build it after the weights are loaded: it copies them."""
 
     def __init__(self, net: DistributedDataParallel, config: PolicyConfig) -> None:
-        """Create the optimizer and its state for the parameters of `net`; collective."""
+        """Creates the optimizer and its state for the parameters of `net`; collective."""
         settings = config.optimizer
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._settings = settings
@@ -119,7 +119,7 @@ class PolicyOptimizer:
         self.megatron.zero_grad()
 
     def _start_adam(self) -> None:
-        """Create Adam's state, which torch would create in the first step.
+        """Creates Adam's state, which torch would create in the first step.
 
         A checkpoint may be written or read before there is a first step.
         """

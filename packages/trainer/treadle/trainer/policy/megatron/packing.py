@@ -1,8 +1,8 @@
 """The micro-batch: sequences packed end to end, as the tensors that one forward pass needs.
 
-Invariant: rows are inputs and each loss token is named by the row that predicts it, so the shift
-between the two happens here and nowhere else. Rows after a sequence's last loss token are left out:
-nothing depends on them.
+Invariant: rows are inputs, and each loss token is named by the row that predicts it; the shift
+between the two happens only here. Rows after a sequence's last loss token are omitted, as nothing
+depends on them.
 
 Shape suffixes: P packed rows, T loss tokens.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What goes through the model at once on one rank."""
+    """The input of one forward pass on one rank."""
 
     ids_1P: Tensor
     positions_P: Tensor
@@ -37,7 +37,7 @@ class MicroBatch:
     """The row that predicts each loss token, ascending."""
     targets_T: Tensor
     slots_T: Tensor
-    """Each loss token's place among the loss tokens of the whole batch."""
+    """Index of each loss token among the loss tokens of the whole batch."""
     weights_T: Tensor
     advantages_T: Tensor
     rollout_logprobs_T: Tensor | None
@@ -50,7 +50,7 @@ class MicroBatch:
         return self.ids_1P.shape[1]
 
     def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
-        """What the loss is given, once the model has run."""
+        """Returns the input of the loss, given the output of the model."""
         old_T = self.old_logprobs_T
         return LossInputs(
             logprobs_T=logprobs_T,
@@ -73,16 +73,16 @@ class Packer:
         at: torch.device,
         row_multiple: int = 1,
     ) -> None:
-        """Take the whole batch and its token weights.
+        """Takes the whole batch and its token weights.
 
         Args:
-            sequences: All sequences, in the order that slots are counted in.
-            weights: What a loss token of each counts for.
-            at: Where the tensors go.
+            sequences: All sequences; slots are numbered in this order.
+            weights: Weight of a loss token per sequence.
+            at: Device of the tensors.
             row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size.
 
         Raises:
-            ValueError: only some of the sequences have one of the optional log-probabilities.
+            ValueError: Only some of the sequences have one of the optional log-probabilities.
         """
         for name in LOGPROB_FIELDS:
             having = sum(getattr(sequence, name) is not None for sequence in sequences)
@@ -99,20 +99,20 @@ class Packer:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Of the whole batch: the number of slots."""
+        """Number of loss tokens of the whole batch, that is of slots."""
         return self._offsets[-1]
 
     def has(self, name: str) -> bool:
-        """Whether the batch carries the optional log-probabilities of this name."""
+        """Returns whether the batch carries the optional log-probabilities of this name."""
         return bool(self._sequences) and getattr(self._sequences[0], name) is not None
 
     def slots(self, indices: Sequence[int]) -> Tensor:
-        """The slots of some sequences, on the device."""
+        """Returns the slots of some sequences, on the device."""
         runs = (range(self._offsets[i], self._offsets[i + 1]) for i in indices)
         return self._tensor(list(chain.from_iterable(runs)), torch.int64)
 
     def stale(self, indices: Sequence[int]) -> Tensor:
-        """Of each slot of some sequences, whether older weights had a part in it; bool."""
+        """Returns for each slot of some sequences whether older weights sampled it; bool."""
         flags = [
             stale is not None and stale[t]
             for i in indices
@@ -122,7 +122,7 @@ class Packer:
         return self._tensor(flags, torch.bool)
 
     def micro_batch(self, indices: Sequence[int]) -> MicroBatch:
-        """Pack some sequences, in the order given, which must be of ascending length."""
+        """Packs some sequences, in the order given, which must be of ascending length."""
         chosen = [(self._sequences[i], self._positions[i]) for i in indices]
         lengths = [input_length(sequence) for sequence, _ in chosen]
         starts = [0, *accumulate(lengths)]
@@ -150,7 +150,7 @@ class Packer:
         )
 
     def unpack(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Values by slot -> one [L] tuple per sequence, 0.0 outside the loss mask."""
+        """Returns values by slot as one [L] tuple per sequence, 0.0 outside the loss mask."""
         result = []
         for sequence, positions, offset in zip(
             self._sequences, self._positions, self._offsets[:-1], strict=True

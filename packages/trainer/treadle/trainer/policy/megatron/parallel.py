@@ -44,7 +44,7 @@ class Rendezvous:
     """A collective operation that waits longer for another rank fails."""
 
     def store(self) -> Any:
-        """The key-value store that torch's process group starts from."""
+        """Returns the key-value store that torch's process group starts from."""
         if self.world_size == 1:
             return dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
         if self.shared_file is not None:
@@ -99,13 +99,13 @@ class World:
         return group
 
     def close(self) -> None:
-        """Leave the process group. Ranks that still compute together will fail."""
+        """Leaves the process group. Ranks that still compute together will fail."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) -> World:
-    """Join the other ranks.
+    """Joins the other ranks.
 
     Raises:
         ValueError: the rendezvous is for another number of ranks than `parallel` makes.

@@ -24,7 +24,7 @@ LENGTHS: Final = (18, 41, 9, 64, 33, 26, 50, 12)
 def write_model(
     folder: Path, model_type: str = "qwen2", *, tied: bool = True, **sizes: int
 ) -> PreTrainedModel:
-    """Write a random model of 4 layers and 64 hidden units, and return it.
+    """Writes a random model of 4 layers and 64 hidden units, and returns it.
 
     Norms and biases are random too, so that none of them can be left out unnoticed.
     """
