@@ -1,9 +1,9 @@
-"""Sum up a CI run: `count_tests.py REPORTS NAME=STATUS...` prints `N passed, N failed`.
+"""Sums up a CI run: `count_tests.py REPORTS NAME=STATUS...` prints `N passed, N failed`.
 
-Before it come the tests that failed, each with the first line of why: pytest said so far above.
+First it prints the tests that failed, each with the first line of its message.
 
-REPORTS is a folder of JUnit reports.  A NAME is a command that ran and STATUS how it exited; one
-that failed although no report has a failure for it (a lint error, a crash, a timeout) counts as one
+REPORTS is a folder of JUnit reports.  NAME is a command that ran and STATUS its exit status.  A
+command that failed without a failure in a report (a lint error, a crash, a timeout) counts as one
 failure.  Standard library only, any Python from 3.8.
 """
 
@@ -17,9 +17,9 @@ TESTS = "test"  # begins the names of the commands whose failures the reports ex
 
 
 def count(reports: Path) -> dict[str, int]:
-    """Return how many tests passed, failed and were skipped, over all reports of a folder.
+    """Returns the numbers of tests that passed, failed and were skipped in all reports of a folder.
 
-    Prints those that failed.
+    Prints the tests that failed.
     """
     totals = {"passed": 0, "failed": 0, "skipped": 0}
     for path in sorted(reports.rglob("*.xml")):
@@ -38,7 +38,7 @@ def count(reports: Path) -> dict[str, int]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the summary as the last line; return the exit status."""
+    """Prints the summary as the last line; returns the exit status."""
     totals = count(Path(argv[0]))
     failed_tests = totals["failed"]
     for command in argv[1:]:

@@ -1,4 +1,4 @@
-"""Regenerate the checked-in gRPC stubs from the .proto files.
+"""Regenerates the checked-in gRPC stubs from the .proto files.
 
 `./pants run build-support/gen_contract.py` writes them into proto/, from the root of the
 repository. The drift test calls `generate` into a scratch folder and compares.
@@ -14,10 +14,10 @@ PROTO_ROOT = Path("proto")
 
 
 def generate(proto_root: Path, out: Path) -> list[Path]:
-    """Compile every .proto below `proto_root` into `out` and return the files made, sorted.
+    """Compiles every .proto below `proto_root` into `out` and returns the files made, sorted.
 
     Raises:
-        SystemExit: there is no .proto file, or protoc refuses one (it has printed why).
+        SystemExit: There is no .proto file, or protoc rejects one and has printed why.
     """
     protos = sorted(p.relative_to(proto_root).as_posix() for p in proto_root.rglob("*.proto"))
     if not protos:
@@ -40,7 +40,7 @@ def generate(proto_root: Path, out: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Write the stubs beside their .proto files."""
+    """Writes the stubs beside their .proto files."""
     for path in generate(PROTO_ROOT, PROTO_ROOT):
         print(path, file=sys.stderr)
 

