@@ -326,7 +326,7 @@ def test_a_worker_that_does_not_come_is_named(
     reports = harness.send(groups[0], [Stage(rank, weights(0)) for rank in range(4)])
     assert {rank for report in reports for rank in report.result().lost} == {4}
     for future in futures:
-        assert "did not come" in failed(future)
+        assert "did not join" in failed(future)
 
 
 def test_a_worker_that_dies_when_it_has_everything_is_missed_at_once(harness: Harness) -> None:

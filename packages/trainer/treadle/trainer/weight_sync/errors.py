@@ -12,8 +12,6 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from treadle.rollout.v1 import errors_pb2
-
 __all__ = ["DOMAIN", "OUTCOMES", "Outcome", "WeightSyncError", "explain"]
 
 DOMAIN = "treadle.rollout.v1"
@@ -95,12 +93,3 @@ def _reason(error: grpc.RpcError) -> str | None:
         if detail.Unpack(info) and info.domain == DOMAIN:
             return str(info.reason)
     return None
-
-
-def all_reasons() -> list[str]:
-    """Returns every reason of the contract, without prefix."""
-    return [
-        name.removeprefix("ERROR_REASON_")
-        for name, number in errors_pb2.ErrorReason.items()
-        if number != errors_pb2.ERROR_REASON_UNSPECIFIED
-    ]

@@ -115,7 +115,7 @@ class Membership:
         try:
             served = store.store if store is not None else _connect(host, port, timeout)
         except RuntimeError as error:
-            raise GroupLost(f"the store at {group.rendezvous}: {error}") from error
+            raise GroupLost(f"cannot reach the store at {group.rendezvous}: {error}") from error
         self._store = _DIST.PrefixStore(group.name, served)
 
     def join(self) -> None:
@@ -134,7 +134,7 @@ class Membership:
                 if time.monotonic() >= deadline:
                     missing = tuple(rank for rank in ranks if not self._store.check([keys[rank]]))
                     waited = f"{self.group.timeout_s:g} s"
-                    raise GroupLost(f"ranks {missing} did not come within {waited}", missing)
+                    raise GroupLost(f"ranks {missing} did not join within {waited}", missing)
                 time.sleep(20 * _POLL_S)
             self._backends.append(self._connected())
         except RuntimeError as error:
@@ -154,7 +154,7 @@ class Membership:
         except RuntimeError as error:
             raise GroupLost(str(error)) from error
 
-    def wait(self, work: Any, failing: str = "a bucket was not taken") -> None:
+    def wait(self, work: Any, failing: str = "the workers did not receive a bucket") -> None:
         """Waits until the memory of a broadcast may be written again.
 
         Args:
@@ -187,7 +187,7 @@ class Membership:
             work = self._backends[0].gather([answers], [own], options)
         except RuntimeError as error:
             raise GroupLost(str(error)) from error
-        self.wait(work, "the workers have not written the weights")
+        self.wait(work, "the workers did not write the weights")
 
     def failure(self) -> str:
         """Returns the first reported cause of the end; empty if none, or if the store is gone."""
@@ -243,7 +243,7 @@ class Membership:
                 future.set_exception(error)
 
         _detach(run)
-        self._until(future.done, "the workers could not be connected with", poll_s=20 * _POLL_S)
+        self._until(future.done, "no connection to the workers", poll_s=20 * _POLL_S)
         return future.result()
 
     def _connect(self) -> Any:

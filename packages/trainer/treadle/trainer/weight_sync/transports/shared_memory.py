@@ -342,7 +342,7 @@ class Slots:
         """
         with self._changed:
             if not 0 <= slot < len(self._reading) or reader not in self._reading[slot]:
-                raise ValueError(f"{reader} gave back slot {slot}, which it had not been handed")
+                raise ValueError(f"{reader} gave back slot {slot}, which it was not reading")
             self._reading[slot].remove(reader)
             self._changed.notify_all()
 
