@@ -93,7 +93,7 @@ class Overloaded(RolloutServerError):
 
     def __init__(self, in_flight: int, queued: int, retry_after_s: float) -> None:
         super().__init__(
-            f"{in_flight} completions in flight and {queued} queued, both at their bound: "
+            f"{in_flight} completions in flight and {queued} queued, both at their maximum: "
             f"retry in {retry_after_s:.2f} s or on another replica"
         )
         self.retry_after_s = retry_after_s
@@ -203,8 +203,8 @@ class DeltaBaseMismatch(RolloutServerError):
 class CollectiveBroken(RolloutServerError):
     """The collective group of an update ended before the update did.
 
-    A member failed, died, did not come, or was told to stop. The message says which group and
-    why; begin again in another one.
+    A member failed, died, did not join, or was told to stop. The message says which group and
+    why; begin again in another group.
     """
 
 
@@ -235,9 +235,9 @@ class SegmentUnreadable(RolloutServerError):
 
     def __init__(self, pid: int, fd: int, cause: str) -> None:
         super().__init__(
-            f"descriptor {fd} of process {pid} is no segment that this server can read ({cause}); "
-            "shared memory needs trainer and server on one host, in one container, as one user: "
-            "use the inline transport between these two (sync.transport=inline)"
+            f"descriptor {fd} of process {pid} is not a segment that this server can read "
+            f"({cause}); shared memory needs trainer and server on one host, in one container, as "
+            "one user: use the inline transport between these two (sync.transport=inline)"
         )
 
 

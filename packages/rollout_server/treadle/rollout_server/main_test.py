@@ -1,4 +1,4 @@
-"""The process, as others start it."""
+"""The process, as its callers start it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ LIMIT_S = 60
 
 @contextmanager
 def started(ready_file: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """The process, once it has logged that its ready file is there."""
+    """Yields the process once it has logged that its ready file exists."""
     command = [sys.executable, "-m", "treadle.rollout_server", "--ready_file", str(ready_file)]
     process = subprocess.Popen(
         [*command, *arguments], stderr=subprocess.PIPE, text=True, env=_environment()
@@ -38,7 +38,7 @@ def started(ready_file: Path, *arguments: str) -> Iterator["subprocess.Popen[str
 
 
 def _environment() -> dict[str, str]:
-    """This interpreter's path, which a test runner may have set by other means."""
+    """Returns this interpreter's path, which a test runner may have set in another way."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

@@ -79,9 +79,9 @@ def _read(path: Path) -> tuple[Mapping[str, object], tuple[StoredBytes, ...]]:
         try:
             header = json.loads(file.read(header_bytes))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a safetensors file: the header is no JSON ({error})") from None
+            raise ValueError(f"not a safetensors file: the header is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise ValueError("not a safetensors file: the header is no JSON object")
+        raise ValueError("not a safetensors file: the header is not a JSON object")
     metadata = header.pop("__metadata__", None)
     data_start = 8 + header_bytes
     found = [_stored(name, entry, data_start) for name, entry in header.items()]

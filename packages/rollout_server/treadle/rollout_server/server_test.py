@@ -97,7 +97,7 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Held, so that nobody is given it who asks for a free one; who names it can listen on it."""
+    """Yields a port that is reserved; a server that names it can listen on it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -264,7 +264,7 @@ async def test_tls_with_a_certificate(tmp_path: Path) -> None:
 
 
 class Dying(FakeEngine):
-    """Breaks while nobody calls it."""
+    """Breaks between calls."""
 
     def __init__(self) -> None:
         super().__init__(model=MODEL, clock=FakeClock())

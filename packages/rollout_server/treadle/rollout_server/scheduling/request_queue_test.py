@@ -33,7 +33,7 @@ def gate_of(places: int, queue: int) -> tuple[RequestQueue, Admission]:
 
 
 @pytest.mark.asyncio
-async def test_a_place_that_is_left_goes_to_the_next() -> None:
+async def test_a_slot_that_is_left_goes_to_the_next_call() -> None:
     queue, _ = gate_of(1, 2)
     first = Visitor(queue)
     await first.inside.wait()
@@ -51,7 +51,7 @@ async def test_a_place_that_is_left_goes_to_the_next() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_wait_frees_its_place_in_the_queue() -> None:
+async def test_a_cancelled_wait_makes_room_in_the_queue() -> None:
     queue, admission = gate_of(1, 1)
     first = Visitor(queue)
     await first.inside.wait()
@@ -65,7 +65,7 @@ async def test_a_cancelled_wait_frees_its_place_in_the_queue() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None:
+async def test_a_slot_given_to_a_call_that_is_being_cancelled_is_passed_on() -> None:
     queue, admission = gate_of(1, 2)
     first = Visitor(queue)
     await first.inside.wait()
@@ -80,7 +80,7 @@ async def test_a_place_given_in_the_instant_of_cancelling_is_handed_on() -> None
 
 
 @pytest.mark.asyncio
-async def test_a_call_cancelled_in_the_instant_of_its_turn_hands_the_place_on() -> None:
+async def test_a_call_that_is_cancelled_at_its_turn_passes_the_slot_on() -> None:
     queue, admission = gate_of(1, 2)
     first = Visitor(queue)
     await first.inside.wait()
@@ -95,7 +95,7 @@ async def test_a_call_cancelled_in_the_instant_of_its_turn_hands_the_place_on() 
 
 
 @pytest.mark.asyncio
-async def test_a_call_cancelled_in_the_instant_of_turning_away_keeps_nobody_waiting() -> None:
+async def test_a_call_that_is_cancelled_while_others_are_rejected_blocks_no_call() -> None:
     queue, admission = gate_of(1, 2)
     queue.pause_admission()
     first, second = Visitor(queue), Visitor(queue)
@@ -110,7 +110,7 @@ async def test_a_call_cancelled_in_the_instant_of_turning_away_keeps_nobody_wait
 
 
 @pytest.mark.asyncio
-async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
+async def test_calls_queue_while_admission_is_paused_and_can_be_rejected() -> None:
     queue, admission = gate_of(4, 4)
     queue.pause_admission()
     waiting = Visitor(queue)
@@ -127,7 +127,7 @@ async def test_holding_queues_and_turning_away_fails_the_queue() -> None:
 
 
 @pytest.mark.asyncio
-async def test_whoever_has_not_started_is_turned_away_from_the_inside() -> None:
+async def test_an_admitted_call_that_has_not_started_is_rejected() -> None:
     queue, admission = gate_of(2, 2)
     first, second = Visitor(queue), Visitor(queue)
     await first.inside.wait()
@@ -141,7 +141,7 @@ async def test_whoever_has_not_started_is_turned_away_from_the_inside() -> None:
 
 
 @pytest.mark.asyncio
-async def test_whoever_turns_the_others_away_is_not_cancelled() -> None:
+async def test_the_call_that_rejects_the_others_is_not_cancelled() -> None:
     queue, admission = gate_of(2, 2)
     other = Visitor(queue)
     await other.inside.wait()
@@ -156,7 +156,7 @@ async def test_whoever_turns_the_others_away_is_not_cancelled() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_place_given_in_the_instant_of_turning_away_is_not_entered() -> None:
+async def test_a_slot_given_to_a_call_that_is_being_rejected_is_not_entered() -> None:
     queue, admission = gate_of(1, 1)
     first = Visitor(queue)
     await first.inside.wait()
@@ -174,7 +174,7 @@ async def test_a_place_given_in_the_instant_of_turning_away_is_not_entered() -> 
 
 
 @pytest.mark.asyncio
-async def test_a_call_that_is_cancelled_and_turned_away_is_cancelled() -> None:
+async def test_a_call_that_is_cancelled_and_rejected_is_cancelled() -> None:
     queue, _ = gate_of(1, 1)
     visitor = Visitor(queue)
     await visitor.inside.wait()

@@ -20,7 +20,7 @@ VALUES: dict[str, Any] = {
 
 
 def decode(*, loopback_only: bool = True, **changes: Any) -> CollectiveGroup:
-    """The group of `VALUES`, some of them changed, for an engine of two workers."""
+    """Decodes the group of `VALUES` with some of them changed, for an engine of two workers."""
     request = begin_request(
         tensors=[
             pb.TensorSpec(name=name, element_type=pb.ELEMENT_TYPE_FLOAT32, shape=[1])
@@ -51,7 +51,9 @@ def test_a_group_is_taken_as_it_is() -> None:
         ({"rendezvous": "10.0.0.1"}, "expected host:port"),
     ],
 )
-def test_a_place_that_is_not_this_servers_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_ranks_and_addresses_that_do_not_fit_this_server_are_refused(
+    changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(InvalidField, match=says):
         decode(**changes)
 
@@ -61,5 +63,5 @@ def test_loopback_has_many_names(rendezvous: str) -> None:
     assert decode(rendezvous=rendezvous).rendezvous == rendezvous
 
 
-def test_a_trusted_network_is_allowed_when_said() -> None:
+def test_a_trusted_network_is_allowed_if_configured() -> None:
     assert decode(rendezvous="10.0.0.1:29500", loopback_only=False).rendezvous == "10.0.0.1:29500"

@@ -187,7 +187,7 @@ async def test_leaving_before_the_send_begins_sends_nothing() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fails_before_the_end", [True, False])
-async def test_a_send_that_fails_is_told_to_whoever_adds_or_ends(
+async def test_a_send_that_fails_raises_in_add_and_in_rest(
     fails_before_the_end: bool,
 ) -> None:
     begun, fail = asyncio.Event(), asyncio.Event()

@@ -59,16 +59,16 @@ class ServerHarness:
         return [message async for message in self.generation.Generate(want(**fields), timeout=60)]
 
     async def settle(self) -> None:
-        """Answers one call, so that everything sent before it has been handled."""
+        """Waits for the answer to a call, so that everything sent before it has been handled."""
         await self.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
 
     async def tick(self, seconds: float = 0.001) -> None:
-        """So much of the engine's time."""
+        """Advances the engine's clock."""
         self.clock.advance(seconds)
         await self.settle()
 
     async def ticking(self, call: Awaitable[T], seconds: float = 0.001) -> T:
-        """What a call comes to while the engine's time goes on, tick by tick."""
+        """Returns the result of a call while the engine's clock advances tick by tick."""
         waited = asyncio.ensure_future(call)
         while not waited.done():
             await self.tick(seconds)
@@ -79,7 +79,7 @@ class ServerHarness:
 async def fake_server(
     *, latency_s: float = 0.0, max_running: int = 8, config: ServerConfig | None = None
 ) -> AsyncIterator[ServerHarness]:
-    """With latency, the clock must be moved by hand."""
+    """Runs a server. With latency, the test must advance the clock."""
     clock = FakeClock()
     engine = FakeEngine(
         model=MODEL,
@@ -156,7 +156,7 @@ async def commit(
 
 
 async def refusal(call: Awaitable[object]) -> tuple[str, str, list[Any]]:
-    """Status name, reason, and the other details of a call that must fail."""
+    """Returns status name, reason and further details of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     status = rpc_status.from_call(caught.value)
@@ -178,7 +178,7 @@ def ids(messages: Sequence[gen.GenerateResponse]) -> list[int]:
 
 
 async def read_all(call: Any) -> list[gen.GenerateResponse]:
-    """The rest of a stream that `read` has begun."""
+    """Returns the rest of a stream that `read` has begun."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)

@@ -11,7 +11,7 @@ from treadle.rollout_server.services.conftest import fake_server, refusal, want
 
 
 @pytest.mark.asyncio
-async def test_what_fails_while_it_resumes_stays_failed() -> None:
+async def test_a_server_that_fails_while_it_resumes_stays_failed() -> None:
     async with fake_server() as server:
         await server.control.Pause(
             srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60
@@ -46,7 +46,7 @@ async def test_a_pause_that_is_given_up_leaves_the_server_serving() -> None:
 
 
 @pytest.mark.asyncio
-async def test_pause_turns_away_what_the_engine_has_not_started() -> None:
+async def test_pause_rejects_calls_that_the_engine_has_not_started() -> None:
     async with fake_server(latency_s=1.0, max_running=1) as server:
         running = server.generation.Generate(want(), timeout=60)
         await running.read()

@@ -48,7 +48,7 @@ async def push_delta(
 
 
 async def whole(server: ServerHarness, version: int) -> None:
-    """The weights that the delta leads to, pushed whole."""
+    """Commits the weights that the delta leads to, pushed whole."""
     await server.weights.BeginUpdate(begin_request(version, "w"), timeout=60)
     header = sync.PushWeightsRequest(header=sync.PushHeader(update_id="w"))
     chunks = [header, chunk(0, 0, CHANGED), chunk(1, 0, BYTES[1])]

@@ -60,7 +60,7 @@ async def state_of(server: ServerHarness) -> "srv.ServerState":
 
 
 async def staged(server: ServerHarness, version: int) -> None:
-    """A staged update of the same bytes."""
+    """Commits a staged update of the same bytes."""
     await server.weights.BeginUpdate(begin_request(version, "staged"), timeout=60)
     await server.weights.PushWeights(push("staged"), timeout=60)
     assert await commit(server, update_id="staged") == version

@@ -27,7 +27,7 @@ async def push_buckets(
 
     Raises:
         SegmentUnreadable: The segment cannot be mapped here.
-        RolloutServerError: The update ended, or a part has no place in it.
+        RolloutServerError: The update ended, or a part does not fit it.
     """
     header = await anext(requests, None)
     if header is None or not header.HasField("header"):

@@ -1,4 +1,4 @@
-"""Shared memory over real gRPC, in front of the fake engine."""
+"""Shared memory over real gRPC, where the conformance kit cannot see."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ class Sender(SharedSegment):
 
 @pytest.fixture
 def sender() -> Sender:
-    """Of update "u"."""
+    """Returns a segment of update "u"."""
     return Sender()
 
 
@@ -55,7 +55,7 @@ def _begin(*, in_place: bool, update_id: str = "u") -> sync.BeginUpdateRequest:
 
 
 async def _push(server: ServerHarness, *requests: sync.PushBucketsRequest) -> list[int]:
-    """The slots that were given back."""
+    """Returns the slots that were returned."""
     return [answer.slot async for answer in server.weights.PushBuckets(iter(requests), timeout=60)]
 
 
@@ -128,7 +128,7 @@ async def test_in_place_parts_may_be_less_than_tensors_where_begin_says_so(
 
 
 @pytest.mark.asyncio
-async def test_bytes_of_a_tensor_may_come_by_both_ways(sender: Sender) -> None:
+async def test_bytes_of_a_tensor_may_arrive_by_both_transports(sender: Sender) -> None:
     async with fake_server() as server:
         await server.weights.BeginUpdate(begin_request(), timeout=60)
         await server.weights.PushWeights(push(), timeout=60)
@@ -180,7 +180,7 @@ FILES = WeightFiles(directory="1", crc32=(1, 2))
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("source", [GROUP, FILES])
-async def test_what_comes_otherwise_takes_no_buckets(
+async def test_an_update_from_files_or_a_group_takes_no_buckets(
     sender: Sender, source: CollectiveGroup | WeightFiles
 ) -> None:
     async with fake_server() as server:

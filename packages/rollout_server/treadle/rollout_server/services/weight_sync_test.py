@@ -79,7 +79,7 @@ async def test_an_update_that_was_read_from_files_needs_them_no_more(tmp_path: P
 
 
 @pytest.mark.asyncio
-async def test_calls_during_a_commit_of_a_paused_server_are_turned_away_after_it() -> None:
+async def test_calls_during_a_commit_of_a_paused_server_are_rejected_after_it() -> None:
     async with fake_server(latency_s=1.0) as server:
         call = server.generation.Generate(want(), timeout=60)
         await call.read()

@@ -1,4 +1,4 @@
-"""Two Begins of one update that lies in files: one reading, one answer."""
+"""Two Begins of one update from files: one read, one answer."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ FILES = WeightFiles(directory="1", crc32=(1, 2))
 
 
 class Disk:
-    """Stands for `stage_files`: reads when it may, and counts."""
+    """Replaces `stage_files`: reads when it may, and counts its calls."""
 
     def __init__(self) -> None:
         self.readings = 0
@@ -51,7 +51,7 @@ class Disk:
 
 @pytest_asyncio.fixture
 async def disk(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Disk]:
-    """What every replica reads from."""
+    """Yields the disk that every replica reads from."""
     disk = Disk()
     monkeypatch.setattr(weight_updater, "stage_files", disk.stage_files)
     yield disk
@@ -60,7 +60,7 @@ async def disk(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Disk]:
 
 @pytest_asyncio.fixture
 async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
-    """In front of a fake engine."""
+    """Yields a replica in front of a fake engine."""
     clock = FakeClock()
     replica = Replica(ServerConfig(weights=WeightsConfig(directory=tmp_path)), clock)
     replica.serve(FakeEngine(model=MODEL, parameters=TENSORS, clock=clock))
@@ -80,7 +80,7 @@ def begin(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("in_place", [None, InFlightPolicy.DRAIN])
-async def test_files_are_read_once_and_whoever_gives_up_does_not_end_it(
+async def test_files_are_read_once_and_a_caller_that_gives_up_does_not_end_it(
     disk: Disk, replica: Replica, in_place: InFlightPolicy | None
 ) -> None:
     first, second = begin(replica, in_place=in_place), begin(replica, in_place=in_place)

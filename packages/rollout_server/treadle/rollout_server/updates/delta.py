@@ -9,7 +9,8 @@ The base is the staging area of the update that brought it: one copy of the weig
 memory, for as long as the next updates are deltas.
 
 Encoded, a tensor is: n (uint64), n positions (uint32, ascending), n values, little-endian; no
-bytes if nothing changed. Blocking; run it in a thread. No other module imports numpy.
+bytes if nothing changed. Blocking; run it in a thread. Outside the engines, only this module
+imports numpy.
 """
 
 import importlib.util

@@ -131,7 +131,7 @@ def test_a_header_nested_too_deep_is_corrupt(tmp_path: Path) -> None:
     text = b"[" * 100_000
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    with pytest.raises(FileCorrupt, match="no JSON"):
+    with pytest.raises(FileCorrupt, match="not JSON"):
         stage(tmp_path)
 
 

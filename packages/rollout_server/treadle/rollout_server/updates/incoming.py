@@ -88,7 +88,7 @@ class IncomingTensors:
             InvalidField: They come from files or a group, and would collide.
         """
         if self._begin.source is not None:
-            expected = "an update whose bytes are pushed; this one's come otherwise"
+            expected = "an update whose bytes are pushed; this one reads files or a group"
             raise InvalidField("update_id", repr(self._begin.update_id), expected)
 
     def accept(self, tensor_index: int, offset: int, crc32: int, data: bytes | memoryview) -> None:

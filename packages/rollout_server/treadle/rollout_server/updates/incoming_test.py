@@ -1,4 +1,4 @@
-"""What an engine that can `split_tensors` is handed, whatever the pieces in which bytes come."""
+"""What an engine gets in place, whatever the pieces in which the bytes arrive."""
 
 import asyncio
 import zlib
@@ -30,8 +30,8 @@ def content(index: int) -> bytes:
     return bytes(range(50 * index, 50 * index + TENSORS[index].size_bytes))
 
 
-async def _handed(incoming: IncomingTensors) -> list[tuple[NamedTensor, bytes]]:
-    """What the engine is given, and the bytes as they are while they are good."""
+async def _queued(incoming: IncomingTensors) -> list[tuple[NamedTensor, bytes]]:
+    """Returns what the engine gets, with a copy of the bytes while they are valid."""
     assert incoming.queue is not None
     return [(tensor, bytes(tensor.data)) async for tensor in incoming.queue.tensors()]
 
@@ -48,7 +48,7 @@ def _in_place(*, split_tensors: bool) -> IncomingTensors:
 
 
 @given(pieces=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=40))
-def test_every_element_is_handed_over_once_and_in_order(
+def test_every_element_is_queued_once_and_in_order(
     pieces: list[tuple[int, int, bool]],
 ) -> None:
     incoming = _in_place(split_tensors=True)
@@ -64,36 +64,36 @@ def test_every_element_is_handed_over_once_and_in_order(
             incoming.accept(index, offset, zlib.crc32(data), bytes(data))
     incoming.finish()
     held = {spec.name: b"" for spec in TENSORS}
-    for part, handed in asyncio.run(_handed(incoming)):
+    for part, queued in asyncio.run(_queued(incoming)):
         assert part.offset == len(held[part.spec.name])
-        assert len(handed) % part.spec.element_type.size_bytes == 0
+        assert len(queued) % part.spec.element_type.size_bytes == 0
         assert not part.data.readonly
-        held[part.spec.name] += handed
+        held[part.spec.name] += queued
     assert held == {spec.name: content(index) for index, spec in enumerate(TENSORS)}
 
 
-def test_another_engine_is_handed_whole_tensors_that_its_workers_can_map() -> None:
+def test_another_engine_gets_whole_tensors_that_its_workers_can_map() -> None:
     incoming = _in_place(split_tensors=False)
     for index, spec in enumerate(TENSORS):
         for offset in range(0, spec.size_bytes, 4):
             data = content(index)[offset : offset + 4]
             incoming.accept(index, offset, zlib.crc32(data), data)
     incoming.finish()
-    handed = asyncio.run(_handed(incoming))
-    assert sorted((tensor.spec.name, data) for tensor, data in handed) == [
+    queued = asyncio.run(_queued(incoming))
+    assert sorted((tensor.spec.name, data) for tensor, data in queued) == [
         (spec.name, content(index)) for index, spec in enumerate(TENSORS)
     ]
-    assert all(tensor.place is not None for tensor, _ in handed)
+    assert all(tensor.place is not None for tensor, _ in queued)
 
 
 @pytest.mark.parametrize("split_tensors", [False, True])
-def test_tensors_from_files_are_handed_over_once_and_whole(split_tensors: bool) -> None:
+def test_tensors_from_files_are_queued_once_and_whole(split_tensors: bool) -> None:
     incoming = _in_place(split_tensors=split_tensors)
     for index in range(len(TENSORS)):
         incoming.assembler.write(index, 0, content(index))
         incoming.filled(index)
     incoming.finish()
-    handed = asyncio.run(_handed(incoming))
-    assert sorted((tensor.spec.name, data) for tensor, data in handed) == [
+    queued = asyncio.run(_queued(incoming))
+    assert sorted((tensor.spec.name, data) for tensor, data in queued) == [
         (spec.name, content(index)) for index, spec in enumerate(TENSORS)
     ]

@@ -118,10 +118,10 @@ class Assembler:
         """
         if not 0 <= tensor_index < len(self.tensors):
             raise InvalidField("tensor_index", tensor_index, f"below {len(self.tensors)}")
-        come = self._received[tensor_index]
-        if offset != come:
-            raise ChunkOutOfOrder(tensor_index, come, offset)
-        left = self._size_bytes[tensor_index] - come
+        received = self._received[tensor_index]
+        if offset != received:
+            raise ChunkOutOfOrder(tensor_index, received, offset)
+        left = self._size_bytes[tensor_index] - received
         if not 1 <= length <= left:
             raise InvalidField("data", f"{length} bytes", f"1 to the {left} bytes that are missing")
 

@@ -14,7 +14,7 @@ def tensor(name: str) -> NamedTensor:
 
 
 @pytest.mark.asyncio
-async def test_a_giver_waits_until_the_engine_takes_and_then_until_it_is_done() -> None:
+async def test_a_stream_waits_until_the_engine_takes_a_tensor_or_is_done_with_it() -> None:
     queue, freed = TensorQueue(), asyncio.Event()
     tensors = queue.tensors()
     await queue.room()
@@ -53,11 +53,11 @@ async def test_closing_wakes_everyone_with_the_error() -> None:
     waiting = asyncio.ensure_future(read(queue.tensors()))
     await asyncio.sleep(0)
     queue.put(tensor("a"))
-    giving = [
+    streams = [
         asyncio.ensure_future(queue.room()),
         asyncio.ensure_future(queue.caught_up()),
     ]
     queue.close(UpdateUnknown("u", "was aborted"))
-    for task in (waiting, *giving):
+    for task in (waiting, *streams):
         with pytest.raises(UpdateUnknown, match="'u' was aborted"):
             await task

@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 def content(version: int, index: int) -> bytes:
-    """A third of it changes from one version to the next."""
+    """Returns bytes of which a third changes from one version to the next."""
     return bytes(
         ((version + n) // 3 * 41 + index * 13 + n) % 251 for n in range(TENSORS[index].size_bytes)
     )
@@ -71,13 +71,13 @@ def content(version: int, index: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """An update, by the changes of `base` if there is one."""
+    """An update; a delta of `base` if there is one."""
 
     version: int
     base: int | None = None
 
     def payload(self, index: int) -> bytes:
-        """What travels of a tensor."""
+        """Returns the bytes that are sent of a tensor."""
         new = content(self.version, index)
         if self.base is None:
             return new
@@ -106,7 +106,7 @@ class Announced:
         )
 
     def write(self, path: Path, fault: str) -> WeightFiles:
-        """Writes its file, perhaps another than is announced."""
+        """Writes its file, perhaps not the announced one."""
         parts = [self.payload(index) for index in range(len(TENSORS))]
         base = -1 if fault == "other base" else self.base
         header: dict[str, Any] = {"__metadata__": {"base_weight_version": str(base)}}
@@ -128,13 +128,13 @@ class Announced:
 
 
 async def in_turn(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """In place of `asyncio.to_thread`, whose end depends on the machine."""
+    """Replaces `asyncio.to_thread`, whose end depends on the machine."""
     await asyncio.sleep(0)
     return function(*arguments, **named)
 
 
 def fingerprint(version: int) -> bytes:
-    """What the engine holds after all of a version and nothing else."""
+    """Returns what the engine holds after all of a version and nothing else."""
     if version == 0:
         return b""
     tensors = [
@@ -218,14 +218,14 @@ class Versions(RuleBasedStateMachine):
         self.run(begin())
 
     async def settle(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        """Lets time pass until these have ended."""
+        """Lets time pass until the tasks have ended."""
         for task in tasks:
             for _ in range(200):
                 if task.done():
                     break
                 self.clock.advance(TOKEN_S)
                 await asyncio.sleep(0)
-            assert task.done(), "something waits for ever"
+            assert task.done(), "something waits forever"
             task.result()
 
     servers_ = st.integers(0, SERVERS - 1)
@@ -259,7 +259,7 @@ class Versions(RuleBasedStateMachine):
         self.spawn(self._publish(which, faults, policy), turns, self.trainers)
 
     async def _publish(self, which: int, faults: Iterable[str], policy: InFlightPolicy) -> None:
-        """Versions one after another: changes of the one before, or all where that was refused."""
+        """Publishes versions in turn: a delta of the last one, or all if that was refused."""
         base = None
         for fault in faults:
             update_id, announced = self.announce(1, base)
@@ -330,7 +330,7 @@ class Versions(RuleBasedStateMachine):
         damaged: bool,
         turns: int,
     ) -> None:
-        """One chunk, perhaps of an old update, or twice, early, or damaged."""
+        """Pushes a chunk, perhaps of an old update, or twice, early, or damaged."""
         ids = list(self.updates)[::-1]
         if back < len(ids):
             self.spawn(self._push(which, ids[back], index, offset, length, damaged), turns)
@@ -377,7 +377,7 @@ class Versions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([TOKEN_S, 5 * TOKEN_S, LEASE_S]), turns=turns_)
     def wait(self, seconds: float, turns: int) -> None:
-        """Completions go on; the trainer says nothing."""
+        """Lets completions go on; the trainer is silent."""
         self.clock.advance(seconds)
         self.spawn(asyncio.sleep(0), turns)
 
@@ -432,7 +432,7 @@ class Versions(RuleBasedStateMachine):
                 assert server.engine.weight_version == replica.weight_version
 
     def teardown(self) -> None:
-        """Whatever was done, a trainer that starts over is served, and nothing waits for ever."""
+        """A trainer that starts over is served after any history, and nothing waits forever."""
         try:
             self.run(self._start_over())
         finally:
@@ -441,7 +441,7 @@ class Versions(RuleBasedStateMachine):
             self.folder.cleanup()
 
     async def _clear(self, server: Server) -> None:
-        """Ends the update that is live; one that is being committed comes to its end."""
+        """Ends the live update; a commit runs to its end."""
         while (live := server.replica.current_update.live) is not None:
             with contextlib.suppress(RolloutServerError):
                 await server.replica.updates.abort(live.update_id)

@@ -215,7 +215,7 @@ class CurrentUpdate:
             raise InvalidField(
                 "update_id",
                 repr(begin.update_id),
-                "a new id: its version, its tensors or how they come are others",
+                "a new id: this one was begun with another version, other tensors or transport",
             )
         live.renew(now)
         return live

@@ -1,4 +1,4 @@
-"""What a server is after its update ended at the wrong moment."""
+"""The state of a server whose update ended at the wrong moment."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ STAGED = Begin(update_id="u", weight_version=1, tensors=TENSORS, lease_s=LEASE_S
 
 
 class Engine(FakeEngine):
-    """Counts its resumes; waits in `pause` and `load_weights` until it is let."""
+    """Counts its resumes; waits in `pause` and `load_weights` until the test lets it."""
 
     def __init__(self, clock: FakeClock) -> None:
         model = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
@@ -71,7 +71,7 @@ def start() -> tuple[Replica, Engine, FakeClock]:
 
 
 async def staged(replica: Replica, clock: FakeClock) -> WeightUpdate:
-    """An update whose bytes are there."""
+    """Returns an update whose bytes have arrived."""
     update = await replica.updates.begin(STAGED)
     data = bytes(range(256)) * 64
     update.incoming.assembler.write(0, 0, data)
