@@ -42,7 +42,7 @@ def request_bytes(*, batched: bool) -> bytes:
 async def keep_in_flight(
     call: Callable[[int], Awaitable[None]], *, concurrency: int, seconds: float, work_s: float
 ) -> tuple[list[float], float]:
-    """Keeps so many calls in flight; returns the seconds of each, and of all of them."""
+    """Keeps the given number of calls in flight; returns the seconds of each and of all."""
     times_s: list[float] = []
     start = time.perf_counter()
 

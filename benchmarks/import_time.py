@@ -32,7 +32,7 @@ print(time.perf_counter() - start)
 
 
 def import_s(module: str) -> float:
-    """Return how long one fresh interpreter takes to import a module, in seconds."""
+    """Returns how long one fresh interpreter takes to import a module, in seconds."""
     search_path = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
     child = subprocess.run(
         [sys.executable, "-c", CHILD, module],
@@ -45,7 +45,7 @@ def import_s(module: str) -> float:
 
 
 def main() -> None:
-    """Measure and print one line for each subject."""
+    """Measures, and prints one line per subject."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=15, help="counted rounds")
     repeat = parser.parse_args().repeat

@@ -109,7 +109,7 @@ class Side:
     """One way to run the batch.
 
     Attributes:
-        run: Runs so many trajectories.
+        run: Runs the given number of trajectories.
         processes: Ids of the processes that it uses besides this one.
     """
 

@@ -123,7 +123,7 @@ class Result:
 
 
 async def run_loop(generator: TokenGenerator, tasks: Sequence[int]) -> Result:
-    """Runs so many trajectories at a time, with the package's own loop."""
+    """Runs the given number of trajectories at a time, with the package's own loop."""
     timed = Timed(generator)
     services = Services(
         generator=timed,
@@ -160,4 +160,4 @@ def make_task(number: int) -> AgentTask:
 
 
 Run: TypeAlias = Callable[[int], Awaitable[Result]]
-"""Runs so many trajectories."""
+"""Runs the given number of trajectories."""

@@ -84,7 +84,7 @@ class Policy(Protocol):
     def pick(self, request: Request) -> int | None:
         """Returns the engine for a request that is sent now; None: it waits for a place.
 
-        Whoever waits is asked again, in the order of the sessions, when a session has ended.
+        Waiting sessions are asked again, in the order of the sessions, when a session has ended.
         """
         ...
 

@@ -115,7 +115,7 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print tokens per second of each side and the ratios."""
+    """Prints tokens per second of each side and the ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--num_sequences", type=int, default=64)

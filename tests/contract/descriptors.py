@@ -25,7 +25,7 @@ CONTRACT_FILES: tuple[FileDescriptor, ...] = (
 
 
 def current_set() -> FileDescriptorSet:
-    """Return the contract as the checked-in stubs have it, with what it imports, imports first."""
+    """Returns the contract as the checked-in stubs have it, with what it imports, imports first."""
     files: dict[str, FileDescriptorProto] = {}
 
     def add(file: FileDescriptor) -> None:
@@ -41,7 +41,7 @@ def current_set() -> FileDescriptorSet:
 
 
 def released_sets() -> dict[str, FileDescriptorSet]:
-    """Return every release's descriptor set by version, oldest first."""
+    """Returns every release's descriptor set by version, oldest first."""
     paths = sorted(
         RELEASED.glob("*.binpb"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)]
     )

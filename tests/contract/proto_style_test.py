@@ -26,7 +26,7 @@ MESSAGES, ENUMS, SERVICES, METHODS = 4, 5, 6, 2
 
 
 def compile_contract(out: Path) -> list[FileDescriptorProto]:
-    """Return the descriptors of our files, with comments, which the generated stubs leave out."""
+    """Returns the descriptors of our files, with comments, which the generated stubs leave out."""
     protos = sorted(p.relative_to(PROTO).as_posix() for p in PROTO.rglob("*.proto"))
     target = out / "contract.binpb"
     includes = [f"-I{PROTO}", f"-I{files('grpc_tools') / '_proto'}"]
@@ -43,7 +43,7 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorPro
 
 
 def undescribed(file: FileDescriptorProto) -> Iterator[str]:
-    """Yield what has no comment; a request or response is described by its method's comment."""
+    """Yields what has no comment; a request or response is described by its method's comment."""
     described = {
         tuple(location.path)
         for location in file.source_code_info.location

@@ -18,7 +18,7 @@ DIRECTORY = Path("tests/contract/released")
 
 
 def main() -> None:
-    """Write the descriptor set of today's contract, or exit with what it breaks."""
+    """Writes the descriptor set of today's contract, or exits with what it breaks."""
     if not PYPROJECT.is_file():
         raise SystemExit(f"{PYPROJECT} not found: run this from the root of the repository")
     version = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["version"]

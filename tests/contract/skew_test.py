@@ -35,7 +35,7 @@ MessageClasses = dict[str, type[Message]]
 
 
 def message_classes(files: FileDescriptorSet) -> MessageClasses:
-    """Return the messages of one version of the contract, by full name."""
+    """Returns the messages of one version of the contract, by full name."""
     pool = DescriptorPool()
     for file in files.file:
         pool.Add(file)
@@ -54,7 +54,7 @@ def message_classes(files: FileDescriptorSet) -> MessageClasses:
 
 
 def edited(edit: Callable[[DescriptorProto], None]) -> FileDescriptorSet:
-    """Return today's contract with every message of ours edited."""
+    """Returns today's contract with every message of ours edited."""
     files = current_set()
     for file in files.file:
         if file.package.startswith(PACKAGE_PREFIX):
@@ -115,7 +115,7 @@ def pairs(sender: MessageClasses, receiver: MessageClasses) -> list[ParameterSet
 
 
 def through(sent: Message, receiver: type[Message]) -> Message:
-    """Send a message through a program of another version and back."""
+    """Sends a message through a program of another version and back."""
     received = receiver.FromString(sent.SerializeToString(deterministic=True))
     return type(sent).FromString(received.SerializeToString(deterministic=True))
 

