@@ -1,10 +1,10 @@
 """The branch: one line of messages in a captured session, with its ledger.
 
-Invariant: ledger and messages grow together, by whole turns, and only by `write`, which waits for
-nothing; so a completion that fails leaves no trace. A branch's messages end with a sampled turn.
-The ids of a fork are what it shares with another branch, then what the template writes for the
-rest; all of it is the fork's prompt, so the loss mask is False there, and each sampled token is
-trained in the branch that sampled it and nowhere else.
+Invariant: ledger and messages grow together, by whole turns, and only in `write`, which waits for
+nothing; so a failed completion leaves no trace. A branch's messages end with a sampled turn. The
+ids of a fork are the ids that it shares with another branch, then what the template writes for the
+other messages. All of them are the fork's prompt, so the loss mask is False there, and each
+sampled token is trained only in the branch that sampled it.
 """
 
 import enum
@@ -19,16 +19,16 @@ from treadle.agent_loop.types import Completion, FinishReason, Message, ToolSpec
 
 
 class Continuation(enum.StrEnum):
-    """How a request relates to what its session has recorded."""
+    """How a request relates to the recorded branches of its session."""
 
     ROOT = "root"
-    """It does not begin as any branch does: another system prompt, other tools, a sub-agent."""
+    """Begins differently from every branch: another system prompt, other tools, a sub-agent."""
     EXACT = "exact"
-    """It has the whole history of a branch, as it was returned, and extends it."""
+    """Has the whole history of a branch, as it was returned, and extends it."""
     REALIGNED = "realigned"
-    """As EXACT but for harmless rewrites (`history`): the ids that were sampled stay."""
+    """Like EXACT except for harmless rewrites (`history`); the sampled ids are kept."""
     FORK = "fork"
-    """It shares a part of a branch: an edited, shortened or repeated history, or a branch that
+    """Shares a part of a branch: an edited, shortened or repeated history, or a branch that
     another request extends at the same time."""
 
 
@@ -37,17 +37,17 @@ class Branch:
 
     Args:
         prompt: Ids up to the first completion; at least one.
-        messages: That these ids say.
+        messages: The messages of these ids.
         tools: Shown to the model.
-        turns: Those among the messages that we returned, in other branches.
+        turns: The sampled turns among the messages, from other branches.
 
     Attributes:
-        transcript: The ledger; one sample.
+        transcript: The ledger; becomes one sample.
         messages: The conversation.
         tools: Shown to the model.
-        turns: Those among the messages that we returned.
-        busy: A request is extending it.
-        last_request: Number of the latest completion's request; below 0: none was written.
+        turns: The sampled turns among the messages.
+        busy: Whether a request is extending the branch.
+        last_request: Number of the latest completion's request; negative if there is none.
         finish: Why the latest completion ended.
     """
 
@@ -69,7 +69,7 @@ class Branch:
 
     @property
     def uncut_messages(self) -> tuple[Message, ...]:
-        """The messages as their ids say them, with the stop strings that texts were cut at."""
+        """The messages as in their ids, with the stop strings that were cut off."""
         messages = list(self.messages)
         for turn in self.turns:
             if turn.uncut is not None:
@@ -86,7 +86,7 @@ class Branch:
         uncut: str | None,
         request: int,
     ) -> None:
-        """Writes a turn: what was observed since the last one, and what was sampled."""
+        """Writes a turn: the tokens observed since the last turn, and the completion."""
         self.transcript.observe(observed.ids, images=observed.images)
         self.messages.extend(messages)
         start = len(self.transcript)
@@ -103,15 +103,15 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a request will be sampled from, and what it will be written to.
+    """The prompt of a request, and the branch that its completion is written to.
 
     Attributes:
-        how: Of the request.
-        branch: To write to; a new one for a ROOT and a FORK.
-        observed: What follows the branch's ids.
-        messages: What these ids say.
-        is_answer: It answers an earlier completion of the session.
-        why: Of a FORK: what keeps it from extending the branch.
+        how: How the request relates to the recorded branches.
+        branch: The branch to write to; a new one for ROOT and FORK.
+        observed: The ids to append to the branch before sampling.
+        messages: The messages of these ids.
+        is_answer: Whether the request answers an earlier completion of the session.
+        why: For a FORK: why the request does not extend the branch.
     """
 
     how: Continuation
@@ -128,15 +128,20 @@ class Plan:
 
     @property
     def images(self) -> tuple[PlacedImage, ...]:
-        """Among the ids of the prompt."""
+        """The images of the prompt."""
         return _joined(self.branch.transcript.images, len(self.branch.transcript), self.observed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """A place in a branch from which a request can go on.
+    """A point in a branch from which a request can continue.
 
-    `stop` ids say its `covered` messages; of all its messages, `num_shared` are the request's too.
+    Attributes:
+        branch: The branch.
+        covered: Number of the branch's messages up to this point.
+        stop: Number of the branch's ids up to this point.
+        num_shared: Number of leading messages that branch and request share.
+        num_rewritten: Number of these that the request has rewritten.
     """
 
     branch: Branch
@@ -147,12 +152,12 @@ class _Base:
 
     @property
     def whole(self) -> bool:
-        """Nothing of the branch comes after it, and nobody is extending the branch."""
+        """Whether the point is the end of the branch, and no request is extending the branch."""
         return self.covered == len(self.branch.messages) and not self.branch.busy
 
     @property
     def rank(self) -> tuple[int, bool, int, int]:
-        """The more is shared, the better; then whole, unchanged and recent branches."""
+        """The sort key: more shared messages first, then whole, unchanged and recent branches."""
         return (self.covered, self.whole, -self.num_rewritten, self.branch.last_request)
 
 
@@ -162,16 +167,16 @@ def make_plan(
     tools: tuple[ToolSpec, ...],
     renderer: ChatRenderer,
 ) -> Plan:
-    """Finds what a request continues, and renders what is new in it.
+    """Finds the branch that a request continues, and renders the request's new messages.
 
-    A template that cannot go on from the shared ids is no reason to fail: the whole conversation
-    is then rendered anew, as a FORK.
+    If the template cannot continue from the shared ids, the whole conversation is rendered again,
+    as a FORK.
 
     Args:
-        branches: Of the session, in the order of their first completions.
-        messages: Of the request; the last one is not the assistant's.
-        tools: Of the request.
-        renderer: Writes the ids.
+        branches: The session's branches, in the order of their first completions.
+        messages: Messages of the request; the last one is not the assistant's.
+        tools: Tools of the request.
+        renderer: Renders the ids.
 
     Raises:
         RenderError: The template refuses these messages.
@@ -208,7 +213,7 @@ def make_plan(
 
 
 def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:
-    """The end of each turn that the request has; and its start, where the request ends there."""
+    """Returns the end of each shared turn, or its start if the request ends there."""
     shared = shared_history(branch.messages, branch.turns, messages)
     bases = []
     for turn in branch.turns:
@@ -231,7 +236,7 @@ def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:
 
 
 def _reason(base: _Base, messages: Sequence[Message]) -> str:
-    """Why a request does not simply extend the branch that it shares most with."""
+    """Returns why a request does not simply extend the branch with which it shares most."""
     recorded = base.branch.messages
     if base.covered == len(recorded):
         return "another request extends the same branch at the same time"
@@ -243,9 +248,9 @@ def _reason(base: _Base, messages: Sequence[Message]) -> str:
 
 
 def _edited_opening(branches: Sequence[Branch], messages: Sequence[Message]) -> str | None:
-    """Whether a request begins as a branch does, but with another first answer; which one.
+    """Describes the edit if a request begins like a branch but has another first answer.
 
-    No turn is shared then, and so no ids but those that the template writes again.
+    Then no turn is shared, and so no ids except those that the template writes again.
     """
     for branch in reversed(branches):
         place = shared_history(branch.messages, branch.turns, messages).num_messages

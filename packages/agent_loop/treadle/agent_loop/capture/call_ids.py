@@ -1,8 +1,8 @@
-"""Ids of tool calls: unique in a session, not only in a turn.
+"""Ids of tool calls that are unique in a session.
 
-Invariant: no id is given twice. Parsers number the calls of one turn; agents keep answers by id,
-over all turns. An id that is taken is counted up where it ends in a number, its length kept, since
-some templates insist on it.
+Invariant: no id is given twice. Parsers only number the calls of one turn, but agents look up
+answers by id, over all turns. If an id is taken, the number at its end is incremented; its length
+is kept, because some templates require it.
 """
 
 import re
@@ -11,13 +11,13 @@ _NUMBERED = re.compile(r"(.*?)(\d{0,9})", re.DOTALL)
 
 
 class CallIds:
-    """The ids of a session."""
+    """The ids of one session."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def take(self, wanted: str) -> str:
-        """Returns the id, or the next one after it that is free."""
+        """Returns the id, or the next free one after it."""
         while wanted in self._taken:
             match = _NUMBERED.fullmatch(wanted)
             assert match is not None

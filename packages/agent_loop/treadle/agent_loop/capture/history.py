@@ -1,14 +1,14 @@
-"""The history that an agent sends back: is it still what it was given?
+"""Compares the history that an agent sends back with the recorded one.
 
-Invariant: pure. An assistant's message that we returned is the same turn when it comes back
+Invariant: pure. A returned assistant message is the same turn if it comes back
 
-- as it was: EXACT; or
-- with one of these rewrites, which say the same and are known to happen: REWRITTEN
-    1. its arguments re-serialised: keys in another order, 1.0 as 1 (other white space is not even
-       visible here, because arguments are compared as data);
+- unchanged: EXACT; or
+- with one of these rewrites, which agents are known to make and which keep the meaning: REWRITTEN
+    1. its arguments serialised again: keys in another order, 1.0 as 1 (other white space does not
+       matter, because arguments are compared as data);
     2. its text stripped, or its empty text given as null;
     3. its reasoning left out;
-    4. the stop string put back that its text was cut at.
+    4. the stop string appended that was cut off its text.
 
 Anything else, and any change of a message that the agent wrote itself, is an edit.
 """
@@ -22,7 +22,7 @@ from treadle.agent_loop.types import Message, ToolCall
 
 
 class Sameness(enum.Enum):
-    """How a message that came back relates to the one that was returned."""
+    """How a message from the agent relates to the recorded one."""
 
     EXACT = "exact"
     REWRITTEN = "rewritten"
@@ -34,11 +34,10 @@ class ReturnedTurn:
     """A sampled turn of a branch.
 
     Attributes:
-        index: Place of its message among the branch's messages.
-        start: First of its ids.
-        stop: After the last one.
-        uncut: Its text up to the end of the stop string that it was cut before; None when it was
-            not cut.
+        index: Index of its message among the branch's messages.
+        start: Position of its first id.
+        stop: Position after its last id.
+        uncut: Its text including the stop string that was cut off; None if it was not cut.
     """
 
     index: int
@@ -48,7 +47,7 @@ class ReturnedTurn:
 
 
 def compare(returned: Message, given: Message, *, uncut: str | None = None) -> Sameness:
-    """Compares a message that we returned with the one in its place."""
+    """Compares a returned message with the one at its position in a request."""
     same_calls = _exact(returned.tool_calls) == _exact(given.tool_calls)
     if same_calls and _with_reasoning_or_none(returned) == _with_reasoning_or_none(given):
         return Sameness.EXACT
@@ -68,8 +67,8 @@ class Shared:
     """How much of a recorded history a request still has.
 
     Attributes:
-        num_messages: Leading messages that are the same.
-        num_rewritten: How many of these are rewritten.
+        num_messages: Number of leading messages that are the same.
+        num_rewritten: Number of these that are rewritten.
     """
 
     num_messages: int
@@ -82,9 +81,9 @@ def shared_history(
     """Compares message by message up to the first edit.
 
     Args:
-        recorded: A branch's messages.
-        turns: Which of them we returned.
-        given: Of a request.
+        recorded: Messages of a branch.
+        turns: The sampled turns among them.
+        given: Messages of a request.
     """
     returned = {turn.index: turn for turn in turns}
     rewritten = 0
@@ -102,7 +101,7 @@ def shared_history(
 
 
 def _with_reasoning_or_none(message: Message) -> Message:
-    """Parsers tell a reasoning without words from none at all; what agents are sent does not."""
+    """Replaces an empty reasoning by None, because the agent cannot tell them apart."""
     return replace(message, reasoning=None) if message.reasoning == "" else message
 
 
@@ -115,7 +114,7 @@ def _meaning(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
 
 
 def _plain(value: object) -> object:
-    """JSON data in which whole numbers are integers, as JavaScript writes them."""
+    """Returns JSON data with whole numbers as integers, as JavaScript writes them."""
     match value:
         case float() if value.is_integer():
             return int(value)

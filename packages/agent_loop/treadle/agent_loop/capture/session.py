@@ -1,27 +1,28 @@
-"""The captured session: an agent of any make asks for completions; this is what it said.
+"""The captured session: records the completions of an agent that it does not control.
 
-Such an agent sends its whole conversation with every request, and may do with it what it likes.
-The session keeps branches, each with its own ledger, and finds for each request the branch whose
+Such an agent sends its whole conversation with every request, and may change it at will. The
+session keeps branches, each with its own ledger, and finds for each request the branch whose
 messages it continues:
 
     recorded  [user, A1, tool, A2]
     request   [user, A1, tool, A2, user]   extends the branch: EXACT, or REALIGNED
     request   [user, A1, tool']            FORK after A1
-    request   [user, A1, tool]             FORK before A2: it was asked again
+    request   [user, A1, tool]             FORK before A2: the request was repeated
     request   [system', user]              ROOT
 
 Invariants:
 
-1. Each sampled token is under the loss mask of exactly one sample; what a fork shares is observed.
-2. The ids of a sample are what was sent to the generator, then what it sampled; no text of a turn
-   is tokenised again where the turn is shared.
-3. Requests may run at the same time. One that fails or is cancelled leaves no trace.
+1. Each sampled token is under the loss mask of exactly one sample; the shared part of a fork is
+   observed.
+2. The ids of a sample are the ids sent to the generator, followed by the sampled ones. The text of
+   a shared turn is never retokenised.
+3. Requests may run concurrently. One that fails or is cancelled leaves no trace.
 4. Ids of tool calls are unique in the session.
 
-Limits hold for each sample (`max_response_tokens` after its own prompt, `max_context_tokens`) and
-for the session (`max_assistant_turns` completions, `max_user_turns` requests that answer one).
-Checked before sampling: a request that a limit forbids is a `LimitReachedError`. Of those that
-concern lengths, an agent may recover, by compacting its history for instance.
+Limits hold per sample (`max_response_tokens` after its own prompt, `max_context_tokens`) and per
+session (`max_assistant_turns` completions, `max_user_turns` requests that answer a completion).
+They are checked before sampling: a request that a limit forbids raises `LimitReachedError`. An
+agent may recover from a limit on lengths, for example by compacting its history.
 
     with CapturedSession(task, services) as session:
         turn = await session.complete(messages, tools=specs)
@@ -75,7 +76,7 @@ class LimitReachedError(RolloutError):
 
 
 class SessionEndedError(LoopError):
-    """A completion was asked for after `finish`, or came too late for it."""
+    """A completion was requested after `finish`, or ended after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +84,10 @@ class CapturedTurn(Turn):
     """One completion of a captured session.
 
     Attributes:
-        completion: Ids, log-probabilities and weight versions, as they were written.
-        num_prompt_tokens: That it was sampled from.
-        how: Relation of the request to what was recorded.
-        number: Of the request in its session, from 0; no other completion has it.
+        completion: Ids, log-probabilities and weight versions, as written to the ledger.
+        num_prompt_tokens: Number of tokens of the prompt.
+        how: How the request relates to the recorded branches.
+        number: Number of the request in its session, from 0; unique.
     """
 
     completion: Completion
@@ -96,11 +97,11 @@ class CapturedTurn(Turn):
 
 
 class CapturedSession:
-    """Captures what an agent asks for, and what it is given.
+    """Answers an agent's requests and records them.
 
     Args:
-        task: What is attempted; its messages are whatever the agent makes of them.
-        services: What it is attempted with. The tools are the agent's own.
+        task: The task to attempt. The agent decides how it uses the task's messages.
+        services: What the session works with. The tools are the agent's own.
     """
 
     def __init__(self, task: AgentTask, services: Services) -> None:
@@ -136,24 +137,24 @@ class CapturedSession:
 
     @property
     def session_id(self) -> str:
-        """Names the session in logs, traces and at the servers."""
+        """Identifies the session in logs, in traces and at the servers."""
         return self._sampler.session_id
 
     @property
     def assistant_turns(self) -> int:
-        """Completions so far."""
+        """Number of completions so far."""
         return self._assistant_turns
 
     @property
     def num_under_way(self) -> int:
-        """Requests that wait for their completion."""
+        """Number of requests that wait for their completion."""
         return self._under_way
 
     @property
     def exhausted(self) -> StopReason | None:
-        """The limit that forbids any answer to the latest completion; None where there is room.
+        """The limit that forbids any answer to the latest completion; None if there is room.
 
-        Checks 2, 3, 5 and 6 of `limits`, for agents that ask before they run tools in vain.
+        Runs checks 2, 3, 5 and 6 of `limits`, so that an agent need not run tools in vain.
         """
         if not self._branches:
             return None
@@ -177,17 +178,17 @@ class CapturedSession:
         Args:
             messages: The whole conversation, as the agent has it; ends with a message that the
                 model can answer.
-            tools: Shown to the model. Without any, no call is looked for in its text.
-            max_tokens: Of this completion, where the limits leave more.
-            sampling: Instead of the run's. The trainer takes the log-probabilities to be the
-                run's, so this is for evaluation.
-            seed: Of this completion. None: derived from the task's.
-            stop: Texts that end the turn; see `stop_strings`.
+            tools: Shown to the model. Without tools, the text is not searched for calls.
+            max_tokens: Additional bound on this completion, besides the limits.
+            sampling: Replaces the run's sampling parameters. For evaluation only, because the
+                trainer assumes the run's.
+            seed: Seed of this completion. None means derived from the task's.
+            stop: Strings that end the turn; see `stop_strings`.
 
         Raises:
-            ValueError: The messages end with one of the assistant's, or there are none; or
-                `max_tokens` or a stop text is out of range.
-            LimitReachedError: A limit forbids it.
+            ValueError: There are no messages, or the last one is the assistant's; or `max_tokens`
+                is below 1, or a stop string is empty.
+            LimitReachedError: A limit forbids the completion.
             RenderError: The template refuses these messages.
             GenerationError: The completion could not be made.
             SessionEndedError: The session is over.
@@ -222,7 +223,7 @@ class CapturedSession:
 
     @contextmanager
     def _extending(self, plan: Plan) -> Iterator[None]:
-        """Keeps other requests off the branch, and counts this one against the limits."""
+        """Reserves the branch for this request, and counts the request against the limits."""
         plan.branch.busy = True
         self._under_way += 1
         self._answers_under_way += plan.is_answer
@@ -234,12 +235,12 @@ class CapturedSession:
             self._answers_under_way -= plan.is_answer
 
     def close(self) -> None:
-        """Refuses further completions, and tells the servers so; for who cannot use `with`."""
+        """Refuses further completions and ends the session at the servers; `with` calls it."""
         self._ended = True
         self._sampler.close()
 
     def samples(self) -> tuple[Tokens, ...]:
-        """Each branch's tokens; the branch that was asked for last comes last."""
+        """Returns each branch's tokens; the branch with the latest request comes last."""
         return tuple(branch.transcript.freeze() for branch in self._by_age())
 
     def finish(
@@ -252,9 +253,9 @@ class CapturedSession:
         """Freezes the trajectory; later completions are refused.
 
         Args:
-            stop: None: FINISHED, or the limit that cut or refused the last request.
-            reward: Of the attempt.
-            metrics: Added to those of the session.
+            stop: None means FINISHED, or the limit that cut or refused the last request.
+            reward: Reward of the attempt.
+            metrics: Added to the session's metrics.
 
         Raises:
             LoopError: The agent never got a completion.
@@ -285,13 +286,13 @@ class CapturedSession:
         return sorted(self._branches, key=lambda branch: branch.last_request)
 
     def _tokens_left(self, plan: Plan) -> int:
-        """Tokens that this completion may have; at least 1."""
+        """Returns the maximum number of tokens of this completion; at least 1."""
         limits, transcript = self._services.limits, plan.branch.transcript
         prompt = transcript.num_prompt_tokens
         response = transcript.num_response_tokens + len(plan.observed.ids)
         stop = limits.turn_stop(
             assistant_turns=self._assistant_turns + self._under_way,
-            # As in `limits`, an answer is counted when it is given: the last one may be answered.
+            # As in `limits`, an answer counts when it is given: the model may reply to the last.
             user_turns=self._user_turns + self._answers_under_way if plan.is_answer else 0,
         ) or limits.length_stop(prompt=prompt, response=response)
         if stop is None:
@@ -341,7 +342,7 @@ class CapturedSession:
         )
 
     def _numbered(self, parsed: ParsedCompletion) -> ParsedCompletion:
-        """What the agent is told: its calls have ids of their own."""
+        """Returns the turn with call ids that are unique in the session."""
         message = parsed.message
         calls = tuple(replace(call, id=self._call_ids.take(call.id)) for call in message.tool_calls)
         malformed = tuple(replace(bad, id=self._call_ids.take(bad.id)) for bad in parsed.malformed)

@@ -1,9 +1,9 @@
-"""Stop strings: texts that end a completion, for engines that stop at ids alone.
+"""Stop strings: strings that end a completion, for engines that only stop at ids.
 
 Invariant: the completion is cut after the token that completes the first stop string. A token does
-not depend on those after it, so what is left has the distribution, and the log-probabilities, of
-an engine that had stopped there. Sampling the rest was in vain, and is all that this costs. The
-text ends before the stop string, as agents expect. Pure.
+not depend on later ones, so the kept tokens have the distribution and the log-probabilities of an
+engine that stops there. The only cost is that the later tokens were sampled in vain. The text ends
+before the stop string, as agents expect. Pure.
 """
 
 import bisect
@@ -17,12 +17,12 @@ from treadle.agent_loop.types import Completion, FinishReason, Message, TokenChu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutCompletion:
-    """A completion up to its stop string, or a whole one that has none.
+    """A completion up to its stop string, or a whole one without stop string.
 
     Attributes:
-        completion: Its tokens, the stop string's included.
+        completion: The tokens, including those of the stop string.
         parsed: The message without the stop string.
-        uncut: The message's text with it; None when the text was not cut.
+        uncut: The message's text with the stop string; None if the text was not cut.
     """
 
     completion: Completion
@@ -38,13 +38,13 @@ def cut_at_stop(
     tools: Sequence[ToolSpec] = (),
     prompt: Sequence[int] = (),
 ) -> CutCompletion:
-    """Cuts a completion at the first of the stop strings, and reads it.
+    """Cuts a completion at the first stop string, and parses it.
 
     Args:
-        completion: What was sampled.
-        stop: Texts that end it.
-        renderer: Reads it.
-        tools: As in `ChatRenderer.parse`; without any, calls are left in the text.
+        completion: The sampled completion.
+        stop: Strings that end it.
+        renderer: Parses it.
+        tools: As in `ChatRenderer.parse`; without tools, calls stay in the text.
         prompt: As in `ChatRenderer.parse`.
     """
     ids = completion.token_ids

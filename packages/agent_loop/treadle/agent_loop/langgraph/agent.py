@@ -1,9 +1,9 @@
-"""The agent: what a graph is made of in one trajectory - a model, tools, and nodes over them.
+"""The agent: the parts of a graph in one trajectory, which are a model, tools and nodes.
 
 Invariant: calls are answered in the trajectory's toolbox and completions come from its session,
 whichever graph connects them. `speak`, `act` and `should_continue` are the nodes and the edge of
-`ReactAgentLoop`'s graph; a graph of your own takes what it needs of them, or only the model and the
-tools. The checks are those of `limits`, in its order.
+`ReactAgentLoop`'s graph. Your own graph may use any of them, or only the model and the tools. The
+checks are those of `limits`, in the same order.
 
 A graph waits in `speak` for the generator and in `act` for tools.
 """
@@ -27,23 +27,23 @@ __all__ = ["Agent", "NewMessages"]
 
 
 class NewMessages(TypedDict):
-    """What a node adds to the state."""
+    """The messages that a node adds to the state."""
 
     messages: list[BaseMessage]
 
 
 class Agent:
-    """One trajectory's model and tools.
+    """The model and the tools of one trajectory.
 
     Args:
-        session: Of the trajectory.
-        toolbox: Of the trajectory.
-        specs: Of the tools in it.
-        services: Of the run; its limits, and its pulse for the watchdog.
+        session: The trajectory's session.
+        toolbox: The trajectory's tools.
+        specs: Descriptions of these tools.
+        services: The run's services; used for the limits and the watchdog's pulse.
 
     Attributes:
-        model: Samples messages. Not bound to the tools yet.
-        tools: What the model may call, for `model.bind_tools` and for LangGraph's `ToolNode`.
+        model: Samples messages. Not yet bound to the tools.
+        tools: The tools, for `model.bind_tools` and for LangGraph's `ToolNode`.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Agent:
         self._speaker = self.model.bind_tools(self.tools)
 
     async def speak(self, state: MessagesState) -> NewMessages:
-        """Node: the model's turn."""
+        """Node: samples the model's turn."""
         return {"messages": [await self._speaker.ainvoke(state["messages"])]}
 
     async def act(self, state: MessagesState) -> NewMessages:
-        """Node: runs the last message's calls at the same time; malformed ones are told so."""
+        """Node: runs the last message's calls concurrently, and answers malformed ones."""
         answers = await self._run(self.model.requests(_last(state)))
         return {"messages": [to_langchain(answer.message) for answer in answers]}
 
     def should_continue(self, state: MessagesState) -> bool:
-        """Edge: whether the last message asks for something and may be answered."""
+        """Edge: returns whether the last message has calls that may be answered."""
         message = _last(state)
         if not self.model.requests(message) or not self.model.is_closed(message):
             return False

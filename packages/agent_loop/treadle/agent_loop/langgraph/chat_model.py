@@ -1,12 +1,12 @@
-"""The chat model: what a graph of LangChain asks for a message, over a trajectory's session.
+"""The chat model: LangChain's interface to a trajectory's session.
 
-Invariant: what it gives is what was sampled. It remembers each message that it gave; when a graph
-sends one back as it was, the session sees the very same message and extends the ids of that turn.
-When the graph has changed, shortened or repeated its history, the session forks, and each sampled
+Invariant: its messages are the sampled ones. It remembers each message that it returned. If a
+graph sends one back unchanged, the session gets the recorded message and extends that turn's ids.
+If the graph has changed, shortened or repeated its history, the session forks, and each sampled
 token still counts in exactly one sample.
 
-One belongs to one trajectory. It is async only, since plain calls would hold up the event loop that
-all trajectories share, and is never answered from LangChain's cache. Callers wait in `ainvoke`.
+A chat model belongs to one trajectory. It is async only, because a blocking call would stop the
+event loop that all trajectories share. LangChain's cache is never used. Callers wait in `ainvoke`.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ __all__ = ["ChatModel"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """A message that was given to the graph.
+    """A message that was returned to the graph.
 
     Attributes:
-        shown: What it says; fewer calls than `recorded` where there were too many.
-        recorded: The session's own.
-        requests: The calls in it that may be answered, in the model's order.
+        shown: The returned message; has fewer calls than `recorded` if there were too many.
+        recorded: The session's message.
+        requests: Its calls that may be answered, in the model's order.
         closed: Whether the model ended the turn itself.
     """
 
@@ -52,10 +52,11 @@ class ChatModel(BaseChatModel):
     """Samples messages in a trajectory.
 
     Attributes:
-        session: Of the trajectory; renders, samples and records.
-        max_parallel_calls: Calls that a message may have; further ones are left out, and counted.
-        max_tokens: Of one completion. None: what the session's limits leave.
-        model_name: For LangChain's own traces.
+        session: The trajectory's session; renders, samples and records.
+        max_parallel_calls: Maximum number of calls per message; others are left out and counted.
+        max_tokens: Maximum number of tokens per completion. None means what the session's limits
+            leave.
+        model_name: Name for LangChain's own traces.
     """
 
     session: CapturedSession = Field(exclude=True, repr=False)
@@ -79,24 +80,24 @@ class ChatModel(BaseChatModel):
 
     @property
     def stop(self) -> StopReason | None:
-        """Why no more completions are given; None while they are."""
+        """Why further completions are refused; None while they are not."""
         return self._stop
 
     def end(self, stop: StopReason) -> None:
-        """Refuses further completions with a `LimitReachedError`; the first reason stays."""
+        """Refuses further completions with a `LimitReachedError`; the first reason is kept."""
         self._stop = self._stop or stop
 
     def requests(self, message: AIMessage) -> tuple[ToolCall | MalformedCall, ...]:
-        """The calls of a message, the malformed ones among them, in the model's order.
+        """Returns the calls of a message, including malformed ones, in the model's order.
 
-        A message that this model did not give, or that was changed since, has the calls that it
-        says.
+        For a message that this model did not return, or that was changed since, returns the
+        message's own calls.
         """
         given = self._known(message)
         return from_langchain(message).tool_calls if given is None else given.requests
 
     def is_closed(self, message: AIMessage) -> bool:
-        """Whether a turn has an end; False if a limit cut it."""
+        """Returns whether the model ended the turn; False if a limit cut it."""
         given = self._known(message)
         return given is None or given.closed
 
@@ -110,12 +111,12 @@ class ChatModel(BaseChatModel):
         """Shows tools to the model.
 
         Args:
-            tools: Whatever LangChain takes for tools.
-            tool_choice: None or "auto": sampling is not constrained.
-            kwargs: Passed on to each call: `max_tokens`, `stop`.
+            tools: Anything that LangChain accepts as tools.
+            tool_choice: None or "auto", because sampling is not constrained.
+            kwargs: Passed to each call: `max_tokens`, `stop`.
 
         Raises:
-            ValueError: Another `tool_choice` is asked for.
+            ValueError: `tool_choice` has another value.
         """
         if tool_choice not in (None, "auto"):
             raise ValueError(
@@ -125,15 +126,15 @@ class ChatModel(BaseChatModel):
         return self.bind(tools=[tool_spec(tool) for tool in tools], **kwargs)
 
     def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
-        """Is not there.
+        """Is not supported.
 
         Raises:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            "with_structured_output would constrain the sampling, and the trainer would take "
-            "constrained tokens for the policy's own: ask for the format in the prompt, and let "
-            "the reward read it"
+            "with_structured_output would constrain the sampling, and the trainer would treat "
+            "constrained tokens as the policy's own: ask for the format in the prompt, and let "
+            "the reward check it"
         )
 
     def _generate(
@@ -144,7 +145,7 @@ class ChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         raise NotImplementedError(
-            "ChatModel is async only, since a plain call would hold up every other trajectory: "
+            "ChatModel is async only, because a blocking call would stop every other trajectory: "
             "use ainvoke, for the graph too"
         )
 
@@ -160,8 +161,8 @@ class ChatModel(BaseChatModel):
     ) -> ChatResult:
         if unknown:
             raise TypeError(
-                f"ChatModel takes tools, max_tokens and stop with a call, not "
-                f"{', '.join(unknown)}: the run's configuration says how it samples"
+                f"ChatModel accepts tools, max_tokens and stop, not {', '.join(unknown)}: the "
+                "run's configuration sets the other sampling parameters"
             )
         if self._stop is not None:
             raise LimitReachedError(
@@ -219,7 +220,7 @@ class ChatModel(BaseChatModel):
         }
 
     def _known(self, message: BaseMessage) -> _Given | None:
-        """What we gave under this message's id, if the message still says the same."""
+        """Returns the record of this message if it was returned here and is unchanged."""
         given = self._given.get(message.id or "")
         return given if given is not None and given.shown == from_langchain(message) else None
 

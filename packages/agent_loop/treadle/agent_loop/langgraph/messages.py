@@ -1,9 +1,9 @@
-"""LangChain's messages and ours.
+"""Conversions between LangChain's messages and this package's.
 
-Invariant: `from_langchain(to_langchain(message))` says the same as `message`: role, text, calls,
-the call that is answered, reasoning and images. What a message of LangChain says besides (a
-sender's name, metadata) is no part of a prompt and is left out; what would be part of it and is not
-known here (audio, files) is refused. Pure; nothing waits.
+Invariant: `from_langchain(to_langchain(message))` keeps role, text, calls, the answered call,
+reasoning and images. Other fields of a LangChain message (a sender's name, metadata) are not part
+of a prompt and are dropped. Content that would be part of it and is not supported (audio, files)
+is refused. Pure; nothing waits.
 """
 
 import base64
@@ -25,7 +25,7 @@ from treadle.agent_loop.types import IMAGE_MARK, Image, Message, ToolCall
 __all__ = ["from_langchain", "read_content", "to_langchain", "write_content"]
 
 REASONING_KEY = "reasoning_content"
-"""Where `AIMessage.additional_kwargs` keeps the reasoning, as LangChain's integrations do."""
+"""The key of the reasoning in `AIMessage.additional_kwargs`, as in LangChain's integrations."""
 
 Content: TypeAlias = str | list[str | dict[str, object]]
 
@@ -34,8 +34,8 @@ def to_langchain(message: Message, *, id: str | None = None) -> BaseMessage:
     """Returns LangChain's message.
 
     Args:
-        message: Ours.
-        id: Of the message in a graph's state. None: the graph gives it one.
+        message: The message to convert.
+        id: Id of the message in a graph's state. None means that the graph sets it.
     """
     content = write_content(message.content, message.images)
     match message.role:
@@ -44,7 +44,7 @@ def to_langchain(message: Message, *, id: str | None = None) -> BaseMessage:
         case "user":
             return HumanMessage(content=content, id=id)
         case "tool":
-            # LangChain wants an id; the answer to a call that could not be read has none.
+            # LangChain requires an id; the answer to a malformed call has none.
             call_id = message.tool_call_id or ""
             return ToolMessage(content=content, tool_call_id=call_id, name=message.name, id=id)
         case "assistant":
@@ -57,11 +57,11 @@ def to_langchain(message: Message, *, id: str | None = None) -> BaseMessage:
 
 
 def from_langchain(message: BaseMessage) -> Message:
-    """Returns our message.
+    """Returns this package's message.
 
     Raises:
-        TypeError: It is of a kind that has no place in a chat template.
-        ValueError: Its content holds something else than text and images.
+        TypeError: Chat templates have no such kind of message.
+        ValueError: The content has parts other than text and images.
     """
     content, images = read_content(cast(Content, message.content))
     match message:
@@ -88,13 +88,13 @@ def from_langchain(message: BaseMessage) -> Message:
                 reasoning=message.additional_kwargs.get(REASONING_KEY),
             )
     raise TypeError(
-        f"a {type(message).__name__} has no place in a chat template; give a SystemMessage, "
+        f"a {type(message).__name__} cannot be rendered by a chat template; use a SystemMessage, "
         "HumanMessage, AIMessage or ToolMessage"
     )
 
 
 def write_content(text: str, images: tuple[Image, ...]) -> Content:
-    """Returns the text; with images, a list of blocks in which each is at its mark."""
+    """Returns the text; with images, a list of blocks with each image at its mark."""
     if not images:
         return text
     parts = text.split(IMAGE_MARK) if IMAGE_MARK in text else ["", *[""] * (len(images) - 1), text]
@@ -110,10 +110,10 @@ def write_content(text: str, images: tuple[Image, ...]) -> Content:
 
 
 def read_content(content: Content) -> tuple[str, tuple[Image, ...]]:
-    """Returns text, with a mark where each image was, and the images.
+    """Returns the text, with a mark per image, and the images.
 
     Raises:
-        ValueError: There is a block that is neither text nor an image given as base64.
+        ValueError: A block is neither text nor a base64-encoded image.
     """
     if isinstance(content, str):
         return content, ()

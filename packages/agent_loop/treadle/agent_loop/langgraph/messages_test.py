@@ -125,5 +125,5 @@ def test_video_is_refused() -> None:
 
 def test_a_message_without_a_place_in_templates_is_refused() -> None:
     message: BaseMessage = FunctionMessage(content="x", name="f")
-    with pytest.raises(TypeError, match="a FunctionMessage has no place in a chat template"):
+    with pytest.raises(TypeError, match="a FunctionMessage cannot be rendered by a chat template"):
         from_langchain(message)

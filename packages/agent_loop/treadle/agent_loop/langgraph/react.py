@@ -1,8 +1,8 @@
-"""The ReAct loop: a graph of LangGraph, run once for each trajectory.
+"""The ReAct loop: runs a LangGraph graph once per trajectory.
 
-Invariant: the trajectory is what the graph's model said, whatever graph it is. Limits end it as
-they end `tool_agent`'s: an answer that would leave no room is not in it, and its last tokens are
-sampled ones. Deadlines and cancellations reach the graph, its completions and its tools.
+Invariant: the trajectory consists of what the graph's model sampled, whatever the graph. Limits
+end it as in `tool_agent`: it does not contain an answer that would leave no room, and its last
+tokens are sampled ones. Deadlines and cancellations reach the graph, its completions and its tools.
 
     def with_a_plan(agent: Agent) -> Graph:
         graph = StateGraph(MessagesState)
@@ -39,19 +39,19 @@ from treadle.tracing import Metric, Reduce
 __all__ = ["Graph", "GraphFactory", "ReactAgentLoop"]
 
 Graph: TypeAlias = Runnable[Any, Any]
-"""Takes `{"messages": [...]}`, as a compiled graph over `MessagesState` does."""
+"""Accepts `{"messages": [...]}`, like a compiled graph over `MessagesState`."""
 
 GraphFactory: TypeAlias = Callable[[Agent], Graph]
-"""Makes a trajectory's graph; called once for each, which takes LangGraph half a millisecond."""
+"""Builds a trajectory's graph; called once per trajectory, which takes about 0.5 ms."""
 
 
 class ReactAgentLoop:
-    """Runs agent <-> tools, or a graph of your own.
+    """Runs agent <-> tools, or your own graph.
 
     Args:
-        graph: Instead of `build_graph`.
-        tools: LangChain tools, besides the run's own. None: those of the class.
-        steps_per_turn: Most nodes that run, one after the other, for one completion; bounds the
+        graph: Replaces `build_graph`.
+        tools: LangChain tools in addition to the run's tools. None means those of the class.
+        steps_per_turn: Maximum number of nodes that run in sequence per completion; bounds the
             graph's steps together with the limits on turns.
 
     Attributes:
@@ -79,7 +79,7 @@ class ReactAgentLoop:
         self._own = {tool.name: LangChainTool(tool) for tool in self.tools}
 
     def build_graph(self, agent: Agent) -> Graph:
-        """Makes the graph of one trajectory; for subclasses."""
+        """Builds the graph of one trajectory; subclasses may override it."""
         if self._graph is not None:
             return self._graph(agent)
         graph = StateGraph(MessagesState)
@@ -96,7 +96,7 @@ class ReactAgentLoop:
         Raises:
             RolloutError: The attempt failed.
             SetupError: A LangChain tool has the name of one of the run's tools, or the row
-                selects a tool that is not there.
+                selects an unknown tool.
         """
         limits = services.limits
         tools = selected_tools(task, self._all_tools(services.tools))
@@ -109,8 +109,8 @@ class ReactAgentLoop:
         return replace(trajectory, tool_rewards=tuple(toolbox.rewards))
 
     def recursion_limit(self, limits: LoopLimits) -> int:
-        """Steps that LangGraph may take: those of all turns that the limits allow, and one."""
-        turns = limits.max_response_tokens  # each turn samples a token at least
+        """Returns the maximum number of graph steps: those of all allowed turns, plus one."""
+        turns = limits.max_response_tokens  # each turn samples at least one token
         if limits.max_assistant_turns is not None:
             turns = min(turns, limits.max_assistant_turns)
         if limits.max_user_turns is not None:
@@ -123,7 +123,7 @@ class ReactAgentLoop:
         try:
             await self.build_graph(agent).ainvoke(state, {"recursion_limit": steps})
         except LimitReachedError:
-            pass  # an ordinary end; the session, or the model's `stop`, has its reason
+            pass  # a normal end; the session, or the model's `stop`, has the reason
         except GraphRecursionError as error:
             raise LoopError(
                 f"the graph of task {task.task_id!r} took more than {steps} steps without an end; "

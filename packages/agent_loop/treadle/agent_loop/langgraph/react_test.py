@@ -233,7 +233,7 @@ async def test_a_name_that_is_taken_is_refused() -> None:
 
 
 def graph_of_their_own(agent: Agent) -> Graph:
-    """As anyone writes it who has never heard of this package."""
+    """Written without any knowledge of this package."""
     model = agent.model.bind_tools(agent.tools)
 
     async def ask(state: MessagesState) -> NewMessages:

@@ -1,14 +1,14 @@
-"""Tools in both directions: LangChain's as ours, and a trajectory's as LangChain's.
+"""Tools in both directions: LangChain tools as `Tool`s, and a trajectory's tools for LangChain.
 
 Invariants:
 
-1. However it is called, a tool runs in the trajectory's `Toolbox`: with its timeout, its cut to
-   the limits, its counts and its rewards.
-2. The model is told the same about a tool on either side, key for key: `tool_spec` of a
+1. However it is called, a tool runs in the trajectory's `Toolbox`, which applies timeout and
+   limits, and records counts and rewards.
+2. The model sees the same description on either side, key for key: `tool_spec` of a
    `TrajectoryTool` is the spec of the tool behind it.
 
-Whoever calls waits; a cancellation reaches the tool. LangChain runs a plain function on a thread,
-where it cannot be cancelled, so what may take long should be `async`.
+The caller waits; a cancellation reaches the tool. LangChain runs a plain function on a thread,
+where it cannot be cancelled, so a function that may take long should be `async`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,7 +31,7 @@ AnswerCall: TypeAlias = Callable[[ToolCall], Awaitable[Message]]
 
 
 def tool_spec(tool: object) -> ToolSpec:
-    """What the model is told about anything that LangChain takes for a tool.
+    """Returns the description for the model of anything that LangChain accepts as a tool.
 
     Args:
         tool: A `BaseTool`, a function, a pydantic model or an OpenAI function schema.
@@ -51,21 +51,21 @@ def tool_spec(tool: object) -> ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class LangChainTool:
-    """A tool of LangChain as one of ours. It keeps no state, so it is its own session.
+    """A LangChain tool as a `Tool`. It keeps no state, so it is its own session.
 
-    Arguments that do not fit its schema, and a `ToolException`, are the model's fault. A tool with
-    `response_format="content_and_artifact"` whose artifact is a `ToolResult` gives just that: so
-    it can carry a reward, or stop the trajectory.
+    Arguments that do not fit its schema, and a `ToolException`, are the model's fault. If a tool
+    with `response_format="content_and_artifact"` has a `ToolResult` as its artifact, that is its
+    result; so it can set a reward, or stop the trajectory.
 
     Attributes:
-        tool: LangChain's.
+        tool: The LangChain tool.
     """
 
     tool: BaseTool
 
     @property
     def spec(self) -> ToolSpec:
-        """What the model is told."""
+        """The description for the model."""
         return tool_spec(self.tool)
 
     async def open(self, task: AgentTask) -> "LangChainTool":
@@ -84,7 +84,7 @@ class LangChainTool:
         except ToolException as error:
             raise ToolFailure(str(error)) from error
         except ValidationError as error:
-            if error.title != _schema_title(self.tool):  # it is about data of the tool's own
+            if error.title != _schema_title(self.tool):  # it concerns the tool's own data
                 raise
             raise ToolFailure(_describe(error)) from error
         if not isinstance(answer, ToolMessage):
@@ -98,14 +98,14 @@ class LangChainTool:
         return ToolResult(content=text, images=images)
 
     async def aclose(self) -> None:
-        """Has nothing to free."""
+        """Does nothing; there is nothing to free."""
 
 
 class TrajectoryTool(BaseTool):
-    """A tool in the toolbox of a trajectory, as LangChain's; made anew for each trajectory.
+    """A tool of a trajectory's toolbox as a LangChain tool; one per trajectory.
 
     Attributes:
-        spec: What the model is told.
+        spec: The description for the model.
         answer: Runs a call in the toolbox.
     """
 
@@ -114,7 +114,7 @@ class TrajectoryTool(BaseTool):
 
     @classmethod
     def of(cls, spec: ToolSpec, answer: AnswerCall) -> "TrajectoryTool":
-        """Makes the tool of a spec."""
+        """Returns the tool with this spec."""
         return cls(
             name=spec.name,
             description=spec.description,

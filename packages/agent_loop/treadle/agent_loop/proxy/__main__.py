@@ -1,10 +1,11 @@
-"""``python -m treadle.agent_loop.proxy``: the endpoint as a process, over running rollout servers.
+"""`python -m treadle.agent_loop.proxy`: the endpoint as a process, over running rollout servers.
 
-Invariant: one line of JSON on standard output says when it serves and where; the exit code is 0
-after SIGTERM or SIGINT, 1 with one line of reason where it cannot serve, 2 for wrong arguments.
-The key that opens sessions is TREADLE_PROXY_KEY of the environment, or made up and printed.
+Invariant: when it serves, it prints one line of JSON with its address to standard output. The exit
+code is 0 after SIGTERM or SIGINT, 1 if it cannot serve, with one line that says why, and 2 for
+invalid arguments. The key that opens sessions is the environment's TREADLE_PROXY_KEY, or a random
+one that is printed.
 
-Who waits: the main task, for a signal.
+The main task waits for a signal.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> None:
-    # Late, so that --help needs neither gRPC nor transformers.
+    # Imported here so that --help needs neither gRPC nor transformers.
     from treadle.agent_loop.hf import HfRenderer
     from treadle.agent_loop.rpc import Requirements, connect
 
@@ -102,10 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--replicas", nargs="+", required=True, metavar="HOST:PORT", help="rollout servers")
     add("--tokenizer", required=True, metavar="DIRECTORY", help="of the model")
-    add("--parser", choices=PARSER_NAMES, help="of calls and reasoning; None: the template's")
+    add("--parser", choices=PARSER_NAMES, help="of calls and reasoning; default: the template's")
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8100, help="0 takes a free one")
-    add("--model", default="policy", help="name that agents are told")
+    add("--port", type=int, default=8100, help="0 picks a free port")
+    add("--model", default="policy", help="model name that agents see")
     add("--max-response-tokens", type=int, default=8192, help="of a sample, after its prompt")
     add("--max-context-tokens", type=int, help="of a sample, with its prompt")
     add("--max-assistant-turns", type=int, help="completions of a session")
@@ -117,9 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         type=AgentSampling,
         choices=list(AgentSampling),
         default=AgentSampling.REFUSE,
-        help="what becomes of the temperature and top_p that agents ask for",
+        help="what to do with the temperature and top_p that agents ask for",
     )
-    add("--deadline-s", type=float, default=3600.0, help="a session's, then it is thrown away")
+    add("--deadline-s", type=float, default=3600.0, help="of a session, which is then discarded")
     add("--max-sessions", type=int, default=1024, help="open at a time")
     add("--max-session-requests", type=int, default=16, help="of one session at a time")
     add("--max-requests", type=int, default=1024, help="of all sessions at a time")

@@ -1,13 +1,13 @@
-"""Sessions by HTTP: opened, and closed with their trajectories, by a program of any language.
+"""Session management over HTTP: a program in any language opens sessions and gets trajectories.
 
     POST   /sessions                {"task_id": "row-0", ...}  -> {"id", "base_url", "api_key", ...}
     POST   /sessions/<id>/finish    {"reward": 1.0}            -> the trajectory
-    DELETE /sessions/<id>                                      its trajectory is thrown away
+    DELETE /sessions/<id>                                      discards its trajectory
 
-Invariant: these need the endpoint's own key, never a session's. Every session ends: finished,
-deleted, or thrown away once it is `deadline_s` old, its requests cancelled.
+Invariant: these routes require the endpoint's own key, never a session's. Every session ends: it is
+finished, deleted, or discarded when it is `deadline_s` old, which cancels its requests.
 
-Requests are tasks of the HTTP server. One task of `deadlines` waits for the oldest session.
+Requests are tasks of the HTTP server. The task that runs `deadlines` waits for the oldest session.
 """
 
 import asyncio
@@ -48,13 +48,16 @@ class SessionAdmin:
     """Opens and closes sessions.
 
     Args:
-        sessions: Where the agents find them.
-        services: With generator, renderer, limits and sampling.
-        key: Of the endpoint.
-        sampling: What becomes of the agents' own.
-        deadline_s: Seconds after which a session is thrown away.
-        max_sessions: Open at a time.
-        max_session_requests: Requests of one agent at a time.
+        sessions: The open sessions of the endpoint.
+        services: Provides generator, renderer, limits and sampling.
+        key: Key of the endpoint.
+        sampling: What to do with the agents' sampling parameters.
+        deadline_s: Seconds after which a session is discarded.
+        max_sessions: Maximum number of open sessions.
+        max_session_requests: Maximum number of in-flight requests per session.
+
+    Attributes:
+        routes: Routes to add to the endpoint.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class SessionAdmin:
         ]
 
     async def deadlines(self) -> None:
-        """Throws sessions away that are too old. Runs until it is cancelled, and ends all then."""
+        """Discards sessions that are too old. Runs until it is cancelled, then ends all."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -135,7 +138,7 @@ class SessionAdmin:
         reward = opened.session.reward
         if body := await read_body(request, max_bytes=SMALL):
             reward = read_reward(read_object(body))
-        self._find(request)  # again: of several that finish it, one has the trajectory
+        self._find(request)  # again, because a concurrent call may have finished the session
         await self._end(opened)
         try:
             if opened.session.failure is not None:
@@ -181,7 +184,7 @@ class SessionAdmin:
 
 
 def written_trajectory(trajectory: Trajectory) -> dict[str, object]:
-    """Writes a trajectory as JSON; ids, mask and log-probabilities of each sample are [L]."""
+    """Returns a trajectory as JSON; ids, mask and log-probabilities of each sample are [L]."""
     return {
         "task_id": trajectory.task.task_id,
         "rollout_index": trajectory.task.rollout_index,
@@ -213,11 +216,11 @@ def written_trajectory(trajectory: Trajectory) -> dict[str, object]:
 def _read_task(data: dict[str, object]) -> AgentTask:
     known = {"task_id": None, "rollout_index": 0, "seed": None}
     if unknown := sorted(data.keys() - known.keys()):
-        raise unsupported(unknown[0], f"this is not known; known are {', '.join(known)}")
+        raise unsupported(unknown[0], f"unknown field; the fields are {', '.join(known)}")
     given = {**known, **data}
     task_id, index, seed = given["task_id"], given["rollout_index"], given["seed"]
     if not isinstance(task_id, str) or not task_id:
-        raise bad_value("task_id", "it must be a text")
+        raise bad_value("task_id", "it must be a string")
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise bad_value("rollout_index", "it must be a whole number of at least 0")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):

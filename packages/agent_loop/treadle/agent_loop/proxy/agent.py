@@ -1,10 +1,10 @@
-"""The black-box agent: a function or a command that is told where its model is.
+"""The black-box agent: a function or a command that gets the address of its model.
 
-Invariant: an agent that was started has ended when its call returns or raises; a command with all
-that it started. What goes wrong in it is an `AgentCrashedError`.
+Invariant: when its call returns or raises, the agent has ended; a command with all its child
+processes. An error in it is an `AgentCrashedError`.
 
-Who runs an agent waits for its end; cancelling that ends the agent: a function by cancellation, a
-command by SIGTERM and, `grace_s` later, SIGKILL.
+The caller waits for the agent's end. Cancelling the call ends the agent: a function by
+cancellation, a command by SIGTERM and, `grace_s` later, SIGKILL.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ _TAIL_BYTES = 2000
 
 
 class AgentCrashedError(LoopError):
-    """The agent ended with an exception, or a status that is not 0."""
+    """The agent ended with an exception or a non-zero status."""
 
-    retryable = True  # what an agent cannot digest may be something that was sampled
+    retryable = True  # a sampled text may have caused it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What an agent is told.
+    """What an agent gets.
 
     Attributes:
-        task: What to do.
-        base_url: Of its model, for OpenAI's clients; ends with /v1.
-        api_key: Of its model; for this session alone.
-        reward_url: Takes {"reward": number}.
+        task: The task to do.
+        base_url: Address of its model, for OpenAI's clients; ends with /v1.
+        api_key: Key of its model; valid only for this session.
+        reward_url: Accepts {"reward": number}.
     """
 
     task: AgentTask
@@ -51,12 +51,12 @@ class AgentSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The task's messages, as OpenAI's clients send them."""
+        """The task's messages in OpenAI's format."""
         return [written_message(message) for message in self.task.messages]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same for a process: OPENAI_BASE_URL and OPENAI_API_KEY, and TREADLE_REWARD_URL."""
+        """The environment variables OPENAI_BASE_URL, OPENAI_API_KEY and TREADLE_REWARD_URL."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -65,21 +65,22 @@ class AgentSession:
 
 
 Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | None]]
-"""Does its task; returns the reward, or None to leave it to others."""
+"""Does its task; returns the reward, or None if it does not determine the reward."""
 
 
 class CommandAgent:
     """A program as an agent.
 
-    It finds the task on its standard input, as a JSON object with `task_id`, `messages` (OpenAI's)
-    and `fields`, and its model in its environment (`AgentSession.environment`), which is otherwise
-    ours, or what is inherited of it, with the endpoint's host in NO_PROXY. What it prints is shown
-    when it fails.
+    The program reads the task from standard input, as a JSON object with `task_id`, `messages`
+    (in OpenAI's format) and `fields`. Its environment has the variables of
+    `AgentSession.environment`, those inherited from this process, and the endpoint's host in
+    NO_PROXY. The end of its output is shown if it fails.
 
     Args:
         command: Program and arguments; no shell.
-        environment: Further variables.
-        inherited: Names of those of our variables that it gets. None: all, secrets included.
+        environment: Additional variables.
+        inherited: Names of variables to inherit from this process. None means all, including
+            secrets.
         grace_s: Seconds from SIGTERM to SIGKILL.
 
     Raises:
@@ -95,7 +96,7 @@ class CommandAgent:
         grace_s: float = 0.5,
     ) -> None:
         if not command or isinstance(command, str):
-            raise ValueError(f"the command is {command!r}; it must be a list of texts")
+            raise ValueError(f"the command is {command!r}; it must be a list of strings")
         if grace_s < 0:
             raise ValueError(f"grace_s is {grace_s}; it must be at least 0")
         self._command = tuple(command)
@@ -107,7 +108,7 @@ class CommandAgent:
         """Runs the program to its end.
 
         Raises:
-            AgentCrashedError: It did not start, or ended with a status that is not 0.
+            AgentCrashedError: The program did not start, or ended with a non-zero status.
         """
         tail = bytearray()
         told = json.dumps(written_task(session.task)).encode()
@@ -118,7 +119,7 @@ class CommandAgent:
                 status = await process.wait()
             finally:
                 await run_shielded(self._end(process), timeout_s=self._grace_s + 10.0)
-            with contextlib.suppress(TimeoutError):  # somebody else may hold the pipe
+            with contextlib.suppress(TimeoutError):  # another process may hold the pipe open
                 async with asyncio.timeout(self._grace_s):
                     await _drain(reader, tail)
         if status != 0:
@@ -154,13 +155,13 @@ class CommandAgent:
         ours = {name: os.environ[name] for name in names if name in os.environ}
         environment = {**ours, **self._environment, **session.environment}
         host = urlsplit(session.base_url).hostname
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy would look for this machine elsewhere
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this machine's addresses
             if (given := environment.get(name)) != "*":
                 environment[name] = f"{given},{host}" if given else f"{host}"
         return environment
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Ends the program, and whatever of its group is left."""
+        """Ends the program and all processes of its group."""
         if process.returncode is None:
             _signal_group(process, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -172,7 +173,7 @@ class CommandAgent:
 
 @asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe of our own: that of asyncio's process would keep us waiting for whoever holds it."""
+    """Opens a pipe; asyncio's own would be waited for while any process holds it open."""
     read_end, write_end = os.pipe()
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -186,7 +187,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 async def _drain(reader: asyncio.StreamReader, tail: bytearray) -> None:
-    """Reads to the end, and keeps what was printed last."""
+    """Reads to the end, and keeps the last part of the output."""
     while data := await reader.read(65536):
         tail += data
         del tail[:-_TAIL_BYTES]

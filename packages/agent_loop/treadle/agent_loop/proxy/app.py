@@ -1,13 +1,13 @@
 """The HTTP endpoint: OpenAI's chat completions, below the address of a session.
 
     POST /sessions/<id>/v1/chat/completions    a completion, whole or as a stream
-    GET  /sessions/<id>/v1/models              the one model
+    GET  /sessions/<id>/v1/models              the only model
     POST /sessions/<id>/reward                 {"reward": 1.0}; the last one counts
 
-Invariant: every answer is OpenAI's JSON, errors included; what an agent that hung up had asked for
-is cancelled at once, down to the engine. `Authorization: Bearer <key of the session>` on each.
+Invariant: every answer is OpenAI's JSON, including errors. If an agent hangs up, its request is
+cancelled at once, down to the engine. Every request needs `Authorization: Bearer <session key>`.
 
-Requests are tasks of the HTTP server. They wait for the generator, and for the client to go.
+Requests are tasks of the HTTP server. They wait for the generator, and for a disconnect.
 """
 
 import logging
@@ -37,13 +37,13 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 def make_app(
     sessions: EndpointSessions, *, model: str, max_body_bytes: int, more: Sequence[Route] = ()
 ) -> Starlette:
-    """Makes the application.
+    """Returns the application.
 
     Args:
-        sessions: Whom it serves.
-        model: Name that the answers give.
-        max_body_bytes: Longest request for a completion.
-        more: Routes besides.
+        sessions: The sessions that it serves.
+        model: Model name in the answers.
+        max_body_bytes: Maximum size of a completion request.
+        more: Additional routes.
     """
     endpoint = _Endpoint(sessions, model=model, max_body_bytes=max_body_bytes)
     below = "/sessions/{session_id}"
@@ -63,7 +63,7 @@ def make_app(
 
 
 class _Endpoint:
-    """The handlers."""
+    """The request handlers."""
 
     def __init__(self, sessions: EndpointSessions, *, model: str, max_body_bytes: int) -> None:
         self._sessions = sessions
@@ -73,7 +73,7 @@ class _Endpoint:
 
     async def complete(self, request: Request) -> Response:
         session = self._session(request)
-        with session.place(), self._sessions.place():
+        with session.slot(), self._sessions.slot():
             body = read_body(request, max_bytes=self._max_body_bytes)
             asked = read_request(await session.while_open(body))
             turn = await session.complete(asked, gone=lambda: _disconnected(request))
@@ -114,7 +114,7 @@ class _Endpoint:
 
 
 async def _disconnected(request: Request) -> None:
-    """Waits for the client to hang up; nothing else can come after the body."""
+    """Waits for the client to disconnect; nothing else can come after the body."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

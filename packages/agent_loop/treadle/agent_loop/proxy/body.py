@@ -1,8 +1,8 @@
-"""The body of a request, bounded.
+"""Reads the body of a request with a size limit.
 
-Invariant: no more than the bound is ever held of it.
+Invariant: at most the limit, and one part of the body, is kept in memory.
 
-The reader waits for the client to send; who calls says until when.
+The reader waits for the client; the caller must set a time limit.
 """
 
 from starlette.requests import Request
@@ -10,15 +10,15 @@ from starlette.requests import Request
 from treadle.agent_loop.proxy.errors import ApiError
 
 SMALL = 1 << 20
-"""Bytes of a request that has no messages."""
+"""Maximum number of bytes of a request without messages."""
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """Reads the whole body.
 
     Raises:
-        ApiError: It is longer.
-        ClientDisconnect: The client went before its end.
+        ApiError: The body is too long.
+        ClientDisconnect: The client disconnected before the end.
     """
     parts, size = [], 0
     async for part in request.stream():

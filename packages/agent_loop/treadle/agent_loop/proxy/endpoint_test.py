@@ -326,13 +326,13 @@ async def test_9b_a_request_whose_body_does_not_come_has_a_place_until_its_sessi
             if session.task.task_id == "stalls":
                 await stall(session)
                 answer = await web.post(url, json={"messages": [USER]})
-                assert "this session has 1 requests under way" in answer.text
+                assert "this session has 1 requests in flight" in answer.text
                 stalled.set()
                 await full.wait()
             else:
                 await stalled.wait()
                 answer = await web.post(url, json={"messages": [USER]})
-                assert "1 requests are under way here" in answer.text
+                assert "1 requests are in flight here" in answer.text
                 full.set()
                 await over.wait()
                 answer = await web.post(url, json={"messages": [USER]})

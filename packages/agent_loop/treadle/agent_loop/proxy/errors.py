@@ -1,21 +1,20 @@
-"""Errors of the endpoint: what went wrong, in the shape that OpenAI's clients read.
+"""Errors of the endpoint, in the format of OpenAI's API.
 
-Invariant: every failed request is answered with one of these; nothing of ours leaves as a trace.
-OpenAI's clients try again by themselves after 408, 409, 429 and 5xx, and give up after other 4xx;
-so a status says whether the same request, sent again, may succeed. Sending it again is safe: a
-request that failed has left no trace in its session.
+Invariant: every failed request is answered with one of these, never with a stack trace. OpenAI's
+clients retry after 408, 409, 429 and 5xx, and give up after other 4xx; so the status says whether
+a retry may succeed. A retry is safe, because a failed request leaves no trace in its session.
 
 | Status | code | Meaning |
 |---|---|---|
 | 400 | invalid_value, unsupported_parameter | the request; `param` names the place |
 | 400 | context_length_exceeded | a limit on lengths; compacting the history may help |
 | 400 | turn_limit_reached | a limit on turns; the session is used up |
-| 401 | invalid_api_key | the session's own key is needed |
-| 404 | session_not_found | never opened, or over |
-| 413 | request_too_large | the body |
-| 429 | rate_limit_exceeded | too many requests under way, here or at the servers |
-| 500 | internal_error | a bug of ours |
-| 502, 503, 504 | engine_failed, unavailable, timeout | the servers behind |
+| 401 | invalid_api_key | the session's own key is required |
+| 404 | session_not_found | the session was never opened, or is over |
+| 413 | request_too_large | the body is too large |
+| 429 | rate_limit_exceeded | too many in-flight requests, here or at the servers |
+| 500 | internal_error | a bug of the endpoint |
+| 502, 503, 504 | engine_failed, unavailable, timeout | a failure of the rollout servers |
 """
 
 from dataclasses import dataclass
@@ -37,13 +36,13 @@ _LENGTHS = (StopReason.RESPONSE_LENGTH, StopReason.CONTEXT_LENGTH)
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error answer to a request.
 
     Attributes:
         status: HTTP status.
         code: What went wrong, for programs.
-        param: The place in the request.
-        retry_after_s: When to try again; None: whenever.
+        param: The part of the request that is wrong.
+        retry_after_s: When to retry; None means any time.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer. Whole seconds for everyone, milliseconds for OpenAI's clients."""
+        """The headers of the answer: seconds as in HTTP, milliseconds for OpenAI's clients."""
         if self.retry_after_s is None:
             return {}
         return {
@@ -86,12 +85,12 @@ class ApiError(Exception):
 
 
 def bad_value(param: str, message: str) -> ApiError:
-    """A value that is not accepted."""
+    """Returns the error for an invalid value."""
     return ApiError(f"{param}: {message}", status=400, code="invalid_value", param=param)
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A parameter that is not known, or not in this way."""
+    """Returns the error for an unsupported parameter or value."""
     return ApiError(f"{param}: {message}", status=400, code="unsupported_parameter", param=param)
 
 
@@ -115,7 +114,7 @@ _ANSWERS: tuple[tuple[type[AgentLoopError], _Answer], ...] = (
 
 
 def answer_to(error: AgentLoopError) -> ApiError:
-    """What a failed completion is answered with."""
+    """Returns the error answer for a failed completion."""
     if isinstance(error, LimitReachedError):
         length = error.stop in _LENGTHS
         code = "context_length_exceeded" if length else "turn_limit_reached"

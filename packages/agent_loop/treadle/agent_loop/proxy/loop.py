@@ -1,23 +1,23 @@
-"""The proxy loop: an agent that knows nothing of us, run as an agent loop.
+"""The proxy loop: runs an existing agent as an agent loop, without changes to the agent.
 
-Invariant: the agent runs while its session is open and not a moment longer, and the trajectory is
-what it was given, token for token, however the agent ends:
+Invariant: the agent runs only while its session is open, and the trajectory has exactly the tokens
+that were sampled for it, however the agent ends:
 
 | The agent ends | and the trajectory |
 |---|---|
-| by itself | is delivered |
-| with an error after a limit refused its last request | is delivered, with that limit as its stop |
-| in whatever way after the servers failed its last request | fails with that failure |
+| normally | is delivered |
+| with an error, after a limit refused its last request | is delivered, with that limit as stop |
+| in any way, after the servers failed its last request | fails with that failure |
 | with an error, `on_crash` FAIL | fails with an `AgentCrashedError` |
-| with an error, `on_crash` DELIVER | is delivered up to there, with stop AGENT_FAILED |
-| without having asked for a completion | fails |
+| with an error, `on_crash` DELIVER | is delivered so far, with stop AGENT_FAILED |
+| without a completion | fails |
 
     loop = ProxyAgentLoop(my_agent)                     # async def my_agent(session: AgentSession)
     loop = ProxyAgentLoop(["node", "agent.js"])         # a program
 
-The reward is the one that the agent returns, else the last one that it posted, else the run's
-reward function gives it. All trajectories of a loop share one HTTP server, which runs while any of
-them does. The runner waits in `run`; cancelling it ends the agent.
+The reward is the one that the agent returns, else the last one that it posted, else that of the
+run's reward function. All trajectories of a loop share one HTTP server, which runs while any of
+them runs. The runner waits in `run`; cancelling it ends the agent.
 """
 
 import asyncio
@@ -41,39 +41,39 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 class OnCrash(enum.StrEnum):
-    """What becomes of the trajectory of an agent that crashed."""
+    """What to do with the trajectory of an agent that crashed."""
 
     FAIL = "fail"
-    """The attempt fails; the run's strategy may attempt it again."""
+    """The attempt fails; the run's failure policy may repeat it."""
     DELIVER = "deliver"
-    """What it sampled until then is delivered, and scored."""
+    """The tokens sampled so far are delivered and scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Endpoint:
-    """What the trajectories of one event loop share."""
+    """The sessions and the server that the trajectories of one event loop share."""
 
     sessions: EndpointSessions
     server: SharedServer
 
 
 class ProxyAgentLoop:
-    """Runs a black-box agent against a session of its own.
+    """Runs a black-box agent, with one session per trajectory.
 
     Args:
         agent: A function, or the command of a program (see `CommandAgent`).
-        on_crash: What becomes of what a crashed agent sampled.
-        sampling: What becomes of the temperature and top_p that the agent asks for.
-        model: Name that the agent is told.
-        host: Address to listen on; agents elsewhere need another one than this machine's own.
-        told_host: Name or address that agents are told instead of `host`, which may be all of
-            this machine's (0.0.0.0), or none that they can reach.
-        port: 0 takes a free one.
-        max_session_requests: Requests of one agent at a time; more are answered with 429.
-        max_requests: Of all agents.
+        on_crash: What to do with the trajectory of an agent that crashed.
+        sampling: What to do with the temperature and top_p that the agent asks for.
+        model: Model name that the agent sees.
+        host: Address to listen on; agents on other machines cannot reach the default.
+        told_host: Name or address that agents get instead of `host`, for example if `host` means
+            all addresses (0.0.0.0) or agents cannot reach it.
+        port: 0 picks a free port.
+        max_session_requests: Maximum number of in-flight requests per agent; others get 429.
+        max_requests: Maximum number of in-flight requests of all agents.
 
     Raises:
-        ValueError: A bound is below 1, or `host` is no address that an agent could be told.
+        ValueError: A bound is below 1, or `host` is an address that agents cannot use.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""OpenAI's messages and ours.
+"""Conversions between OpenAI's messages and this package's.
 
-Invariant: pure; what cannot be rendered is an `ApiError` that names its place, and nothing is left
-out. A message that `written` made reads as the message it was made of: that is how a session knows
-its own turns again.
+Invariant: pure; nothing is dropped, and content that cannot be rendered is an `ApiError` that names
+its position. Reading the output of `written` gives the original message again, so a session
+recognises its own turns.
 """
 
 import base64
@@ -32,10 +32,10 @@ _KEYS = {
 
 
 def read_messages(value: object) -> tuple[Message, ...]:
-    """Reads `messages`.
+    """Parses `messages`.
 
     Raises:
-        ApiError: They cannot be rendered, or end with a message that nobody can answer.
+        ApiError: They cannot be rendered, or the last one is the assistant's.
     """
     if not isinstance(value, list) or not value:
         raise bad_value("messages", "it must be a list with at least one message")
@@ -49,7 +49,7 @@ def read_messages(value: object) -> tuple[Message, ...]:
 
 
 def written(message: Message) -> dict[str, object]:
-    """Writes an assistant's message."""
+    """Returns an assistant's message in OpenAI's format."""
     answer: dict[str, object] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
         answer["content"] = message.content or None
@@ -60,7 +60,7 @@ def written(message: Message) -> dict[str, object]:
 
 
 def written_message(message: Message) -> dict[str, object]:
-    """Writes a message of any role."""
+    """Returns a message of any role in OpenAI's format."""
     if message.role == "assistant":
         return written(message)
     answer: dict[str, object] = {"role": message.role, "content": _written_content(message)}
@@ -70,10 +70,10 @@ def written_message(message: Message) -> dict[str, object]:
 
 
 def written_task(task: AgentTask) -> dict[str, object]:
-    """Writes a task for an agent that is a program.
+    """Returns a task as JSON data, for an agent that is a program.
 
     Raises:
-        TypeError: A field of the task is no JSON.
+        TypeError: A field of the task is not JSON.
     """
     return {
         "task_id": task.task_id,
@@ -84,7 +84,7 @@ def written_task(task: AgentTask) -> dict[str, object]:
 
 
 def written_call(call: ToolCall) -> dict[str, object]:
-    """Writes a call."""
+    """Returns a call in OpenAI's format."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     return {
         "id": call.id,
@@ -108,11 +108,11 @@ def _written_content(message: Message) -> str | list[dict[str, object]]:
 
 
 def loads(text: str | bytes) -> object:
-    """Reads JSON; half surrogates and numbers that are not finite, which Python takes, are refused.
+    """Parses JSON; refuses lone surrogates and non-finite numbers, which Python accepts.
 
     Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is nested too deeply.
+        ValueError: The text is not JSON.
+        RecursionError: The JSON is nested too deeply.
     """
     data: object = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     if _SURROGATE.search(text if isinstance(text, bytes) else text.encode()):
@@ -121,10 +121,10 @@ def loads(text: str | bytes) -> object:
 
 
 def read_object(body: bytes) -> dict[str, object]:
-    """Reads a JSON object.
+    """Parses a JSON object.
 
     Raises:
-        ApiError: It is something else.
+        ApiError: The body is not a JSON object.
     """
     try:
         data = loads(body)
@@ -184,7 +184,7 @@ def _content(value: object, place: str, *, role: Role) -> tuple[str, tuple[Image
             texts = (IMAGE_MARK if isinstance(part, Image) else part for part in parts)
             return "".join(texts), images
         case _:
-            raise bad_value(place, "it must be a text or a list of parts")
+            raise bad_value(place, "it must be a string or a list of parts")
 
 
 def _part(value: object, place: str, *, role: Role) -> str | Image:
@@ -194,7 +194,7 @@ def _part(value: object, place: str, *, role: Role) -> str | Image:
         case "text":
             _only(value, ("type", "text"), place)
             if not isinstance(text := value.get("text"), str):
-                raise bad_value(f"{place}.text", "it must be a text")
+                raise bad_value(f"{place}.text", "it must be a string")
             return text
         case "image_url" if role != "assistant":
             _only(value, ("type", "image_url"), place)
@@ -238,7 +238,7 @@ def _call(value: object, place: str) -> ToolCall:
         raise unsupported(f"{place}.type", "only function calls are supported")
     call_id, name, text = value.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str) or not isinstance(name, str) or not isinstance(text, str):
-        raise bad_value(place, "id, function.name and function.arguments must be texts")
+        raise bad_value(place, "id, function.name and function.arguments must be strings")
     try:
         arguments = loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -251,7 +251,7 @@ def _call(value: object, place: str) -> ToolCall:
 def _text(value: Mapping[str, object], name: str, place: str) -> str | None:
     text = value.get(name)
     if text is not None and not isinstance(text, str):
-        raise bad_value(f"{place}.{name}", "it must be a text")
+        raise bad_value(f"{place}.{name}", "it must be a string")
     return text
 
 

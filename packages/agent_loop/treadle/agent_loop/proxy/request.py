@@ -1,15 +1,15 @@
-"""The chat completion request: OpenAI's JSON, read.
+"""Parses OpenAI's chat completion request.
 
-Invariant: pure, and nothing is ignored. A parameter is either used, or has no effect by OpenAI's
-own definition (`model`, `user`, `metadata`), or is set to the value that stands for leaving it out
-(`NEUTRAL`); anything else is an `ApiError` that names it. null is the same as absent. No address
-in a message is ever fetched.
+Invariant: pure, and nothing is ignored. A parameter is used, or has no effect by OpenAI's own
+definition (`model`, `user`, `metadata`), or has the value that means the same as leaving it out
+(`NEUTRAL`). Any other one is an `ApiError` that names it. null means absent. No address in a
+message is ever fetched.
 
 - `tool_choice` is "auto", or "none" without tools: sampling is not constrained, because the trainer
-  would take constrained tokens for the policy's own.
-- `developer` messages are system messages. Texts in parts are joined as they stand.
+  would treat constrained tokens as the policy's own.
+- `developer` messages are system messages. Texts in parts are joined without separator.
 - Reasoning may come back as `reasoning_content` or `reasoning`.
-- `model` is any name: the session's address says which model answers.
+- `model` may be any name: the session's address determines the model.
 """
 
 import json
@@ -35,7 +35,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "store": (False,),
     }
 )
-"""Parameters that are refused, but for the values that change nothing."""
+"""Parameters that are refused, except for these values, which change nothing."""
 
 _NO_EFFECT = ("model", "user", "metadata", "safety_identifier", "prompt_cache_key")
 _USED = (
@@ -56,7 +56,7 @@ _USED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What is asked for. None: not said.
+    """A parsed request. None means not specified.
 
     Attributes:
         messages: The conversation.
@@ -65,10 +65,10 @@ class ChatRequest:
         temperature: At least 0.
         top_p: In (0, 1].
         seed: At least 0.
-        stop: Texts that end the completion.
-        logprobs: Give each token's log-probability.
-        stream: Answer with server-sent events.
-        include_usage: Say in the stream how many tokens there were.
+        stop: Strings that end the completion.
+        logprobs: Whether to return each token's log-probability.
+        stream: Whether to answer with server-sent events.
+        include_usage: Whether to include the numbers of tokens in the stream.
     """
 
     messages: tuple[Message, ...]
@@ -84,10 +84,10 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Reads a request's body.
+    """Parses a request's body.
 
     Raises:
-        ApiError: It is not one that can be answered; says why.
+        ApiError: The request cannot be answered; the message says why.
     """
     given = {key: value for key, value in read_object(body).items() if value is not None}
     _check_names(given)
@@ -122,7 +122,7 @@ def _check_names(given: Mapping[str, object]) -> None:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Equal as JSON: true is not 1, but 1.0 is."""
+    """Returns whether two values are equal as JSON: true is not 1, but 1.0 is."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
@@ -132,8 +132,8 @@ def _check_tool_choice(choice: object, tools: Sequence[ToolSpec]) -> None:
     hint = "leave the tools out" if choice == "none" else 'it must be "auto"'
     raise unsupported(
         "tool_choice",
-        f"{_show(choice)} would constrain the sampling, and the trainer would take constrained "
-        f"tokens for the policy's own: {hint}",
+        f"{_show(choice)} would constrain the sampling, and the trainer would treat constrained "
+        f"tokens as the policy's own: {hint}",
     )
 
 
@@ -163,9 +163,9 @@ def _tool(value: object, place: str) -> ToolSpec:
     name, description = function.get("name"), function.get("description") or ""
     parameters = function.get("parameters")
     if not isinstance(name, str) or not name:
-        raise bad_value(f"{place}.function.name", "it must be a text")
+        raise bad_value(f"{place}.function.name", "it must be a string")
     if not isinstance(description, str):
-        raise bad_value(f"{place}.function.description", "it must be a text")
+        raise bad_value(f"{place}.function.description", "it must be a string")
     if parameters is None:
         return ToolSpec(name=name, description=description)
     if not isinstance(parameters, dict):
@@ -186,7 +186,7 @@ def _max_tokens(given: Mapping[str, object]) -> int | None:
 def _stop(value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
-        raise bad_value("stop", "it must be a text or a list of texts, none of them empty")
+        raise bad_value("stop", "it must be a string or a list of strings, none of them empty")
     return tuple(texts)
 
 

@@ -1,8 +1,8 @@
-"""The answer to a chat completion: our turn as OpenAI's JSON, whole or as a stream.
+"""The answer to a chat completion: a turn as OpenAI's JSON, whole or as a stream.
 
-Invariant: pure; both forms say the same. A turn is sampled whole before anything is sent, so a
-stream's pieces come at once: agents that read streams work, and a request that fails still fails
-with a status.
+Invariant: pure; both forms have the same content. A turn is sampled completely before anything is
+sent, so all parts of a stream come at once: agents that read streams work, and a failed request
+still gets an error status.
 """
 
 import json
@@ -20,14 +20,14 @@ STREAM_END = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """A turn that was sampled, and what was asked for.
+    """A sampled turn and its request.
 
     Attributes:
-        id: Of the completion.
+        id: Id of the completion.
         created: Unix time, seconds.
         model: Name of the model.
-        request: What was asked for.
-        turn: What was sampled.
+        request: The request.
+        turn: The sampled turn.
     """
 
     id: str
@@ -37,7 +37,7 @@ class ChatAnswer:
     turn: CapturedTurn
 
     def whole(self, renderer: ChatRenderer) -> dict[str, object]:
-        """The JSON object of a plain answer."""
+        """Returns the JSON object of an answer that is not a stream."""
         choice: dict[str, object] = {
             "index": 0,
             "message": written(self.turn.parsed.message),
@@ -47,7 +47,7 @@ class ChatAnswer:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage}
 
     def stream(self, renderer: ChatRenderer) -> Iterator[bytes]:
-        """The events of a stream, the last one included."""
+        """Yields the events of a stream, including the final one."""
         message = self.turn.parsed.message
         first: dict[str, object] = {"role": "assistant", "content": ""}
         yield self._event(first)
@@ -96,7 +96,7 @@ class ChatAnswer:
         }
 
     def _logprobs(self, renderer: ChatRenderer) -> dict[str, object] | None:
-        """Of every sampled token, those of the calls and the end of the turn included."""
+        """Returns those of all sampled tokens, including the calls and the end of the turn."""
         if not self.request.logprobs:
             return None
         tokens: list[dict[str, object]] = [

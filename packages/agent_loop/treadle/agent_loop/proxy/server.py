@@ -1,9 +1,9 @@
-"""The HTTP server: an endpoint on a socket, in the event loop of whoever opens it.
+"""The HTTP server: an endpoint on a socket, in the event loop of its first user.
 
-Invariant: it runs from its first user's coming to its last one's leaving, and then its socket is
-closed and its one task has ended. It takes no signal handlers.
+Invariant: it runs from the arrival of its first user until its last user leaves; then its socket
+is closed and its only task has ended. It installs no signal handlers.
 
-Users wait for it to end when they are the last.
+The last user waits for the server's end.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from starlette.applications import Starlette
 from treadle.agent_loop.aio import run_shielded
 from treadle.agent_loop.errors import SetupError
 
-_GRACE_S = 1  # for answers under way; a whole number for uvicorn
+_GRACE_S = 1  # for in-flight answers; uvicorn requires an integer
 _STOP_S = 10.0
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process that it is a part of, and waits instead of looking."""
+    """A server that leaves signals to its process, and waits for an event instead of polling."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -38,13 +38,13 @@ class _Server(uvicorn.Server):
 
 
 class SharedServer:
-    """An HTTP server that runs while anyone uses it.
+    """An HTTP server that runs while it has users.
 
     Args:
-        app: To be served.
+        app: The application to serve.
         host: Address to listen on.
-        told_host: That users are told. None: `host`.
-        port: 0 takes a free one.
+        told_host: Host in the address that users get. None means `host`.
+        port: 0 picks a free port.
 
         async with shared as address:
             ...
@@ -64,10 +64,10 @@ class SharedServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> str:
-        """Starts the server if nobody had; returns its address as http://host:port.
+        """Starts the server if it is not running; returns its address as http://host:port.
 
         Raises:
-            SetupError: The address is taken or not of this machine.
+            SetupError: The address is taken or does not belong to this machine.
         """
         async with self._lock:
             if not self._users:
@@ -111,7 +111,7 @@ class SharedServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listens before anyone is told the address, so that no request comes too early."""
+    """Listens before any user gets the address, so that no request comes too early."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

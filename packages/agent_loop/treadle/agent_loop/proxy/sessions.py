@@ -1,10 +1,11 @@
-"""The sessions of an endpoint: who may ask, and how much at a time.
+"""The sessions of an endpoint: authentication, and bounds on in-flight requests.
 
-Invariant: a request is served only in a session that is open, with that session's own key, and only
-while there is a place for it in the session and in all; what has no place is refused at once with a
-time to come back, never queued. Closing a session ends its requests and takes its places back.
+Invariant: a request is served only in an open session, with that session's own key, and only while
+the session and the endpoint have a free slot. A request without a slot is refused at once with a
+time to retry, never queued. Closing a session ends its requests and frees its slots.
 
-Tasks that use the sessions share one event loop. `Session.complete` waits for the generator.
+Tasks that use the sessions share one event loop. `EndpointSession.complete` waits for the
+generator.
 """
 
 import asyncio
@@ -30,33 +31,34 @@ T = TypeVar("T")
 
 
 class AgentSampling(enum.StrEnum):
-    """What becomes of the temperature and top_p that an agent asks for."""
+    """What to do with the temperature and top_p that an agent asks for."""
 
     REFUSE = "refuse"
-    """Others than the run's are an error: the trainer would take their log-probabilities for the
+    """Refuse values other than the run's, because the trainer computes log-probabilities with the
     run's."""
     RUN = "run"
-    """The run's are used instead. For agents whose parameters cannot be changed."""
+    """Use the run's values instead. For agents whose parameters cannot be changed."""
     AGENT = "agent"
-    """They are used. For evaluation."""
+    """Use the agent's values. For evaluation."""
 
 
 class EndpointSession:
-    """One trajectory at the endpoint.
+    """The session of one trajectory at the endpoint.
 
     Args:
-        captured: What the agent's requests are written to.
-        services: With the run's sampling.
-        sampling: What becomes of the agent's.
-        max_in_flight: Requests at a time.
+        captured: Records the agent's requests.
+        services: Provides the renderer and the run's sampling parameters.
+        sampling: What to do with the agent's sampling parameters.
+        max_in_flight: Maximum number of in-flight requests.
 
     Attributes:
-        captured: What the agent's requests are written to.
-        id: In the address; says nothing about the task.
+        captured: Records the agent's requests.
+        renderer: The run's renderer.
+        id: Part of the address; random, so it reveals nothing about the task.
         key: The API key.
-        reward: What the agent posted; None: nothing yet.
-        failure: Why the last request failed, if the servers failed it; None once one succeeds.
-        refused: The limit that forbade the last request; None once one succeeds.
+        reward: The last reward that the agent posted; None if there is none.
+        failure: Why the servers failed the last request; None if they did not.
+        refused: The limit that forbade the last request; None if it was allowed.
     """
 
     def __init__(
@@ -85,17 +87,17 @@ class EndpointSession:
     async def complete(
         self, request: ChatRequest, *, gone: Callable[[], Coroutine[Any, Any, object]]
     ) -> CapturedTurn | None:
-        """Samples what a request asks for.
+        """Samples the completion of a request.
 
         Args:
-            request: Of the agent.
-            gone: Ends when the agent no longer waits for the answer.
+            request: The agent's request.
+            gone: Returns when the agent no longer waits for the answer.
 
         Returns:
-            None when the agent or the session went before the turn was there.
+            The turn, or None if the agent disconnected or the session was closed before.
 
         Raises:
-            ApiError: It could not be sampled.
+            ApiError: The completion could not be sampled.
         """
         turn = self.captured.complete(
             request.messages,
@@ -120,10 +122,10 @@ class EndpointSession:
         return captured
 
     async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs work that ends when the session does.
+        """Runs work, and cancels it if the session is closed.
 
         Raises:
-            ApiError: It ended so.
+            ApiError: The session was closed.
         """
         result = await run_until(work, self._closed.wait)
         if result is None:
@@ -131,19 +133,19 @@ class EndpointSession:
         return result
 
     async def close(self) -> None:
-        """Ends the requests under way; waits until they have ended."""
+        """Cancels the in-flight requests and waits until they have ended."""
         self._closed.set()
         await self._idle.wait()
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """Counts a request, from before its body is read; `close` waits for it.
+    def slot(self) -> Iterator[None]:
+        """Takes a slot for a request, before its body is read; `close` waits for the request.
 
         Raises:
-            ApiError: There is no place for it.
+            ApiError: No slot is free.
         """
         if self._in_flight >= self._max_in_flight:
-            raise busy(f"this session has {self._in_flight} requests under way, which is its limit")
+            raise busy(f"this session has {self._in_flight} requests in flight, which is its limit")
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -169,7 +171,7 @@ class EndpointSessions:
     """The open sessions of an endpoint.
 
     Args:
-        max_in_flight: Requests at a time, over all sessions.
+        max_in_flight: Maximum number of in-flight requests over all sessions.
     """
 
     def __init__(self, *, max_in_flight: int) -> None:
@@ -181,19 +183,19 @@ class EndpointSessions:
         return len(self._sessions)
 
     def add(self, session: EndpointSession) -> None:
-        """Lets an agent in."""
+        """Opens a session."""
         self._sessions[session.id] = session
 
     async def remove(self, session: EndpointSession) -> None:
-        """Ends a session's requests; further ones find no session."""
+        """Closes a session: cancels its requests and refuses further ones."""
         self._sessions.pop(session.id, None)
         await session.close()
 
     def find(self, session_id: str, authorization: str) -> EndpointSession:
-        """Returns the session that a request is for.
+        """Returns the session of a request.
 
         Raises:
-            ApiError: There is none, or the key is not its own.
+            ApiError: There is no such session, or the key is not its own.
         """
         session = self._sessions.get(session_id)
         if session is None:
@@ -210,14 +212,14 @@ class EndpointSessions:
         return session
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """Counts a request among all.
+    def slot(self) -> Iterator[None]:
+        """Takes a slot of the endpoint for a request.
 
         Raises:
-            ApiError: There is no place for it.
+            ApiError: No slot is free.
         """
         if self._in_flight >= self._max_in_flight:
-            raise busy(f"{self._in_flight} requests are under way here, which is the limit")
+            raise busy(f"{self._in_flight} requests are in flight here, which is the limit")
         self._in_flight += 1
         try:
             yield
@@ -234,19 +236,19 @@ def _not_found(session_id: str) -> ApiError:
 
 
 def busy(message: str) -> ApiError:
-    """What a request without a place is answered with."""
+    """Returns the error for a request without a slot."""
     return ApiError(message, status=429, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
 
 def read_reward(data: object) -> float:
-    """Reads {"reward": number}.
+    """Parses {"reward": number}.
 
     Raises:
-        ApiError: It is something else.
+        ApiError: The data is something else.
     """
     reward = data.get("reward") if isinstance(data, dict) and data.keys() == {"reward"} else None
     if isinstance(reward, int | float) and not isinstance(reward, bool):
-        with suppress(OverflowError):  # whole numbers have no bound
+        with suppress(OverflowError):  # integers are unbounded
             if math.isfinite(reward):
                 return float(reward)
     raise bad_value("reward", 'the body must be {"reward": a finite number}')
@@ -257,7 +259,7 @@ def _check_same(name: str, asked: float | None, run: float | None) -> None:
     if asked is not None and asked != default:
         raise unsupported(
             name,
-            f"it is {asked:g}, but the run samples with {default:g}, which its trainer computes "
-            f"with; leave it out, set it to {default:g}, or run the loop with "
+            f"it is {asked:g}, but the run samples with {default:g}, and its trainer assumes "
+            f"that; leave it out, set it to {default:g}, or run the loop with "
             "AgentSampling.RUN (the run's is used) or AGENT (the agent's is used)",
         )

@@ -19,7 +19,7 @@ class ScriptedInteraction:
             for (then the text "go on").
 
     Attributes:
-        heard: The conversations that it was asked about so far.
+        conversations: The conversations that it was asked about so far.
         num_opened: Sessions opened.
         num_closed: Sessions closed.
     """
@@ -27,7 +27,7 @@ class ScriptedInteraction:
     def __init__(
         self, replies: Iterable[str | InteractionReply | Exception | asyncio.Event] = ()
     ) -> None:
-        self.heard: list[tuple[Message, ...]] = []
+        self.conversations: list[tuple[Message, ...]] = []
         self.num_opened = 0
         self.num_closed = 0
         self._replies = iter(tuple(replies))
@@ -36,7 +36,7 @@ class ScriptedInteraction:
     async def until_asked(self, count: int) -> None:
         """Waits until it was asked `count` times."""
         async with self._asked:
-            await self._asked.wait_for(lambda: len(self.heard) >= count)
+            await self._asked.wait_for(lambda: len(self.conversations) >= count)
 
     async def open(self, task: AgentTask) -> "_ScriptedSession":
         """Opens a session."""
@@ -45,13 +45,13 @@ class ScriptedInteraction:
 
     async def take(self, messages: Sequence[Message]) -> InteractionReply:
         """Gives the next reply of the script."""
-        self.heard.append(tuple(messages))
+        self.conversations.append(tuple(messages))
         async with self._asked:
             self._asked.notify_all()
         reply = next(self._replies, None)
         match reply:
             case None:
-                raise AssertionError(f"no reply left for turn {len(self.heard)}")
+                raise AssertionError(f"no reply left for turn {len(self.conversations)}")
             case Exception():
                 raise reply
             case InteractionReply():

@@ -77,7 +77,7 @@ async def test_1_a_turn_without_a_call_is_answered_until_the_interaction_stops()
         decode(trajectory.tokens.response_ids) == "41<end><user>Try again.<end><assistant>42<end>"
     )
     assert (trajectory.assistant_turns, trajectory.user_turns) == (2, 1)
-    assert teacher.heard[1] == trajectory.messages
+    assert teacher.conversations[1] == trajectory.messages
     assert (teacher.num_opened, teacher.num_closed) == (1, 1)
     assert asked(trajectory) == [2]
 
@@ -129,7 +129,7 @@ async def test_4_user_turns_are_shared_with_the_tools() -> None:
 
 
 @pytest.mark.asyncio
-async def test_5_a_cut_turn_is_not_heard() -> None:
+async def test_5_a_cut_turn_gets_no_reply() -> None:
     kit = services(["a long answer"], ScriptedInteraction())
     kit = replace(kit, sampling=SamplingParams(max_tokens=4))
     trajectory = await ToolAgentLoop().run(TASK, kit)

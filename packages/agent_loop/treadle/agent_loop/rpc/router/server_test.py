@@ -88,7 +88,7 @@ async def test_replicas_come_drain_and_go() -> None:
         assert (moved.address, moved.moved) == (B, True)
 
 
-async def test_what_the_worker_says_is_heard() -> None:
+async def test_the_workers_current_address_is_used() -> None:
     async with routing(RouterConfig(replicas=(A, B))) as stub:
         kept = await stub.OpenSession(session_id="s0", current_address=B)
         assert (kept.address, kept.moved) == (B, False)
