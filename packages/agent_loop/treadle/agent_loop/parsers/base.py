@@ -1,8 +1,8 @@
 """The parser protocol: text to calls, and calls to text.
 
-Invariant: `parse` is a pure function that accepts any text. What looks like a call and is none is
-returned as a span with a reason, never dropped and never raised. It takes time linear in the text,
-also on the text of a model that repeats a mark for ever.
+Invariant: `parse` is a pure function that accepts any text. A malformed call is returned as a span
+with a reason; it is never dropped and never raises. The time is linear in the length of the text,
+even if a model repeats a mark endlessly.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from treadle.agent_loop.types import ToolCall, ToolSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedText:
-    """A text read.
+    """The result of parsing a text.
 
     Attributes:
-        content: The text after the reasoning when it holds no call; else what is around the
-            calls, stripped. Malformed calls stay in it.
-        calls: In order; ids are unique in this text, those of `malformed` included.
-        call_starts: Place of each call's first character in the text.
+        content: The text after the reasoning if it has no call; else the text around the calls,
+            stripped. Malformed calls stay in it.
+        calls: In order; ids are unique in this text, including those of `malformed`.
+        call_starts: Position of each call's first character in the text.
         malformed: In order.
-        reasoning: What the model thought before it answered, without its marks. None: the parser
-            knows no reasoning, and leaves it in `content`. "": there was none.
+        reasoning: The model's reasoning, without its marks. None means that the parser does not
+            separate reasoning and leaves it in `content`; "" that there was none.
     """
 
     content: str
@@ -35,31 +35,31 @@ class ParsedText:
 
 
 class ToolCallParser(Protocol):
-    """One family's way of writing reasoning and calls."""
+    """The format in which a model family writes reasoning and calls."""
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
-        """Special tokens that end a turn besides the one that the template ends it with."""
+        """Special tokens that end a turn, in addition to the template's end-of-turn token."""
         ...
 
     def parse(
         self, text: str, *, tools: Sequence[ToolSpec] = (), prompt_end: str = ""
     ) -> ParsedText:
-        """Reads a decoded completion. Never raises.
+        """Parses a decoded completion. Never raises.
 
         Args:
-            text: With its special tokens, but for those that ended the turn.
-            tools: Whose schemas say what an argument is, where the format writes plain text.
-            prompt_end: The end of what the model continues, which may have opened its reasoning.
-                "": not known; then a reasoning that is closed was opened there.
+            text: The text with its special tokens, except those that ended the turn.
+            tools: Their schemas tell the types of arguments, if the format writes plain text.
+            prompt_end: The end of the prompt, which may have opened the reasoning. "" means
+                unknown; then a reasoning that is only closed counts as opened in the prompt.
         """
         ...
 
     def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
-        """Writes what `parse` reads: `parse(render(content, calls))` gives both back.
+        """Writes a turn so that `parse(render(content, calls))` returns content and calls.
 
         Raises:
-            ValueError: The format cannot say this: a mark inside a name or a plain text, or
-                reasoning where the parser knows none.
+            ValueError: The format cannot express it: a mark inside a name or a plain text, or
+                reasoning that the parser does not separate.
         """
         ...

@@ -1,6 +1,7 @@
-"""A parser put together: reasoning first, then one format's calls in what follows it.
+"""A parser built from a format of reasoning and a format of calls.
 
-Invariant: a format only looks for calls. Reasoning, content, ids and order are the same for all.
+Invariant: a format only looks for calls. Reasoning, content, ids and order are handled here, in the
+same way for all formats.
 """
 
 from collections.abc import Sequence
@@ -14,36 +15,36 @@ from treadle.agent_loop.types import ToolCall, ToolSpec
 
 
 class CallFormat(Protocol):
-    """How calls are written."""
+    """The format of a family's calls."""
 
     stop_tokens: tuple[str, ...]
     """As `ToolCallParser.stop_tokens`."""
     gap: str
-    """What stands between the content and the first call."""
+    """The text between the content and the first call."""
 
     def new_id(self, number: int, name: str) -> str:
-        """Returns the id of a call that carries none."""
+        """Returns the id of a call without one."""
         ...
 
     def read(self, scan: Scan, schemas: Schemas) -> None:
-        """Reports every call, and every span meant as one, from `scan.position` on."""
+        """Reports every call and every malformed call after `scan.position`."""
         ...
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Writes the calls; at least one.
 
         Raises:
-            ValueError: The format cannot say one of them.
+            ValueError: The format cannot express one of them.
         """
         ...
 
 
 class FormatParser:
-    """One format, with or without reasoning before it; a `ToolCallParser`.
+    """A `ToolCallParser` for one format of calls, with or without reasoning before them.
 
     Args:
-        calls: How calls are written.
-        thinking: How reasoning is marked. None: it is content.
+        calls: The format of calls.
+        thinking: The marks of reasoning. None means that reasoning is content.
     """
 
     def __init__(self, calls: CallFormat, *, thinking: Thinking | None = None) -> None:
@@ -71,7 +72,7 @@ class FormatParser:
         thought = ""
         if reasoning:
             if self._thinking is None:
-                raise ValueError("this parser knows no reasoning: put it into the content")
+                raise ValueError("this parser does not separate reasoning: put it in the content")
             thought = self._thinking.write(reasoning)
         if not calls:
             return thought + content
@@ -79,7 +80,7 @@ class FormatParser:
 
 
 def counted_id(number: int, name: str) -> str:
-    """The id of a call in a format whose calls carry none."""
+    """Returns the id of a call in a format without ids."""
     return f"call_{number}"
 
 
@@ -87,7 +88,7 @@ def writable(text: str, *marks: str) -> str:
     """Returns the text.
 
     Raises:
-        ValueError: It holds one of the marks that would end it.
+        ValueError: The text contains one of the marks that would end it.
     """
     for mark in marks:
         if mark in text:

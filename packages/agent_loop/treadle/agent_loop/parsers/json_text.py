@@ -1,8 +1,8 @@
-"""JSON in a text: where it ends, and what is wrong with it, said for a model to read.
+"""JSON inside a text: parses it, finds its end, and describes errors for the model.
 
-Invariant: only JSON is read, and only what can be written as JSON again: no NaN, no lone
-surrogates, no number beyond a double, and nothing nested so deeply that it could not be pickled or
-copied on its way through a run. Nothing is evaluated.
+Invariant: only JSON is accepted, and only if it can be written as JSON again: no NaN, no lone
+surrogates, no number beyond a double, and no nesting too deep to be pickled or copied during a
+run. Nothing is evaluated.
 """
 
 import json
@@ -12,7 +12,7 @@ from treadle.agent_loop.parsers.scan import Scan
 
 
 class CallError(Exception):
-    """What is wrong with a call. `str(error)` is shown to the model."""
+    """A call is malformed. `str(error)` is shown to the model."""
 
 
 class _CutStringError(CallError):
@@ -29,14 +29,14 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def decode_json(text: str, start: int = 0) -> tuple[object, int]:
-    """Returns the JSON value at `start`, and the place after it.
+    """Returns the JSON value at `start`, and the position after it.
 
     Raises:
-        CallError: There is none, or it cannot be written again.
+        CallError: There is no JSON value, or it cannot be written again.
     """
     try:
         value, stop = _DECODER.raw_decode(text, start)
-        # "\\ud800" and 1e999 are read as JSON, but could not be rendered or written again.
+        # "\\ud800" and 1e999 parse as JSON, but cannot be rendered or written again.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except json.JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated string")
@@ -67,23 +67,23 @@ def _is_deep(value: object) -> bool:
 
 
 def read_json(scan: Scan, start: int, *before: str) -> tuple[object, int]:
-    """Reads the JSON value at `start`.
+    """Parses the JSON value at `start`.
 
     Args:
         scan: The text.
-        start: The value's first character, not white space.
-        before: Marks that the value ends before. One inside a string ends nothing.
+        start: Position of the value's first character, not white space.
+        before: The value ends before these marks, unless they are inside a string.
 
     Returns:
-        The value, and the place after it.
+        The value, and the position after it.
 
     Raises:
-        CallError: There is none, or it cannot be written again.
+        CallError: There is no JSON value, or it cannot be written again.
     """
     mark = scan.find_first(start, *before)
     while mark >= 0:
         try:
-            # A slice, because an error counts the lines of all the text before its place.
+            # A slice, because a JSON error counts the lines of all the text before its position.
             value, length = decode_json(scan.text[start:mark])
         except _CutStringError:
             mark = scan.find_first(start + 2 * (mark - start), *before)
@@ -93,7 +93,7 @@ def read_json(scan: Scan, start: int, *before: str) -> tuple[object, int]:
 
 
 def read_object(scan: Scan, start: int, *before: str) -> tuple[dict[str, object], int]:
-    """Reads the JSON object at `start`, as `read_json`."""
+    """Parses the JSON object at `start`, like `read_json`."""
     value, stop = read_json(scan, start, *before)
     if not isinstance(value, dict):
         raise CallError(f"the arguments must be a JSON object, got {json_type(value)}")
@@ -107,7 +107,7 @@ def read_call(
 
     Args:
         value: The object.
-        arguments: The keys under which the arguments may be; the first is the right one.
+        arguments: Accepted keys of the arguments; the first one is the correct one.
 
     Raises:
         CallError: A key is missing or of the wrong type.
@@ -128,12 +128,12 @@ def read_call(
 
 
 def write_json(value: object) -> str:
-    """Writes a value the way that chat templates do."""
+    """Writes a value as chat templates do."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def json_type(value: object) -> str:
-    """Names a JSON value's type in an error."""
+    """Returns the name of a JSON value's type, for errors."""
     match value:
         case None:
             return "null"

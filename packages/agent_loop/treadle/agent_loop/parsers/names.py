@@ -1,8 +1,8 @@
-"""The parsers by name, and the name that a chat template asks for.
+"""The parsers by name, and the choice of a parser for a chat template.
 
-Invariant: every name is one way of writing calls plus, for families whose templates set reasoning
-apart, its marks. Where a template knows no reasoning, the parser leaves it in the content, so that
-nothing is lost when a message is rendered again.
+Invariant: every name stands for one format of calls and, for families whose templates separate
+reasoning, its marks. If a template does not separate reasoning, the parser leaves it in the
+content, so that nothing is lost when a message is rendered again.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,14 +48,14 @@ _MAKERS: Mapping[str, Callable[[], ToolCallParser]] = MappingProxyType(
 )
 
 PARSER_NAMES = tuple(_MAKERS)
-"""What `parser_named` takes, sorted."""
+"""The names that `parser_named` accepts, sorted."""
 
 
 def parser_named(name: str) -> ToolCallParser:
-    """Returns a parser.
+    """Returns the parser with this name.
 
     Raises:
-        SetupError: There is none of that name.
+        SetupError: There is no such parser.
     """
     make = _MAKERS.get(name)
     if make is None:
@@ -65,7 +65,12 @@ def parser_named(name: str) -> ToolCallParser:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """Texts that a template must hold to be one of a parser's; None: of a format not read here."""
+    """Strings that a template of a parser's family contains.
+
+    Attributes:
+        name: Name of the parser; None if no parser reads the format.
+        holds: All of these strings must be in the template.
+    """
 
     name: str | None
     holds: tuple[str, ...]
@@ -92,9 +97,9 @@ _EVIDENCE = (
 
 
 def parser_for_template(template: str) -> str | None:
-    """Returns the name of the parser that reads what a chat template writes, if one is known.
+    """Returns the name of the parser that fits a chat template, or None if none is known.
 
-    Where the template sets reasoning apart, so does the parser.
+    The parser separates reasoning if the template does.
     """
     for evidence in _EVIDENCE:
         if all(text in template for text in evidence.holds):

@@ -186,7 +186,7 @@ def test_names_are_sorted_and_an_unknown_one_is_refused() -> None:
 
 @pytest.mark.parametrize("name", [n for n in PARSER_NAMES if n not in THINKING])
 def test_reasoning_is_refused_where_none_is_known(name: str) -> None:
-    with pytest.raises(ValueError, match="put it into the content"):
+    with pytest.raises(ValueError, match="put it in the content"):
         parser_named(name).render("", (), reasoning="so")
 
 

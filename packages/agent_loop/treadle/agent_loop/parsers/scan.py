@@ -1,8 +1,8 @@
-"""The scan of one text: where marks are, and what was found between them.
+"""The scan of one text: finds marks, and collects the spans that a format reports.
 
-Invariants: spans are reported from left to right and do not overlap; what is in none of them is
-content. Looking for a mark from ever later places costs one pass over the text in all, so that a
-parser that gives up at each of a thousand opening marks is still linear.
+Invariants: spans are reported from left to right and do not overlap; text outside of them is
+content. Searches for a mark from increasing positions cost one pass over the text in total, so a
+parser that fails at each of a thousand opening marks is still linear.
 """
 
 import re
@@ -16,12 +16,16 @@ _SPACE = re.compile(r"\s*")
 
 
 class Scan:
-    """One text, and what has been found in it.
+    """One text and the spans found in it.
 
     Args:
         text: A decoded completion.
-        start: Where the calls may begin: after the reasoning.
-        new_id: Makes the id of a call that carries none, of its number and its name.
+        start: Position where calls may begin, after the reasoning.
+        new_id: Returns the id of a call without one, given its number and its name.
+
+    Attributes:
+        text: The decoded completion.
+        position: The end of the last reported span.
     """
 
     def __init__(self, text: str, *, start: int, new_id: Callable[[int, str], str]) -> None:
@@ -38,7 +42,7 @@ class Scan:
         self._known: dict[str, tuple[int, int]] = {}
 
     def find(self, mark: str, start: int) -> int:
-        """Place of the first `mark` at or after `start`, or -1."""
+        """Returns the position of the first `mark` at or after `start`, or -1."""
         asked, found = self._known.get(mark, (len(self.text) + 1, -1))
         if not (asked <= start and (found < 0 or start <= found)):
             found = self.text.find(mark, start)
@@ -46,13 +50,13 @@ class Scan:
         return found
 
     def find_first(self, start: int, *marks: str) -> int:
-        """Place of the first of several marks at or after `start`, or -1."""
+        """Returns the position of the first of several marks at or after `start`, or -1."""
         return min((at for mark in marks if (at := self.find(mark, start)) >= 0), default=-1)
 
     def call_starts(self, call: str, *around: str) -> Iterator[int]:
-        """Places of the marks `call`, each from where the last report ended.
+        """Yields the positions of the mark `call`, each after the last reported span.
 
-        Marks around the calls, with the white space after them, are reported on the way.
+        Reports the marks `around` the calls, and the white space after them, on the way.
         """
         while (start := self.find_first(self.position, call, *around)) >= 0:
             for mark in around:
@@ -63,26 +67,26 @@ class Scan:
                 yield start
 
     def skip_space(self, start: int) -> int:
-        """Place of the first character at or after `start` that is no white space."""
+        """Returns the position of the first non-space character at or after `start`."""
         match = _SPACE.match(self.text, start)
         assert match is not None
         return match.end()
 
     def after(self, mark: str, start: int) -> int:
-        """Place after `mark` if that is what comes next but for white space, or -1."""
+        """Returns the position after `mark` if only white space precedes it, or -1."""
         place = self.skip_space(start)
         return place + len(mark) if self.text.startswith(mark, place) else -1
 
     def is_closed(self, start: int, mark: str, close: str) -> bool:
-        """Whether `close` comes before the next `mark`."""
+        """Returns whether `close` comes before the next `mark`."""
         end, again = self.find(close, start), self.find(mark, start)
         return end >= 0 and not 0 <= again < end
 
     def end_of_call(self, start: int, *others: str, close: str | None = None) -> int:
-        """Where a call that cannot be read ends.
+        """Returns the end of a malformed call.
 
-        That is after its closing mark, unless one of the other marks comes first: then before
-        that. Without either it is the end of the text.
+        It is after its closing mark, or before one of the other marks if that comes first. Without
+        either it is the end of the text.
         """
         limit = self.find_first(start, *others)
         place = self.find(close, start) if close is not None else -1
@@ -99,7 +103,7 @@ class Scan:
         arguments: Mapping[str, object],
         call_id: str | None = None,
     ) -> None:
-        """Reports a call; an id that is taken already is replaced."""
+        """Reports a call; replaces an id that is already taken."""
         self._move(start, stop)
         call_id = self._free_id(call_id, name)
         self._calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
@@ -130,16 +134,16 @@ class Scan:
         )
 
     def mark(self, start: int, stop: int) -> None:
-        """Reports a mark around calls, which is no content."""
+        """Reports a mark around calls, which is not content."""
         self._move(start, stop)
 
     def frame(self, start: int, stop: int) -> None:
-        """Reports a mark around the content itself, which is no content without calls either."""
+        """Reports a mark around the content, which is not content even if there are no calls."""
         self._move(start, stop)
         self._framed = True
 
     def parsed(self, *, reasoning: str | None) -> ParsedText:
-        """Returns what was found; the rest of the text is content."""
+        """Returns the parsed text; text outside the reported spans is content."""
         content = self.text[self._start :]
         if self._calls or self._framed:
             content = "".join([*self._content, self.text[self.position :]])

@@ -1,15 +1,15 @@
-"""Arguments written as plain text, read by the tool's JSON schema.
+"""Arguments written as plain text, converted by the tool's JSON schema.
 
 qwen3_coder, glm and minimax write `<parameter=n>3</parameter>`: only the tool's schema tells the
-number 3 from the text "3". The rules, in this order:
+number 3 from the string "3". The rules, in this order:
 
-1. A text that its schema allows as null, a boolean, a number, an array or an object is that.
-   Python's True, False and None, which some templates write, are read as well.
-2. Else it is the text. Where the schema wants no text either, the tool says so to the model.
-3. Without a type (no such tool or argument, or a schema that allows anything), what is JSON is
-   read as JSON, unless it is a quoted string: templates write texts without quotes.
+1. If the schema allows the text as null, a boolean, a number, an array or an object, it is
+   converted. Python's True, False and None, which some templates write, are accepted too.
+2. Otherwise it is a string. If the schema does not allow a string, the tool tells the model.
+3. Without a type (unknown tool or argument, or a schema that allows anything), JSON is parsed,
+   unless it is a quoted string: templates write strings without quotes.
 
-Invariant: texts are read as JSON or not at all. Nothing is evaluated, nothing raises.
+Invariant: texts are parsed as JSON or not at all. Nothing is evaluated, nothing raises.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Schemas:
         self._parameters = {tool.name: tool.parameters for tool in tools}
 
     def read(self, tool: str, argument: str, text: str) -> object:
-        """Returns the value that `text` stands for."""
+        """Returns the value that `text` represents."""
         parameters = self._parameters.get(tool, {})
         properties = parameters.get("properties")
         schema = properties.get(argument) if isinstance(properties, Mapping) else None
@@ -43,7 +43,7 @@ class Schemas:
 
 
 def read_as(text: str, types: frozenset[str]) -> object:
-    """Returns the value that `text` stands for, of one of `types`; empty: of any."""
+    """Returns the value that `text` represents, of one of `types`; of any type if empty."""
     bare = text.strip()
     literal = _LITERALS.get(bare)
     if literal is not None and literal[0] in types:
@@ -68,7 +68,7 @@ def read_as(text: str, types: frozenset[str]) -> object:
 
 
 def types_of(schema: object, *, root: Mapping[str, object], depth: int = 0) -> frozenset[str]:
-    """Returns the JSON types that a schema allows; empty when it names none."""
+    """Returns the JSON types that a schema allows; empty if it names none."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset()
     null = frozenset({"null"} if schema.get("nullable") is True else ())
@@ -94,7 +94,7 @@ def types_of(schema: object, *, root: Mapping[str, object], depth: int = 0) -> f
 
 
 def _resolve(path: str, root: Mapping[str, object]) -> object:
-    """The schema that a local reference as "#/$defs/Point" names."""
+    """Returns the schema of a local reference such as "#/$defs/Point"."""
     place: object = root
     for part in path.removeprefix("#/").split("/"):
         place = place.get(part) if isinstance(place, Mapping) else None

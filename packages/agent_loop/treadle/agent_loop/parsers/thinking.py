@@ -1,9 +1,9 @@
-"""The reasoning of a thinking model: what it writes before it answers, between two marks.
+"""The reasoning of a thinking model: the text between two marks before its answer.
 
-A template may have opened the reasoning at the end of the prompt; then the completion holds the
-closing mark only. A completion that was cut while it thought is reasoning to its end.
+A template may open the reasoning at the end of the prompt; then the completion only has the closing
+mark. A completion that was cut during the reasoning is all reasoning.
 
-Invariant: a call inside the reasoning is no call; the model has not decided on it yet.
+Invariant: a call inside the reasoning is not a call; the model has not decided on it yet.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    r"""How a family marks its reasoning.
+    r"""The marks of a family's reasoning.
 
     Attributes:
         open: The opening mark.
         close: The closing mark.
-        lines: The template writes the marks on lines of their own (`<think>\n...\n</think>\n\n`),
-            so that these line feeds are neither reasoning nor content.
+        lines: Whether the template writes the marks on separate lines
+            (`<think>\n...\n</think>\n\n`), so that these line feeds are neither reasoning nor
+            content.
     """
 
     open: str = "<think>"
@@ -25,7 +26,7 @@ class Thinking:
     lines: bool = False
 
     def split(self, text: str, *, prompt_end: str) -> tuple[str, int]:
-        """Returns the reasoning, "" when there is none, and the place after it.
+        """Returns the reasoning, "" if there is none, and the position after it.
 
         Args:
             text: A decoded completion.
@@ -43,30 +44,30 @@ class Thinking:
         return reasoning, stop
 
     def write(self, reasoning: str) -> str:
-        """Writes the reasoning the way the template does.
+        """Writes the reasoning as the template does.
 
         Raises:
-            ValueError: It holds the closing mark.
+            ValueError: The reasoning contains the closing mark.
         """
         if self.close in reasoning:
-            raise ValueError(f"reasoning cannot hold its own closing mark {self.close!r}")
+            raise ValueError(f"reasoning cannot contain its own closing mark {self.close!r}")
         if self.lines:
             return f"{self.open}\n{reasoning}\n{self.close}\n\n"
         return f"{self.open}{reasoning}{self.close}"
 
     def _start(self, text: str, prompt_end: str) -> int:
-        """Place of the reasoning's first character, or -1."""
+        """Returns the position of the reasoning's first character, or -1."""
         lead = len(text) - len(text.lstrip())
         if text.startswith(self.open, lead):
             return lead + len(self.open)
-        if text.startswith(self.close, lead):  # how some templates write that there is none
+        if text.startswith(self.close, lead):  # some templates mark empty reasoning so
             return lead
         if prompt_end.rstrip().endswith(self.open):
             return 0
         return 0 if not prompt_end and self.close in text else -1
 
     def _next_line(self, text: str, place: int) -> int:
-        """Place after the line feeds that the template writes after the closing mark."""
+        """Returns the position after the line feeds that follow the closing mark."""
         for _ in range(2 if self.lines else 0):
             place += text.startswith("\n", place)
         return place

@@ -54,5 +54,5 @@ def test_a_parser_without_reasoning_leaves_it_in_the_content() -> None:
 
 
 def test_reasoning_cannot_hold_its_closing_mark() -> None:
-    with pytest.raises(ValueError, match="cannot hold its own closing mark '</think>'"):
+    with pytest.raises(ValueError, match="cannot contain its own closing mark '</think>'"):
         parser_named("qwen3").render("", (), reasoning="a</think>b")

@@ -1,11 +1,11 @@
 """A chat renderer without a tokenizer: one id per UTF-8 byte, and one per mark.
 
-Ids 0 to 255 are bytes. A message is [start of its role] bytes [END]; the assistant's next turn is
-opened by its start id. A tool message is labelled with nothing but its role. Tools are shown as
-one system message of their schemas. Calls are written in the hermes format. An image is [IMAGE],
-once and again for every 64 bytes of its data.
+Ids 0 to 255 are bytes. A message is [start of its role] bytes [END]; the start id of the assistant
+opens its next turn. A tool message has no label except its role. Tools are shown as one system
+message with their schemas. Calls are written in the hermes format. An image is one [IMAGE], plus
+one per 64 bytes of its data.
 
-Invariant: decoding and encoding are exact inverses, so that a test can say ids in text.
+Invariant: decoding and encoding are exact inverses, so that a test can write ids as text.
 """
 
 import json
@@ -27,7 +27,7 @@ class ByteRenderer:
     Attributes:
         vocab_size: 262.
         stop_token_ids: The id that ends every message.
-        tokenizer_sha256: None: there is no tokenizer to compare with a server's.
+        tokenizer_sha256: None, because there is no tokenizer to compare with a server's.
     """
 
     vocab_size = 262
@@ -38,7 +38,7 @@ class ByteRenderer:
         self._parser = parser if parser is not None else HermesParser()
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
-        """Returns the ids of a conversation, open for the assistant's turn."""
+        """Returns the ids of a conversation, ready for the assistant's next turn."""
         shown = list(messages)
         if tools:
             schemas = json.dumps([tool.as_schema() for tool in tools])
@@ -53,7 +53,7 @@ class ByteRenderer:
         tools: Sequence[ToolSpec],
         history: Sequence[Message] = (),
     ) -> Rendering:
-        """Returns the end of the turn if it is missing, the messages and the next header."""
+        """Returns the end of the turn if it is missing, then the messages and the next header."""
         return self._write(() if ids[-1] == END else (END,), messages)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class ByteRenderer:
         tools: Sequence[ToolSpec] = (),
         prompt: Sequence[int] = (),
     ) -> ParsedCompletion:
-        """Reads a completion; bytes that are no UTF-8 become replacement characters."""
+        """Parses a completion; invalid UTF-8 becomes replacement characters."""
         text = decode([t for t in token_ids if t < END])
         parsed = self._parser.parse(text, tools=tools, prompt_end=decode(prompt[-16:]))
         return ParsedCompletion(

@@ -1,7 +1,6 @@
-"""A generator that repeats the last message: no script needed, any number of tasks.
+"""A generator that repeats the last message, for any number of tasks without a script.
 
-Invariant: the completion is a function of the prompt alone; what was asked twice is answered
-twice alike. It reads the chats of `ByteRenderer`.
+Invariant: the completion is a function of the prompt alone. It reads the chats of `ByteRenderer`.
 """
 
 import asyncio
@@ -37,4 +36,4 @@ class EchoGenerator:
         return reply((*ids[start:stop], END), params)
 
     def finish_session(self, session_id: str) -> None:
-        """Has nothing to free."""
+        """Does nothing; there is nothing to free."""

@@ -1,7 +1,7 @@
-"""A clock that moves only when the test says so, and real time that passes when the test says so.
+"""A clock that only moves when the test says so, and a way to move the event loop's own time.
 
-Invariant: `sleep` ends when `advance` has moved the clock past its end, in the order of the ends;
-never by real time. `let_pass` is for what takes its time from the event loop itself.
+Invariant: `sleep` ends when `advance` has moved the clock past its end, in the order of the ends,
+and never by real time. `let_pass` is for code that uses the event loop's time.
 """
 
 import asyncio
@@ -10,7 +10,14 @@ import itertools
 
 
 class FakeClock:
-    """A clock and its sleepers; stands in for `clock.LoopClock`."""
+    """A clock and its sleepers; replaces `clock.LoopClock`.
+
+    Args:
+        now: The time at the start, in seconds.
+
+    Attributes:
+        slept: The argument of each `sleep` so far.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -20,11 +27,11 @@ class FakeClock:
         self.slept: list[float] = []
 
     def now(self) -> float:
-        """Seconds."""
+        """Returns the time in seconds."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Waits until the clock has been moved by `seconds`."""
+        """Waits until the clock has moved by `seconds`."""
         self.slept.append(seconds)
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
@@ -33,14 +40,14 @@ class FakeClock:
         await woken
 
     async def until_sleeping(self, count: int) -> None:
-        """Waits until `count` tasks sleep."""
+        """Waits until at least `count` tasks sleep."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: sum(not s[2].done() for s in self._sleepers) >= count
             )
 
     async def advance(self, seconds: float) -> None:
-        """Moves the clock and wakes who is due."""
+        """Moves the clock and wakes the sleepers that are due."""
         self._now += seconds
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, woken = heapq.heappop(self._sleepers)
@@ -50,10 +57,10 @@ class FakeClock:
 
 
 def let_pass(seconds: float) -> None:
-    """Sets the running event loop's clock forward: deadlines within that time have come.
+    """Moves the running event loop's time forward, so that deadlines within it have passed.
 
     Args:
-        seconds: From now.
+        seconds: By how much.
     """
     loop = asyncio.get_running_loop()
     time = loop.time

@@ -1,4 +1,4 @@
-"""The generator contract: what every `TokenGenerator` must do, as tests to inherit.
+"""The generator contract: tests to inherit that every `TokenGenerator` must pass.
 
     @pytest.mark.asyncio
     class TestMyGenerator(GeneratorContract):
@@ -6,10 +6,10 @@
         async def subject(self):
             yield GeneratorSubject(generator=MyGenerator(), ...)
 
-A fake that passes the suite is a fake to trust: `ScriptedGenerator` is held to it, and so is the
-gRPC client over a real server. Imports no test framework.
+A fake that passes the suite can be trusted: both `ScriptedGenerator` and the gRPC client over a
+real server are tested with it. The suite imports no test framework.
 
-Numbered: 1 bounds, 2 log-probabilities, 3 stop ids, 4 repeatable and unmixed, 5 deadline,
+The numbers: 1 bounds, 2 log-probabilities, 3 stop ids, 4 repeatable and not mixed up, 5 deadline,
 6 cancellation, 7 versions, 8 prompts that do not fit, 9 sessions.
 """
 
@@ -36,16 +36,16 @@ class GeneratorSubject:
     """A generator and the handles that the suite needs.
 
     Attributes:
-        generator: Under test. Its completions of `prompt` run to at least 8 tokens when
-            `ignore_eos` is set, and depend on prompt and parameters alone.
+        generator: The generator under test. With `ignore_eos`, its completions of `prompt` have
+            at least 8 tokens; they depend only on the prompt and the parameters.
         prompt: A prompt that fits.
         long_prompt: A prompt that leaves no room in the context.
         vocab_size: Every id is below it.
-        weight_version: That serves.
-        hold: Makes further calls stall until `release`.
+        weight_version: The current weight version.
+        hold: Makes further calls wait until `release`.
         release: Ends `hold`.
-        until_running: Waits until so many calls are under way in the engine.
-        until_idle: Waits until no call is under way in the engine.
+        until_running: Waits until this number of calls run in the engine.
+        until_idle: Waits until no call runs in the engine.
     """
 
     generator: TokenGenerator
@@ -63,14 +63,14 @@ EIGHT = SamplingParams(max_tokens=8, temperature=1.0, seed=7, ignore_eos=True)
 
 
 def context(name: str, *, deadline: float = math.inf, version: int = 0) -> RequestContext:
-    """A request's context in its own session."""
+    """Returns a request context in its own session."""
     return RequestContext(
         request_id=name, session_id=f"session-{name}", deadline=deadline, min_weight_version=version
     )
 
 
 async def expect(error: type[GenerationError], call: Awaitable[Completion]) -> None:
-    """Awaits a call that must fail so."""
+    """Awaits a call that must fail with `error`."""
     try:
         completion = await call
     except error:
@@ -86,7 +86,7 @@ class GeneratorContract:
         """Opens a fresh generator."""
 
     async def test_1_max_tokens_bounds_a_completion(self) -> None:
-        """A completion that reaches max_tokens says LENGTH."""
+        """A completion that reaches max_tokens finishes with LENGTH."""
         async with self.subject() as s:
             completion = await s.generator.generate(s.prompt, EIGHT, request=context("a"))
         assert completion.num_tokens == 8
@@ -133,7 +133,7 @@ class GeneratorContract:
             s.release()
 
     async def test_6_cancelling_ends_the_work(self) -> None:
-        """The engine is idle afterwards, and others go on."""
+        """The engine is idle afterwards, and other calls continue."""
         async with self.subject() as s:
             s.hold()
             dropped = asyncio.create_task(
@@ -149,7 +149,7 @@ class GeneratorContract:
         assert completion.num_tokens == 8
 
     async def test_7_weights_that_are_too_old_are_not_sampled_from(self) -> None:
-        """WeightVersionBehindError; the version that serves is accepted."""
+        """WeightVersionBehindError; the current version is accepted."""
         async with self.subject() as s:
             now = s.weight_version
             fits = context("a", version=now)

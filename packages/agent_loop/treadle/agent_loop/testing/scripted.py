@@ -1,11 +1,10 @@
-"""A generator that says what it is told to say, and refuses to improvise.
+"""A generator that follows a script strictly.
 
-Invariant: it keeps the promises of `TokenGenerator` like a real server does: stop ids end a
-completion, `max_tokens` cuts it, deadlines, versions and cancellations are honoured; the suite in
-`generator_contract` runs against it. A request that the script does not foresee fails the test.
+Invariant: it keeps the contract of `TokenGenerator` like a real server: stop ids end a completion,
+`max_tokens` cuts it, and deadlines, versions and cancellations apply. The suite in
+`generator_contract` runs against it. A request beyond the script fails the test.
 
-A held generator (`hold`) waits for `release` or a cancellation; tests choose their interleavings
-with it.
+With `hold`, calls wait for `release` or a cancellation, so tests can choose their interleavings.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ Reply = str | Sequence[int] | Completion | Exception
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A call of `generate`, as it came."""
+    """The arguments of a call of `generate`."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -37,19 +36,20 @@ class Request:
 
 
 class ScriptedGenerator:
-    """Gives prepared replies in the order of the calls.
+    """Returns prepared replies in the order of the calls.
 
     Args:
-        replies: Each a text (its bytes and the end mark of `ByteRenderer` are sampled), ids, a
-            `Completion` that is returned as it is, or an exception that is raised.
-        weight_version: Of the tokens made from texts and ids.
-        context_length: Prompt plus completion; longer prompts are refused.
+        replies: Each a string (its bytes and the end mark of `ByteRenderer` are sampled), ids, a
+            `Completion` that is returned unchanged, or an exception that is raised.
+        weight_version: Weight version of the tokens made from strings and ids.
+        context_length: Maximum number of prompt and completion tokens; longer prompts are
+            refused.
 
     Attributes:
-        requests: Every call so far.
+        requests: All calls so far.
         finished_sessions: Sessions that were finished, in order.
-        num_running: Calls that have begun and not ended.
-        num_aborted: Calls that were cancelled or ran out of time.
+        num_running: Number of calls in flight.
+        num_aborted: Number of calls that were cancelled or timed out.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class ScriptedGenerator:
         self.num_aborted = 0
 
     def hold(self) -> None:
-        """Lets further calls wait until `release`."""
+        """Makes further calls wait until `release`."""
         self._gate.clear()
 
     def release(self) -> None:
-        """Lets all waiting calls go on."""
+        """Lets all waiting calls continue."""
         self._gate.set()
 
     async def until_running(self, count: int) -> None:
-        """Waits until `count` calls are under way."""
+        """Waits until at least `count` calls are in flight."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.num_running >= count)
 
     async def until_idle(self) -> None:
-        """Waits until no call is under way."""
+        """Waits until no call is in flight."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.num_running == 0)
 
@@ -96,11 +96,11 @@ class ScriptedGenerator:
         request: RequestContext,
         images: Sequence[PlacedImage] = (),
     ) -> Completion:
-        """Gives the next reply of the script.
+        """Returns the next reply of the script.
 
         Raises:
-            AssertionError: The script is over.
-            GenerationError: As a server would, or as the script says.
+            AssertionError: The script has no more replies.
+            GenerationError: As from a server, or from the script.
         """
         self.requests.append(
             Request(prompt=tuple(prompt), params=params, context=request, images=tuple(images))
@@ -131,7 +131,7 @@ class ScriptedGenerator:
         return self._next_reply(params)
 
     def finish_session(self, session_id: str) -> None:
-        """Notes the end of a session."""
+        """Records the end of a session."""
         self.finished_sessions.append(session_id)
 
     async def _count(self, change: int) -> None:
@@ -157,7 +157,7 @@ class ScriptedGenerator:
 def reply(token_ids: Sequence[int], params: SamplingParams, *, version: int = 0) -> Completion:
     """Returns a completion of these ids, cut as a server would cut it.
 
-    Every log-probability is -0.5. Ids that end without a stop id count as stopped by the model.
+    Every log-probability is -0.5. If the ids end without a stop id, the finish reason is STOP.
     """
     kept: list[int] = []
     finish = FinishReason.STOP

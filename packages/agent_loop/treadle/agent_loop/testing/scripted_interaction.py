@@ -1,7 +1,6 @@
-"""An interaction that gives prepared replies, and keeps account of its sessions.
+"""An interaction that returns prepared replies, and counts its sessions.
 
-Invariant: a session that is not open cannot be asked and one is closed at most once; breaking
-that fails the test.
+Invariant: asking a closed session, or closing a session twice, fails the test.
 """
 
 import asyncio
@@ -12,16 +11,16 @@ from treadle.agent_loop.types import AgentTask, Message
 
 
 class ScriptedInteraction:
-    """Gives prepared replies in the order in which it is asked, over all sessions.
+    """Returns prepared replies in the order of the calls, over all sessions.
 
     Args:
-        replies: Each a text, an `InteractionReply`, an exception to raise, or an event to wait
-            for (then the text "go on").
+        replies: Each a string, an `InteractionReply`, an exception to raise, or an event to wait
+            for (the reply is then "go on").
 
     Attributes:
-        conversations: The conversations that it was asked about so far.
-        num_opened: Sessions opened.
-        num_closed: Sessions closed.
+        conversations: The messages of each call so far.
+        num_opened: Number of sessions opened.
+        num_closed: Number of sessions closed.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class ScriptedInteraction:
         self._asked = asyncio.Condition()
 
     async def until_asked(self, count: int) -> None:
-        """Waits until it was asked `count` times."""
+        """Waits until it was asked at least `count` times."""
         async with self._asked:
             await self._asked.wait_for(lambda: len(self.conversations) >= count)
 
@@ -44,7 +43,7 @@ class ScriptedInteraction:
         return _ScriptedSession(self)
 
     async def take(self, messages: Sequence[Message]) -> InteractionReply:
-        """Gives the next reply of the script."""
+        """Returns the next reply of the script."""
         self.conversations.append(tuple(messages))
         async with self._asked:
             self._asked.notify_all()

@@ -1,7 +1,6 @@
-"""A tool that gives prepared results, and keeps account of its sessions.
+"""A tool that returns prepared results, and counts its sessions.
 
-Invariant: a session that is not open cannot be called and one is closed at most once; breaking
-that fails the test.
+Invariant: calling a closed session, or closing a session twice, fails the test.
 """
 
 import asyncio
@@ -12,17 +11,17 @@ from treadle.agent_loop.types import AgentTask, ToolSpec
 
 
 class ScriptedTool:
-    """Gives prepared results in the order of the calls, over all sessions.
+    """Returns prepared results in the order of the calls, over all sessions.
 
     Args:
         name: The tool's name.
-        results: Each a text, a `ToolResult`, an exception to raise, or an event to wait for
-            (then the text "done").
+        results: Each a string, a `ToolResult`, an exception to raise, or an event to wait for
+            (the result is then "done").
 
     Attributes:
-        calls: Arguments of every call so far.
-        num_opened: Sessions opened.
-        num_closed: Sessions closed.
+        calls: The arguments of each call so far.
+        num_opened: Number of sessions opened.
+        num_closed: Number of sessions closed.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class ScriptedTool:
         self._called = asyncio.Condition()
 
     async def until_called(self, count: int) -> None:
-        """Waits until `count` calls have come."""
+        """Waits until at least `count` calls have come."""
         async with self._called:
             await self._called.wait_for(lambda: len(self.calls) >= count)
 
@@ -48,7 +47,7 @@ class ScriptedTool:
         return _ScriptedSession(self)
 
     async def take(self, arguments: Mapping[str, object]) -> ToolResult:
-        """Gives the next result of the script."""
+        """Returns the next result of the script."""
         self.calls.append(arguments)
         async with self._called:
             self._called.notify_all()
