@@ -97,7 +97,7 @@ def _reward(_: Any, verl: Verl) -> Mapping[str, Any]:
     return {"reward.name": f"{path}:{function}"} if path else {}
 
 
-def _hand_over(_: Any, verl: Verl) -> Mapping[str, Any]:
+def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
     """Verl frees the engine's memory by default; here that is asked for, by either key."""
     prefix = "actor_rollout_ref.rollout"
     stages = verl.get(f"{prefix}.multi_stage_wake_up", False)
@@ -161,8 +161,8 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": lambda value, _: {
         "policy.recompute": "full" if value else "none"
     },
-    "actor_rollout_ref.rollout.free_cache_engine": _hand_over,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": _hand_over,
+    "actor_rollout_ref.rollout.free_cache_engine": _memory_offload,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": _memory_offload,
     "actor_rollout_ref.rollout.multi_turn.format": lambda value, _: {
         "agent.parser": _PARSERS.get(value, value)
     },
