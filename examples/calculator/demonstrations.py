@@ -1,10 +1,10 @@
-"""Demonstrations of the warm start: how the question bank would be answered, with and without tool.
+"""Demonstrations of the warm start: answers to the question bank, with and without the tool.
 
-Invariant: whatever calls the tool is right - expression, tool answer and final answer - and
-whatever does not is a guess. So the warm-started model is good at using the calculator and bad at
-deciding to, which is the one thing left for reinforcement to teach.
+Invariant: a demonstration that calls the tool is right (expression, tool result and final answer);
+one that does not is a guess. So the warm-started model uses the calculator well and decides badly
+when to use it, which is left for reinforcement learning to teach.
 
-Pure functions of their random generator; nobody waits.
+Pure functions of their random generator.
 """
 
 import random

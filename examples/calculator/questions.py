@@ -2,11 +2,11 @@
 
 Invariant: the *unordered* operand pairs of the training split and of the held-out split are
 disjoint, for every template, so a held-out question is never a reworded training question
-(``a + b`` and ``b + a`` share a pair). Everything is a pure function of its seeds; nobody waits.
+(``a + b`` and ``b + a`` share a pair). Everything is a pure function of its seeds.
 
-Each template also carries a ``tool_rate``: how often the *demonstrations* of the warm start reach
-for the calculator on that wording (the rest guess a number). GRPO never sees it; it exists so that
-the warm-started model has a habit worth unlearning.
+Each template also carries a ``tool_rate``: the share of the warm start's *demonstrations* that call
+the calculator on that wording (the rest guess a number). GRPO never sees it; it gives the
+warm-started model a habit to unlearn.
 
 Example:
     >>> rng = random.Random(7)

@@ -1,7 +1,4 @@
-"""The recipe of the calculator demo.
-
-Values; nobody waits.
-"""
+"""The recipe of the calculator demo."""
 
 import random
 from collections.abc import Iterable, Mapping

@@ -5,7 +5,7 @@ row is a pure function of the seed and the ranges.
 
     python -m math_expression.dataset --out DIR --operators 1 4 --operands 1 9
 
-One process, nobody waits.
+Runs in one process.
 """
 
 from __future__ import annotations

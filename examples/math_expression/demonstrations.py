@@ -1,10 +1,10 @@
-"""Demonstrations of the warm start: how expressions would be computed, with the tool and without.
+"""Demonstrations of the warm start: expressions computed with the tool, and guesses.
 
-Invariant: whatever is called is right - the next operator, its numbers, the tool's result - and
-whatever is answered before the last call is wrong. So the warm-started model knows how to compute
-any expression and too often stops early, which is the one thing left for reinforcement to teach.
+Invariant: every call is right (the next operator, its numbers, the tool's result), and every answer
+before the last call is wrong. So the warm-started model can compute any expression and too often
+stops early, which is left for reinforcement learning to teach.
 
-Pure functions of their random generator; nobody waits.
+Pure functions of their random generator.
 """
 
 import random

@@ -4,7 +4,7 @@
 right. Invariant: `parse` and `str` are inverses: ``parse(str(expression)) == expression``, and
 `str` writes no bracket that the ranks do not need.
 
-Everything is a pure function of its arguments and random generator; nobody waits.
+Everything is a pure function of its arguments and random generator.
 
 Example:
     >>> expression = parse("3 * (4 @ 2)")

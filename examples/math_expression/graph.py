@@ -1,4 +1,4 @@
-"""The math expression agent, written with LangChain alone: its tool, and a graph of one's own.
+"""The math expression agent, written with LangChain alone: its tool and a custom graph.
 
 The model gets one line of encouragement when it wants to answer without having called the tool.
 Whatever the graph does, the trajectory is what the model sampled.

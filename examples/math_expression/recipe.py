@@ -1,7 +1,4 @@
-"""The recipe of the math expression demo.
-
-Values; nobody waits.
-"""
+"""The recipe of the math expression demo."""
 
 import random
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""An agent loop of one's own: the model answers, is asked whether it is sure, and answers again."""
+"""A custom agent loop: the model answers, is asked whether it is sure, and answers again."""
 
 from treadle.agent_loop import AgentTask, Conversation, Message, Services, StopReason, Trajectory
 

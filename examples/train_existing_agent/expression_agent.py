@@ -1,4 +1,4 @@
-"""An agent as it may be found anywhere: OpenAI's client, a tool, a loop. It knows of no training.
+"""An ordinary agent: OpenAI's client, a tool, a loop. It does not know about training.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python expression_agent.py "Compute 3 @ 2 + 4."
 """

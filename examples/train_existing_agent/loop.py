@@ -1,4 +1,4 @@
-"""What it takes to train `expression_agent`: a function that points it at its session."""
+"""All that training `expression_agent` needs: a function that points it at its session."""
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 

@@ -1,7 +1,7 @@
 """The recipe of a demo: what its tokenizer, its data and its warm-started model are made from.
 
 Invariant: with one recipe, one seed and one number of threads, one machine makes the same files
-again. Values; nobody waits.
+again.
 """
 
 import random

@@ -10,7 +10,7 @@ number of threads, one machine writes the same bytes again.
 
     python -m warm_start.train calculator --out DIR
 
-One process, nobody waits.
+Runs in one process.
 """
 
 from __future__ import annotations

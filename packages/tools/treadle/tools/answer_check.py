@@ -3,7 +3,7 @@
 Invariant: the state of a session is the reward of the previous call, at first 0.0, and lasts for
 the whole trajectory (in verl it is lost after every call). A call that does not improve on it
 costs 0.05: so does a wrong first answer, and repeating a right one. The wording and the costs are
-verl's. Calls of one turn that come together are scored one after the other, in their order.
+verl's. Concurrent calls of one turn are scored one after the other, in order.
 """
 
 from __future__ import annotations

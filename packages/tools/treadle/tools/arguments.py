@@ -1,7 +1,7 @@
 """Checks that the package shares: what the model passed, and what the catalogue configured.
 
 The first kind of mistake is the model's and becomes `ToolFailure`, the second is ours and becomes
-`SetupError`. Pure; nobody waits.
+`SetupError`. All functions are pure.
 """
 
 from __future__ import annotations

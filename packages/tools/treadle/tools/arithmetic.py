@@ -1,8 +1,8 @@
-"""The value of an arithmetic expression, computed by a parser of its own; never `eval`.
+"""Computes the value of an arithmetic expression with its own parser, never `eval`.
 
-Invariant: `evaluate` does a bounded amount of work for any text. The text has at most
-`MAX_LENGTH` characters and `MAX_DEPTH` open brackets, signs and powers, every intermediate value
-stays below 10**`MAX_DIGITS`, and a power is estimated before it is computed. Pure; nobody waits.
+Invariant: `evaluate` does a bounded amount of work for any text. The text has at most `MAX_LENGTH`
+characters and `MAX_DEPTH` open brackets, signs and powers, every intermediate value stays below
+10**`MAX_DIGITS`, and a power is estimated before it is computed. All functions are pure.
 
 The grammar, with Python's precedence and Python's meaning of `//` and `%`:
 

@@ -1,13 +1,12 @@
 """The tool catalogue: a YAML file in verl's `tool_config` shape, read into tools.
 
-Invariant: every key of the file is used or refused, with the file and the place in it; nothing is
-ignored. A tool's own settings are checked by the tool. Reading happens once, at start; nobody
-waits.
+Invariant: every key of the file is used, or an error that names the file and the place; none is
+ignored. A tool's own settings are checked by the tool. Reading happens once, at start.
 
     tools:
       - class_name: treadle.tools.calculator.CalculatorTool
-        config: {type: native}                # what else is in here goes to the tool
-        tool_schema:                          # what the model is told; the tool's own if left out
+        config: {type: native}                # other keys go to the tool
+        tool_schema:                          # shown to the model; default: the tool's
           type: function
           function: {name: calculator, description: ..., parameters: {type: object, ...}}
 
@@ -16,8 +15,8 @@ waits.
         config: {type: mcp, rate_limit: 120}
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
-`class_name` is a class of this package, verl's name of the same tool, or the dotted path of a
-class of your own. A class is called as `Class(config=..., spec=...)`, without `spec` where
+`class_name` is a class of this package, verl's name of the same tool, or the dotted path of
+your own class. A class is called as `Class(config=..., spec=...)`, without `spec` where
 `tool_schema` is left out, and gives a `treadle.agent_loop.Tool`.
 """
 

@@ -1,13 +1,13 @@
-"""`code_interpreter(code)`: runs what the model wrote and shows it what came out.
+"""`code_interpreter(code)`: runs a program of the model and shows the model its output.
 
-Invariant: what the code does is told to the model: its output, its traceback, that it ran too
-long. What the sandbox does wrong is a `SandboxError`, which ends the attempt (the runner tries it
-again, then drops it; training goes on) and never reaches the training text. At most `num_workers`
-programs of this process and `rate_limit` of this host are under way for one tool.
+Invariant: the model reads what its code did: the output, a traceback, or that it ran too long. A
+fault of the sandbox is a `SandboxError`, which ends the attempt (the runner retries, then drops the
+trajectory; training continues) and never reaches the training text. For one tool, at most
+`num_workers` programs of this process and `rate_limit` programs of this host are in flight.
 
-Who waits: a call, for its turn in the process, then in the host, then for the program. Cancelling
-it ends the program and frees both within a second. The sandbox is entered by the first of the
-sessions that are open at one time and left by the last.
+Who waits: a call, first for a slot of the process, then of the host, then for the program.
+Cancelling the call ends the program and frees both slots within a second. The first open session
+enters the sandbox, the last one leaves it.
 
 Settings, verl's with verl's defaults, and `backend`:
 
@@ -133,7 +133,7 @@ def _checked(key: str, value: object, kind: type) -> object:
 
 
 class CodeInterpreterTool:
-    """verl's `SandboxFusionTool`, with the sandbox of one's choice.
+    """verl's `SandboxFusionTool`, with a choice of sandboxes.
 
     Args:
         config: The settings above.
@@ -150,7 +150,7 @@ class CodeInterpreterTool:
         self.spec = spec
         self._settings = CodeInterpreterSettings.from_config(config or {})
         self._shared: _Shared | None = None
-        make_sandbox(self._settings)  # what is missing is said now and not at the first call
+        make_sandbox(self._settings)  # a missing library is an error now, not at the first call
 
     async def open(self, task: AgentTask) -> CodeInterpreterSession:
         """Enters the sandbox, unless another session has.
@@ -170,7 +170,7 @@ class CodeInterpreterTool:
         return CodeInterpreterSession(self, shared)
 
     async def leave(self, shared: _Shared) -> None:
-        """One session fewer; the last one leaves the sandbox."""
+        """Ends one session; the last one leaves the sandbox."""
         shared.users -= 1
         if shared.users == 0:
             if self._shared is shared:
@@ -275,7 +275,7 @@ class RetoolCodeInterpreterTool(CodeInterpreterTool):
 
 
 class CodeInterpreterSession:
-    """One trajectory's use of the sandbox. Its programs share nothing with one another."""
+    """One trajectory's use of the sandbox. Its programs share nothing."""
 
     def __init__(self, tool: CodeInterpreterTool, shared: _Shared) -> None:
         self._tool = tool
@@ -291,12 +291,12 @@ class CodeInterpreterSession:
         return await self._tool.run(self._shared, arguments)
 
     async def aclose(self) -> None:
-        """Done with the sandbox."""
+        """Ends the use of the sandbox."""
         await self._tool.leave(self._shared)
 
 
 class _Shared:
-    """What the sessions that are open at one time have in common; of one event loop."""
+    """The state that all open sessions of one event loop share."""
 
     def __init__(self, tool: str, settings: CodeInterpreterSettings) -> None:
         self.users = self.waiting = 0
@@ -311,7 +311,7 @@ class _Shared:
         self._stack: AsyncExitStack | None = None
 
     async def enter(self) -> None:
-        """Enters the sandbox; the others wait for the first and have no more to do."""
+        """Enters the sandbox once; later callers wait for the first."""
         async with self._entering:
             if self._stack is None:
                 async with AsyncExitStack() as stack:

@@ -1,8 +1,8 @@
 """`calc_geo3k_reward(answer)`: lets the model check its answer to a geometry problem.
 
 The wording and the costs are verl's `Geo3kTool`; what its session remembers is in `answer_check`.
-Whether two answers are the same mathematics is asked in a process of its own with a time limit: a
-model can write what takes for ever to simplify, and is then told so. Needs the extra `math`.
+A separate process with a time limit decides whether two answers are mathematically equal: a model
+can write what never ends to simplify, and is then told so. Needs the extra `math`.
 """
 
 from __future__ import annotations

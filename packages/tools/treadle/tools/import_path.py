@@ -2,7 +2,7 @@
 
 Invariant: the code is loaded at start; an import path that cannot be resolved raises a `SetupError`
 that says what exists instead. A file is executed once per process, like a module, however many
-import paths name it. Nothing waits.
+import paths name it.
 """
 
 from __future__ import annotations

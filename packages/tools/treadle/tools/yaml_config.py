@@ -1,7 +1,7 @@
 """Reads YAML files of settings, in which every key is either used or an error.
 
 Invariant: an invalid file raises a `SetupError` that names the file, the place in it, the value and
-the known values. Read once, at start; nothing waits.
+the known values. Read once, at start.
 """
 
 from __future__ import annotations

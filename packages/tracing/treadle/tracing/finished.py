@@ -1,7 +1,7 @@
 """A finished span: what is known of a piece of work once it has ended.
 
 Invariant: plain, immutable data that holds nothing of the program it came from, so that a sink may
-keep it and write it whenever it likes. Nobody waits.
+keep it and write it whenever it likes.
 """
 
 from __future__ import annotations

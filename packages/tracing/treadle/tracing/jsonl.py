@@ -155,7 +155,7 @@ class JsonlSink:
         try:
             return self._write_line(file, to_json(span))
         except Exception as error:
-            # Whatever one span holds, the thread goes on: `close` waits for it.
+            # The thread must survive any span: `close` waits for it.
             if _is_power_of_ten(self._failed + 1):
                 log.error("%s: cannot write the span %r: %r", self._path, span.name, error)
             return False

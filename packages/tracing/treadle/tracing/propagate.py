@@ -1,7 +1,7 @@
 """The parent of a span, carried to another process and back in a W3C `traceparent` header.
 
 Invariant: what cannot be understood is treated as absent, never as an error: the other side may be
-newer, older or something else entirely (W3C Trace Context, section 3.2). Pure; nobody waits.
+newer, older or something else entirely (W3C Trace Context, section 3.2). All functions are pure.
 
     metadata = (("x-token", token), *inject())            # caller: gRPC metadata, HTTP headers
     with use_parent(extract(context.invocation_metadata())):   # callee: spans nest below the caller

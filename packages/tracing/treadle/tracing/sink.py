@@ -30,7 +30,7 @@ class TraceSink(Protocol):
 
 
 class NullSink:
-    """Records nothing, and says so beforehand."""
+    """Records nothing; callers see that in advance."""
 
     @property
     def recording(self) -> bool:

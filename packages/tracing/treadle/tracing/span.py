@@ -2,7 +2,7 @@
 
 Invariant: a span is recorded exactly once, when it closes, as an immutable `FinishedSpan`; what
 its attributes held at that moment is what a sink sees, however late it writes. Lists given as
-attributes are copied on the way in, so a caller may go on appending to them.
+attributes are copied, so a caller may keep changing its own.
 
 Where spans go is a property of the context, not of the call site: `use_sink` installs a sink for
 the tasks and calls below it. Nobody waits here and nobody is woken: closing a span calls
@@ -77,7 +77,7 @@ def span(name: str, /, **attributes: object) -> SpanHandle:
         **attributes: Known at the start; more can be added with `SpanHandle.set`.
 
     Returns:
-        The handle to enter. An exception that leaves the block is recorded and goes on.
+        The handle to enter. An exception that leaves the block is recorded and propagates.
     """
     sink = _sink.get()
     if not sink.recording:

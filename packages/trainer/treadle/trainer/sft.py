@@ -7,7 +7,7 @@ share one definition of what the model said, and a model warm-started here sees 
 its first rollout.
 
 All functions are pure except `fine_tune`, which steps the policy; like `PolicyBackend.train_step`
-it is collective. Nothing waits.
+it is collective.
 
 Example:
     >>> sequence = train_sequence(transcribe(renderer, demonstration))  # doctest: +SKIP

@@ -1,8 +1,7 @@
 """The interaction catalogue: a YAML file in verl's `interaction_config` shape.
 
-Invariant: every key of the file is used or refused, with the file and the place in it. An
-interaction's own settings are checked by the interaction. Reading happens once, at start; nobody
-waits.
+Invariant: every key of the file is used, or an error that names the file and the place. An
+interaction's own settings are checked by the interaction. Reading happens once, at start.
 
     interaction:
       - name: gsm8k                           # as rows name it in interaction_kwargs.name
@@ -10,7 +9,7 @@ waits.
         config: {mode: strict}
 
 `class_name` is a class of this package, verl's name of the same interaction, or the dotted path
-of a class of your own. A class is called as `Class(config=...)` and gives a
+of your own class. A class is called as `Class(config=...)` and gives a
 `treadle.agent_loop.Interaction`.
 """
 

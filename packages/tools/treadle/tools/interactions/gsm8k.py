@@ -1,7 +1,7 @@
 """`Gsm8kInteraction`: a teacher who says whether the answer is right, until it is.
 
 Invariant: a turn is scored as the GSM8K reward scores it, and a right one ends the conversation.
-The texts and scores are verl's `Gsm8kInteraction`. Pure; nobody waits.
+The texts and scores are verl's `Gsm8kInteraction`. All functions are pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tools of Model Context Protocol servers, by the protocol's official SDK (extra `mcp`).
+"""Tools of Model Context Protocol servers, through the protocol's official SDK (extra `mcp`).
 
-`servers` says how servers are reached, `connection` keeps one for each trajectory, `tool` makes
-them tools of ours, and `discovery` asks at start what there is.
+`servers` reads how to reach servers, `connection` keeps one connection per trajectory, `tool`
+adapts their tools to ours, and `discovery` lists the tools at start.
 """
 
 from treadle.tools.mcp.discovery import discover

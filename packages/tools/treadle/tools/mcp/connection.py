@@ -1,10 +1,10 @@
-"""Connections to one MCP server: one for each trajectory, shared by the server's tools.
+"""Connections to one MCP server: one per trajectory, shared by the server's tools.
 
 Invariant: a connection is opened by the first tool of a trajectory that needs it and closed by the
 last one that leaves it; so what the server keeps for a connection (a browser, a shell) is that
-trajectory's own, and ends with it. Over stdio that is a process for each trajectory.
+trajectory's own, and ends with it. Over stdio that is one process per trajectory.
 
-Each connection lives in a task of its own, since the SDK wants it left where it was entered. Tools
+Each connection lives in its own task, since the SDK wants it left where it was entered. Tools
 wait for the handshake and for the answers to their calls; `close` wakes the connection's task and
 waits for its end.
 """

@@ -1,4 +1,4 @@
-"""The MCP servers that a run uses: the `mcpServers` file, and how each entry is reached.
+"""The MCP servers of a run: the `mcpServers` file, and how to reach each entry.
 
 Invariant: a server that is started as a process gets only the variables that its entry names, on
 top of the few that the SDK hands on (PATH, HOME, ...). Unknown keys are errors.
@@ -27,7 +27,7 @@ class ServerConfig(BaseModel):
     """One entry of `mcpServers`: a command to start, or the URL of a server that runs.
 
     Attributes:
-        command: Started once for each trajectory; it speaks the protocol over stdio.
+        command: Started once per trajectory; it speaks the protocol over stdio.
         args: Of the command.
         env: Of the command.
         cwd: Of the command.

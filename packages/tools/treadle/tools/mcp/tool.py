@@ -119,5 +119,5 @@ def _read(result: CallToolResult) -> tuple[str, tuple[Image, ...]]:
     if not texts and not images and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = "\n".join(texts)
-    # In what a server writes the mark is no place for an image.
+    # In a server's text the marker does not stand for an image.
     return (text.replace(IMAGE_MARK, " ") if images else text), tuple(images)

@@ -1,7 +1,7 @@
 """Rewards: functions from a finished trajectory to a score.
 
 `resolve` takes what a configuration says: nothing (each row by its `data_source`), a name, or
-the place of a function of your own.
+the path of your own function.
 """
 
 from treadle.tools.rewards.lookup import check_data_sources, resolve

@@ -1,4 +1,4 @@
-r"""The last `\boxed{...}` of a text, as MATH-like answers are marked. Pure; nobody waits."""
+r"""The last `\boxed{...}` of a text, as MATH-like answers are marked. Pure functions."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Invariant: `strict` and `flexible` give exactly what verl's `reward_score/gsm8k.py` gives, with its
 quirks, so that curves can be compared; `fixed` is what they were meant to be. Pure functions of
-two strings; nobody waits.
+two strings.
 
 | | strict | flexible | fixed |
 |---|---|---|---|

@@ -4,7 +4,7 @@ Invariant: `em` is what verl's `search_r1_like_qa_em.py` gives, `f1` the officia
 (Yang et al., "HotpotQA", 2018, `hotpot_evaluate_v1.py`): yes, no and noanswer match as a whole or
 not at all. Of several accepted answers the best counts. A text without the tags gives 0; one with
 more than ten of them a quarter, so that answering many times does not pay (Search-R1).
-Pure functions of strings; nobody waits.
+Pure functions of strings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rewards by name, by data source, or of the user's own: all end as one kind of function.
+"""Looks up rewards by name, by data source, or by the path of the user's own function.
 
-Invariant: whatever the way, the result is a `RewardFn`, called with a finished trajectory and
-giving a `Score`; what else a function returns is an error that names the function. What can be
-wrong with a name is found when it is looked up, not at the end of the first trajectory.
-Nobody waits here; what is scored in a process of its own is awaited by the runner (`time_limited`).
+Invariant: the result is always a `RewardFn`, which takes a finished trajectory and returns a
+`Score`; any other return value is an error that names the function. An invalid name is found when
+it is looked up, not at the end of the first trajectory. The runner awaits what is scored in a
+separate process (`time_limited`).
 
     resolve("gsm8k", mode="fixed")                 # by name
     resolve(None)                                  # each row by its own `data_source`
@@ -34,12 +34,12 @@ def resolve(
 
     Args:
         name: None for each row by its data source; "file.py:function" or "module:function" for
-            one of your own; otherwise a name of this package or of an installed one.
-        mode: How an answer is read or scored, by the rewards of this package that know several
-            ways. None: each one's first.
-        timeout_s: Seconds that scoring one trajectory may take; it is then done in a process of
-            its own. None: in this process and without a limit, except rewards that need one.
-        timeout_score: What a trajectory gets that could not be scored within `timeout_s`.
+            your own function; otherwise a name of this package or of an installed one.
+        mode: How an answer is read or scored, for rewards of this package with several modes.
+            None: the first mode of each.
+        timeout_s: Maximum seconds to score one trajectory, then in a separate process. None: in
+            this process without a limit, except for rewards that need one.
+        timeout_score: Reward of a trajectory that could not be scored within `timeout_s`.
 
     Raises:
         SetupError: There is no such reward, mode or function, or its library is not installed.
@@ -61,11 +61,11 @@ def resolve(
 
 
 def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> None:
-    """Refuses rows that `resolve(None)` could not score; call it before the first step.
+    """Rejects rows that `resolve(None)` could not score; call it before the first step.
 
     Raises:
-        SetupError: Names every unknown source and those that are known, or the reward that does
-            not know `mode` or whose library is not installed.
+        SetupError: A source is unknown (the message names the known ones), or a reward lacks
+            `mode` or its library.
     """
     given = {str(source) for source in found}
     unknown = sorted(source for source in given if name_for_source(source) is None)
@@ -83,7 +83,7 @@ def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> N
 
 
 def _maker(name: str, mode: str | None) -> Callable[[], RewardFn]:
-    """Returns what makes the reward, here or in another process."""
+    """Returns a function that makes the reward, here or in another process."""
     if name in NAMED:
         return partial(_named, name, mode)
     if mode is not None:
@@ -107,7 +107,7 @@ def _named(name: str, mode: str | None) -> RewardFn:
 
 
 def _prepared(name: str, mode: str | None) -> RewardFn:
-    """In a process of its own: loading the reward's library is no part of its time limit."""
+    """Loads the reward's library in the separate process, outside the time limit."""
     NAMED[name].prepare()
     return _named(name, mode)
 

@@ -1,7 +1,7 @@
 r"""The reward of DAPO's mathematics questions: right is 1, wrong is -1.
 
 Invariant: both modes give exactly what verl's `reward_score/math_dapo.py` gives, quirks included.
-Pure functions of two strings; nobody waits.
+Pure functions of two strings.
 
 | | minerva (verl's default) | boxed (`strict_box_verify`) |
 |---|---|---|

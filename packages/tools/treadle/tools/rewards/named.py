@@ -1,7 +1,7 @@
 """The rewards of this package: their names, modes and data sources, and what each reads.
 
 Invariant: every reward reads a finished trajectory and its row's `reward_model.ground_truth`, and
-nothing else; a row without one fails its trajectory, and says so. Pure; nobody waits.
+nothing else; a row without one fails its trajectory with an error. All functions are pure.
 
 | name | modes, the default first | from | `data_source` |
 |---|---|---|---|
@@ -34,7 +34,7 @@ class NamedReward:
         timeout_s: Set where scoring may take any time: it then always has this limit, or the
             configuration's.
         needs: The library that it needs and the extra that installs it.
-        prepare: Loads what is no part of the time limit.
+        prepare: Loads libraries outside the time limit.
     """
 
     modes: tuple[str, ...]

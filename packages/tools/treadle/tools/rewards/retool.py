@@ -11,7 +11,7 @@ mode; what a wrong one of n turns gives (n as verl counts them: 2 without a tool
 
 `shaped` can be gamed: a model that calls tools to no end is paid for it. `flat` and `capped` are
 the two remedies that its users found; `reward/wrong_with_many_turns` shows whether one is needed.
-Pure; nobody waits.
+All functions are pure.
 """
 
 from __future__ import annotations

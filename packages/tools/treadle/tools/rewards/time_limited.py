@@ -22,7 +22,7 @@ class TimeLimitedReward:
     """A `RewardFn` around another one.
 
     Args:
-        make: Makes the reward, in a process of its own; picklable.
+        make: Makes the reward in the separate process; picklable.
         name: For errors and warnings.
         timeout_s: Seconds that one trajectory may take.
         timeout_score: What a trajectory that takes longer gets.

@@ -1,9 +1,9 @@
-"""A reward function of the user's own: "file.py:function", "package.module:function", entry point.
+"""Loads the user's own reward: "file.py:function", "package.module:function" or an entry point.
 
-Invariant: a reference that cannot be resolved fails here, at start, with what is wrong with it;
-a function that returns something else than a finite number fails its trajectory by name.
+Invariant: a path that cannot be resolved is an error at start that says why; a function that does
+not return a finite number fails its trajectory with an error that names the function.
 
-Two signatures are known, told apart by the function's parameters:
+The parameters of the function decide between two signatures:
 
 - `reward(trajectory)`: ours, plain or async.
 - `compute_score(data_source, solution_str, ground_truth, extra_info)`: verl's
@@ -42,7 +42,7 @@ def load(reference: str) -> RewardFn:
         reference: "path/to/file.py:function" or "package.module:function".
 
     Raises:
-        SetupError: The reference is malformed, the file or module cannot be loaded, it has no
+        SetupError: The path is malformed, the file or module cannot be loaded, it has no
             such function, or the function takes other parameters than the two known signatures.
     """
     function = load_import_path(reference, "reward")

@@ -2,7 +2,7 @@
 
 Invariant: no bound is absent. Two of them are for the program as a whole and hold whatever it
 forks: `memory_mib` and `entries` are watched by the supervisor, which ends everything; what the
-rest allow one process is multiplied by `processes` at most. Nothing waits.
+rest allow one process is multiplied by `processes` at most.
 
     what                     where                                  when it is reached
     memory_mib, together     supervisor, every 50 ms                all ended, return code -9

@@ -1,12 +1,12 @@
-"""The sandbox of this machine: bounded places, a bounded queue, and interpreters kept warm.
+"""The sandbox of this machine: a limited number of places, a bounded queue, warm interpreters.
 
 Invariant: at most `places` programs run at one time and at most `queue` wait, first come first
 served; one more is refused at once with the time to come back. A place is freed when every process
 of its program is gone, also when the caller is cancelled. An interpreter serves one program.
 
-Who waits: callers, for a place; whoever leaves wakes the next. The one task of the sandbox keeps
-`warm` interpreters ready; it waits until one was taken and a place is idle, so that under load
-programs have the processor for themselves and start cold.
+Who waits: callers, for a place; a caller that leaves wakes the next. The one task of the sandbox
+keeps `warm` interpreters ready; it waits until one was taken and a place is idle, so that under
+load programs have the processor for themselves and start cold.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LocalSandbox:
         preload: Modules that a warm interpreter has imported; none need `packages`.
 
     Raises:
-        ValueError: A number is negative, or there is no place.
+        ValueError: A number is negative, or `places` is 0.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each who waits
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor per waiting client
     try:
         limits = {field.name: getattr(arguments, field.name) for field in fields(SandboxLimits)}
         sandbox = LocalSandbox(

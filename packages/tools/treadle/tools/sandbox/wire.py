@@ -1,7 +1,7 @@
 """SandboxFusion's `POST /run_code`, as JSON values, in both directions.
 
 Invariant: what one side encodes the other decodes to the same program or execution, and a value of
-the wrong shape is an error that names it, never a guess. Pure; nobody waits. Fields and rules:
+the wrong shape is an error that names it, never a guess. All functions are pure. Fields and rules:
 SandboxFusion `server-20250609`; the seconds of the queue and whether an interpreter was warm are
 ours, and travel as headers so that the body stays SandboxFusion's.
 

@@ -31,7 +31,7 @@ class Bm25Index:
         contents: The passages, title in the first line; at least one.
 
     Raises:
-        SetupError: There is no word in them but stop words.
+        SetupError: They contain only stop words.
     """
 
     def __init__(self, contents: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class Bm25Index:
         return len(self._contents)
 
     async def retrieve(self, queries: Sequence[str], *, topk: int) -> list[list[Passage]]:
-        """At most `topk` passages for each query, the best first."""
+        """Returns at most `topk` passages per query, the best first."""
         return await asyncio.to_thread(self._retrieve, queries, topk)
 
     async def enter(self) -> None:
@@ -117,5 +117,5 @@ def _contents(line: str, where: str) -> str:
         case {"title": str(title), "text": str(text)}:
             return f"{title}\n{text}"
     raise SetupError(
-        f"{where} has neither a text `contents` nor texts `title` and `text`: {line[:80]}"
+        f"{where} has neither a string `contents` nor strings `title` and `text`: {line[:80]}"
     )

@@ -1,4 +1,4 @@
-"""Passages, whoever finds them, and the text in which a model reads them.
+"""Passages from any source, and the text in which a model reads them.
 
 Invariant: the text is verl's (`search_r1_like_utils.py`), character for character, so that models
 trained on it see nothing new. A retriever answers all queries of a call or raises.
@@ -29,7 +29,7 @@ class Retriever(Protocol):
     """Finds passages."""
 
     async def retrieve(self, queries: Sequence[str], *, topk: int) -> list[list[Passage]]:
-        """At most `topk` passages for each query, the best first.
+        """Returns at most `topk` passages per query, the best first.
 
         Raises:
             ConnectionError: The service cannot answer.

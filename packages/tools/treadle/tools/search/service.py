@@ -3,7 +3,7 @@ r"""The client of a retrieval service that speaks Search-R1's protocol.
     POST url {"queries": [...], "topk": 3, "return_scores": true}
     200      {"result": [[{"document": {"contents": "title\ntext"}, "score": 1.5}, ...], ...]}
 
-Invariant: an answer has one list for each query, or is an error. Answers 500, 502, 503 and 504, a
+Invariant: an answer has one list per query, or is an error. Answers 500, 502, 503 and 504, a
 refused connection and no answer in time are tried again, `attempts` times in all, after 1, 2, 3...
 seconds, as in verl; everything else is an error at once. Errors are never a text for the model:
 what the service lacks is not the model's fault.

@@ -2,7 +2,7 @@
 
 Invariant: a `Row` has every required column with a value of the right shape, and the file and line
 that it came from; its `index` counts the rows of all files from 0. A file is read once, at start,
-into memory; nothing waits.
+into memory.
 
 Files are `.jsonl` (one JSON object per line, blank lines skipped) or `.parquet`. The columns are
 verl's: `data_source` (str), `prompt` (a list of {"role", "content"}), `reward_model` (a mapping

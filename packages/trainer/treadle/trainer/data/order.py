@@ -2,7 +2,7 @@
 
 Invariant: a run that resumes at step s sees the rows that an uninterrupted one would see, without
 stored state. Each epoch is a permutation of all rows without its last `num_rows % batch_size`; so
-no step has a row twice, and with shuffling each epoch omits different rows. Nothing waits.
+no step has a row twice, and with shuffling each epoch omits different rows.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: a `Prompt` names a loop that exists, its messages are those the loop receives, and its
 rendered length, including tool schemas, is within the limit. An invalid row is an error before the
 first step; an overlong one is dropped and counted if the configuration says so. Rendering a large
-dataset takes a while; the caller chooses the thread. Nothing here waits.
+dataset takes a while; the caller chooses the thread.
 """
 
 from __future__ import annotations

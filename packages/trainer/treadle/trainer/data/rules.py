@@ -2,7 +2,7 @@
 
 Invariant: a row that passes names a loop, tools and an interaction that exist, and contains nothing
 that would be ignored. The check needs neither tokenizer nor model, so it runs before any process
-starts. Pure; nothing waits.
+starts. All functions are pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics, trajectories, progress, summary and report.
+"""What a run records and shows: metrics, trajectories, progress, summary and report.
 
 While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `rollout_metrics` and
 `validation_metrics`. At its end: `write_reports` and `print_summary`.

@@ -1,7 +1,7 @@
 """The curves of a run as one picture: reward, tool-call rate, held-out accuracy, and time by phase.
 
-Invariant: what is drawn is in the metrics; a panel without data says so. Each step is a faint
-point, the line is its running mean. Drawn off screen; takes about a second and loads matplotlib.
+Invariant: only the metrics are drawn; a panel without data is labelled so. Each step is a faint
+point, the line is the running mean. Drawn off screen; takes about a second and loads matplotlib.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The files that a run ends with, made from the files it wrote while it ran.
+"""Makes the files at the end of a run from those that it wrote while running.
 
 Invariant: everything shown is read back from the run directory, so the report of a run that was
 killed, resumed or copied from another machine is made by the same call. Takes seconds; the caller
-decides on which thread.
+chooses the thread.
 """
 
 from __future__ import annotations

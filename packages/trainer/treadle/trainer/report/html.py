@@ -1,8 +1,8 @@
-"""The report of a run: one HTML file with everything in it, to be mailed or kept.
+"""The report of a run: one self-contained HTML file.
 
 Invariant: the file refers to nothing outside itself (pictures, styles and script are inline), and
-every text that comes from the run is escaped: a model can write markup, and it must be read, not
-run. The layout is in `report.html.j2`; this module decides what is shown.
+every text of the run is escaped: a model can write markup, which must be shown, not executed. The
+layout is in `report.html.j2`; this module decides what is shown.
 """
 
 from __future__ import annotations

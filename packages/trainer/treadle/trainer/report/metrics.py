@@ -1,9 +1,9 @@
 """The metrics log: `metrics.jsonl`, one JSON object per step, and the names in it.
 
-Invariant: the file is always the true story of the run up to some step. A line is on the disk
-before `append` returns; a line that a crash cut short is dropped when the log is opened again;
-a run that resumes after step s removes what came later, because it will happen again. Steps grow.
-The driver writes, from one task; nobody else waits.
+Invariant: the file always describes the run up to some step. A line is on the disk before `append`
+returns; a line that a crash cut short is dropped when the log is opened again; a run that resumes
+after step s removes later lines, as those steps will run again. Steps increase.
+The driver writes, from one task.
 
 The names that the summary, the curves and the progress display read are constants here. Any other
 name may be logged beside them; every `time/<phase>_s` other than `time/step_s` is a phase.

@@ -1,7 +1,6 @@
-"""The progress display: what the run is doing now, live on a terminal, line by line elsewhere.
+"""The progress display: the current activity of the run, live on a terminal, else line by line.
 
-Invariant: it shows, it decides nothing, and it never fails a run; what it shows comes from the
-calls of the driver, in this order:
+Invariant: it decides nothing and never fails a run. The driver calls it in this order:
 
     with open_progress(total_steps=60) as progress:
         progress.note("8 of 7473 train prompts left out")
@@ -11,7 +10,7 @@ calls of the driver, in this order:
             with progress.phase("train"): ...
             progress.step_done(step, metrics)           # the line of the metrics log
 
-On a terminal the rich library redraws from a thread of its own, so nobody waits for the terminal;
+On a terminal the rich library redraws from its own thread, so the run never waits for it;
 everything else gets one line per step, per note and per validation, flushed at once.
 """
 

@@ -1,8 +1,8 @@
-"""What a step's trajectories say in numbers: the metrics of one batch of trajectories.
+"""The metrics of one batch of trajectories.
 
-Invariant: rates are shares of the trajectories that ended without error; failed ones are counted
-and are in no other number. A number without a trajectory to take it from is absent, not zero.
-Pure; nobody waits.
+Invariant: rates are shares of the trajectories that ended without error; failed ones are counted,
+and excluded from all other numbers. A metric without any trajectory is absent, not zero.
+All functions are pure.
 """
 
 from __future__ import annotations

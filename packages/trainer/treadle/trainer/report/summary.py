@@ -1,7 +1,7 @@
-"""The summary of a run: what it reached and where its time went, computed from its metrics alone.
+"""The summary of a run: its results and where its time went, computed from its metrics alone.
 
-Invariant: a number that the metrics do not hold is None and shown as a dash, never as zero. Pure;
-nobody waits.
+Invariant: a number that the metrics lack is None and shown as a dash, never as zero. All functions
+are pure.
 """
 
 from __future__ import annotations

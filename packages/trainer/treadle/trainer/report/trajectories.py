@@ -1,9 +1,8 @@
-"""The trajectory log: `trajectories.jsonl`, a bounded choice of what the model did in each step.
+"""The trajectory log: `trajectories.jsonl`, a limited sample of the trajectories of each step.
 
-Invariant: a line holds everything about one trajectory, so that a single line can be looked at
-without the run: task, messages, the tokens' text by who wrote them, spans, reward, stop, metrics.
-A run that resumes after step s removes later lines, as the metrics log does. The driver writes,
-from one task; nobody else waits.
+Invariant: a line holds everything about one trajectory, so that it can be read without the run:
+task, messages, the tokens' text by who wrote them, spans, reward, stop, metrics. A run that resumes
+after step s removes later lines, as the metrics log does. The driver writes, from one task.
 
 A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
 "ground_truth", "reward", "tool_rewards", "turn_scores", "stop", "error", "num_turns", "messages",

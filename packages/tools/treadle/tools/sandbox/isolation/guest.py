@@ -2,8 +2,8 @@
 
 Invariant: the program is a child that holds nothing of the supervisor's (no descriptor above 2,
 no way to signal or trace process 1), and when the supervisor ends, the kernel ends every process
-of the sandbox. It ends by itself when nobody is left to read its report. What the supervisor says
-is untrusted outside: it may name wrong results, and nothing else.
+of the sandbox. It ends when no reader of its report is left. What the supervisor says is untrusted
+outside: a wrong result is the worst that it can cause.
 
 It is compiled outside and handed to `python -c`, never imported in there. What it imports, every
 program pays for: so there is no `json` (which needs `re`), no `signal` (`enum`), no `typing`.

@@ -3,7 +3,7 @@
 Invariant: everything is read-only, and no directory is shown in which the host's own packages or
 programs' data live: `site-packages` and `dist-packages` are covered with empty ones, and of the
 host's libraries exactly the distributions named (with what they require) appear below
-`PACKAGES`. Read once, at start; nobody waits.
+`PACKAGES`. Read once, at start.
 """
 
 from __future__ import annotations

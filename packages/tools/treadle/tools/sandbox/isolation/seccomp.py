@@ -224,7 +224,7 @@ def compile_filter(machine: str | None = None) -> bytes:
         machine: As `platform.machine()` says it; None for this one.
 
     Raises:
-        UnsupportedMachineError: There is no list of its system calls here.
+        UnsupportedMachineError: The list of its system calls is missing here.
     """
     machine = machine or platform.machine()
     about = _described(machine)

@@ -1,7 +1,7 @@
 """`calculate(a, b, operand)`: one operator of an expression, applied; ``a @ b`` is ``3a - 2b``.
 
-Invariant: a call has no state and no side effect. Whatever is wrong with its arguments is the
-model's fault and is told to the model (`ToolFailure`). Pure; nobody waits.
+Invariant: a call has no state and no side effect. An error in its arguments is the model's
+fault and is reported to the model (`ToolFailure`). All functions are pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model's architecture: what of a Hugging Face config decides its shapes and its arithmetic.
+"""A model's architecture: the settings of a Hugging Face config that decide shapes and arithmetic.
 
-Invariant: an `Architecture` can be built exactly. Whatever a config asks for that our Megatron
-model does not compute is refused when it is read, with the setting and its value, never dropped.
+Invariant: an `Architecture` can be built exactly. A config that asks for something our Megatron
+model does not compute is rejected when it is read, with the setting and its value; none is ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Architecture:
         """Reads `config.json` of a Hugging Face model folder.
 
         Raises:
-            FileNotFoundError: there is no config.json.
+            FileNotFoundError: config.json is missing.
             UnsupportedModelError: see the class.
         """
         from transformers import AutoConfig

@@ -1,14 +1,14 @@
 """The checkpoint: weights, optimizer state and step of the policy, readable by any parallel sizes.
 
-Invariant: a checkpoint directory is complete or it is not there. It is written beside its place and
-renamed into it by rank 0 when every rank has written its part; whatever fails on any rank fails on
-all of them with the same message, and what was there before stays as it was.
+Invariant: a checkpoint directory is complete or does not exist. It is written under a temporary
+name, and rank 0 renames it when every rank has written its part. A failure on any rank fails on all
+ranks with the same message and leaves earlier checkpoints untouched.
 
 The format is Megatron's `torch_dist`: every tensor is stored by its name and its place in the
 whole, so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state
 has the same names under Megatron's plain and its distributed optimizer, so that may change too.
 Nothing in the policy draws random numbers and the learning rate is a function of the step, so the
-step counter is all there is besides tensors.
+step counter is the only state besides tensors.
 
 Tensors are written by `torch.distributed.checkpoint` in the calling thread. Megatron's own writer
 forks, which a process that also speaks gRPC must not do.
@@ -178,7 +178,7 @@ def load(state: PolicyState, directory: Path) -> int:
         The step it was written at.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is of another architecture.
+        CheckpointError: The checkpoint is missing, or of another architecture.
     """
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(f"{directory} holds no complete checkpoint")

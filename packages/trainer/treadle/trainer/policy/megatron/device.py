@@ -1,6 +1,6 @@
-"""The device: stock Megatron-core where CUDA is, a facade over it where it is not.
+"""The device: stock Megatron-core with CUDA, a facade over it without.
 
-Megatron-core 0.16.1 knows no device but CUDA: it asks `torch.cuda` for the current device, creates
+Megatron-core 0.16.1 supports only CUDA: it asks `torch.cuda` for the current device, creates
 tensors with `device="cuda"`, asserts on `Tensor.type()` and moves tensors with `Tensor.cuda()`.
 `install` makes all of that mean the CPU, so that one code path trains on both.
 
@@ -8,7 +8,7 @@ Invariant: with CUDA available nothing is touched. Without it, only modules belo
 see a different `torch` (their module-global name is rebound to a proxy); the real `torch` changes
 in two methods, `Tensor.cuda` and `Tensor.type`, which no CPU program has another use for.
 
-The facade depends on the exact source it stands in front of, hence the exact version;
+The facade depends on the exact source of Megatron-core, hence the pinned version;
 `device_test.py` checks that the places it was written for are still where they were.
 """
 

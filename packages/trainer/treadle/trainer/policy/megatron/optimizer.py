@@ -1,7 +1,7 @@
 """The optimizer: AdamW on one rank's share of the parameters, and the learning rate over steps.
 
-Invariant: a step with a gradient that is not finite changes nothing. The norm is that of the whole
-model's gradient, reduced over all ranks, so every rank takes the same decision.
+Invariant: a step with a non-finite gradient changes nothing. The norm is taken over the whole
+model's gradient and reduced over all ranks, so every rank makes the same decision.
 
 With more than one data-parallel rank this is Megatron's distributed optimizer, which keeps the
 state of each parameter on one of them; otherwise its plain one, which checkpoints much faster.

@@ -1,8 +1,9 @@
-"""The parallel world: this process's place among the policy's ranks.
+"""The parallel world: this process's position among the policy's ranks.
 
 `start` is collective over all ranks: it joins the process group and returns when every rank has.
-One world lives in a process at a time; `World.close` ends it. NCCL with one GPU per rank where CUDA
-is, gloo elsewhere. The environment is not read: who starts a rank says where it meets the others.
+A process has one world at a time; `World.close` ends it. The backend is NCCL with one GPU per rank
+with CUDA, else gloo. Environment variables are not read: whatever starts a rank passes the
+rendezvous.
 """
 
 from __future__ import annotations
