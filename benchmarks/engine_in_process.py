@@ -1,7 +1,7 @@
-"""An engine driven in its own process, without a server: the peer of `engine_server_ratio`.
+"""Runs an engine in its process without a server, for comparison in `engine_server_ratio`.
 
-Takes the server's own options, so that both have the same engine; for each line of JSON on standard
-input (see `Batch`) it runs that many completions at once and prints what they took.
+Takes the options of the server, so both have the same engine. For each line of JSON on standard
+input (see `Batch`) it runs that many completions concurrently and prints the token rate.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from treadle.rollout_server.registry import engine_factory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Completions that run at once.
+    """Completions that run concurrently.
 
     Attributes:
-        seed: Chooses the prompts, and what is sampled.
-        size: How many.
-        prompt_tokens: Of each prompt.
-        max_tokens: Of each completion, all of which are sampled.
-        vocab_size: Prompt ids are below it.
+        seed: Seed of the prompts and of sampling.
+        size: Number of completions.
+        prompt_tokens: Number of tokens per prompt.
+        max_tokens: Number of tokens per completion; all of them are sampled.
+        vocab_size: Upper bound of prompt ids.
     """
 
     seed: int
@@ -39,13 +39,13 @@ class Batch:
     vocab_size: int
 
     def prompt(self, index: int) -> list[int]:
-        """One prompt, the same wherever it is asked for."""
+        """Returns one prompt, which depends only on the batch and the index."""
         draw = Random(self.seed << 16 | index)
         return [draw.randrange(4, self.vocab_size) for _ in range(self.prompt_tokens)]
 
 
 async def run_batch(engine: Engine, batch: Batch) -> int:
-    """Runs it; returns the number of tokens."""
+    """Runs a batch; returns the number of tokens."""
 
     async def complete(index: int) -> int:
         request = EngineRequest(
@@ -64,10 +64,10 @@ async def run_batch(engine: Engine, batch: Batch) -> int:
 
 
 async def serve_batches(argv: list[str]) -> None:
-    """Answers every line of standard input."""
+    """Runs a batch for every line of standard input."""
     config = parse(argv)
     engine = await engine_factory(config.engine)(config)
-    # Engines write to standard output too.
+    # Engines also write to standard output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

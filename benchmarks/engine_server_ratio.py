@@ -1,16 +1,16 @@
-"""Tokens a second through the server, against the same engine driven in its own process.
+"""Tokens per second through the server, compared with the same engine without a server.
 
-64 completions of 200 tokens at once, with log-probabilities. One side is a server in the engine's
-environment, asked over gRPC by this process; the other a process of that environment that calls
-the engine itself (`engine_in_process.py`). Both have the engine's options from the same command
-line and get the same prompts. They take turns, so that a noisy machine hits both; what is printed
-is the median and the range over the rounds, and of the ratio round by round.
+64 concurrent completions of 200 tokens, with log-probabilities. One side is a server in the
+engine's environment, which this process calls over gRPC; the other is a process in that environment
+that calls the engine directly (`engine_in_process.py`). Both get the engine options of the same
+command line and the same prompts. They take turns, so a noisy machine affects both. The output is
+the median and range over the rounds, and those of the ratio per round.
 
     python benchmarks/engine_server_ratio.py --engine torch [--rounds 5] [--model DIRECTORY]
         [--server_command "/opt/vllm/bin/python -m treadle.rollout_server"] [-- SERVER OPTIONS]
 
-Without a model, one of the calculator demo's size with random weights: the faster the model, the
-more a server shows.
+The default model has the size of the calculator demo's and random weights: the faster the model,
+the larger the relative cost of a server.
 """
 
 import argparse
@@ -41,14 +41,14 @@ _DRIVER = Path(__file__).with_name("engine_in_process.py")
 
 
 class _Rates(NamedTuple):
-    """One number a round and side."""
+    """One number per round for each side."""
 
     in_process: list[float]
     server: list[float]
 
 
 class InProcess:
-    """The engine in a process of its own; `run` has it do a batch."""
+    """The engine in a separate process; `run` runs a batch there."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -56,7 +56,7 @@ class InProcess:
         self.vocab_size = int(self._answer()["vocab_size"])
 
     def run(self, batch: Batch) -> float:
-        """Tokens a second."""
+        """Returns tokens per second."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(batch)) + "\n")
         self._process.stdin.flush()
@@ -73,7 +73,7 @@ class InProcess:
 
 @contextlib.contextmanager
 def in_process(python: str, options: Sequence[str]) -> Iterator[InProcess]:
-    """Starts the engine; ends it with all that it started."""
+    """Starts the engine; ends it with all its processes."""
     with subprocess.Popen(
         [python, str(_DRIVER), *options],
         stdin=subprocess.PIPE,
@@ -93,7 +93,7 @@ def in_process(python: str, options: Sequence[str]) -> Iterator[InProcess]:
 
 
 async def through_server(address: str, batch: Batch) -> float:
-    """Tokens a second."""
+    """Returns tokens per second."""
     async with grpc.aio.insecure_channel(address) as channel:
         generation = stubs_for(channel).generation
 
@@ -118,7 +118,7 @@ async def through_server(address: str, batch: Batch) -> float:
 
 
 def group_cpu_s(group: int) -> float:
-    """Processor time of the processes of a group, and of those of their children that ended."""
+    """Returns the CPU time of a process group, including children that ended."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ def group_cpu_s(group: int) -> float:
 
 
 def measure(args: argparse.Namespace, command: Sequence[str], model: Path) -> dict[str, _Rates]:
-    """All rounds, after one that warms up."""
+    """Runs all rounds, after a warm-up."""
     options = ["--engine", args.engine, "--model.path", str(model)]
     options += ["--model.max_num_seqs", str(args.concurrency), *args.options]
     per_s = _Rates([], [])
@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace, command: Sequence[str], model: Path) -> di
 
 
 def show(name: str, values: Sequence[float], form: str) -> None:
-    """Median and range."""
+    """Prints the median and range."""
     middle, low, high = (format(pick(values), form) for pick in (statistics.median, min, max))
     print(f"    {name:12} {middle:>8}  ({low} to {high})")
 

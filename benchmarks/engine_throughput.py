@@ -1,16 +1,16 @@
-"""Tokens per second of the torch engine against transformers' `generate`, same shapes, same run.
+"""Tokens per second of the torch engine and of transformers' `generate`, same shapes, same run.
 
-The workload is that of the calculator demo: groups of samples share a prompt, all prompts
-share a system prefix, and every sequence has a second turn that extends its first by a tool
-result. The model has the demo's size and random weights; every completion has the same
-number of tokens, which favours `generate`: it never waits for a straggler.
+The workload is that of the calculator demo: groups of samples share a prompt, all prompts share a
+system prefix, and every sequence has a second turn that extends its first by a tool result. The
+model has the demo's size and random weights. Every completion has the same number of tokens, which
+favours `generate`: it never waits for a straggler.
 
     python benchmarks/engine_throughput.py [--rounds 3] [--threads 2] [--sequences 64]
 
 `generate` runs each turn as one left-padded batch with its own cache, the engine as
-concurrent requests. The two take turns, so that a noisy machine hits both; what is printed
-is the median and the range over the rounds, and their ratio round by round, per second and
-per second of CPU time, which other processes disturb less.
+concurrent requests. They take turns, so a noisy machine affects both. The output is the median and
+range over the rounds, and those of the ratio per round, per second and per second of CPU time,
+which other processes disturb less.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def write_model(directory: Path) -> None:
 
 
 def prompts_of(num_sequences: int, seed: int) -> list[list[int]]:
-    """First-turn prompts: one system prefix, one question a group."""
+    """Returns first-turn prompts: one system prefix, one question per group."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:
@@ -76,12 +76,12 @@ def prompts_of(num_sequences: int, seed: int) -> list[list[int]]:
 
 
 def second_turn(prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
-    """The next prompt: what there was, and a tool result that differs by its question."""
+    """Returns the next prompt: the conversation, and a tool result that depends on the question."""
     return [*prompt, *completion, *[4 + (prompt[-1] + i) % 1000 for i in range(RESULT_TOKENS)]]
 
 
 def run_generate(model: Any, prompts: list[list[int]]) -> int:
-    """Both turns with `generate`; returns the tokens sampled."""
+    """Runs both turns with `generate`; returns the number of sampled tokens."""
     sampled = 0
     for turn in range(2):
         longest = max(map(len, prompts))
@@ -105,7 +105,7 @@ def run_generate(model: Any, prompts: list[list[int]]) -> int:
 
 
 async def run_engine(engine: TorchEngine, prompts: list[list[int]]) -> tuple[int, int, int]:
-    """Both turns with the engine; returns tokens sampled, prompt tokens, and those cached."""
+    """Runs both turns; returns the numbers of sampled, prompt and cached prompt tokens."""
 
     async def complete(prompt: list[int], name: str) -> tuple[list[int], int]:
         sampling = Sampling(max_tokens=COMPLETION_TOKENS, ignore_eos=True)
@@ -140,7 +140,7 @@ def spread(values: Sequence[float], form: str = "{:,.0f}") -> str:
 
 
 async def measure(path: Path, args: argparse.Namespace) -> dict[str, object]:
-    """Runs the rounds; returns what is to be reported."""
+    """Runs the rounds; returns the report."""
     auto: Any = AutoModelForCausalLM
     model: Any = auto.from_pretrained(path, attn_implementation="sdpa").eval()
     engine = await TorchEngine.load(
@@ -158,7 +158,7 @@ async def measure(path: Path, args: argparse.Namespace) -> dict[str, object]:
         cpu_rates[name].append(sampled / (ended.cpu_s - began.cpu_s))
 
     try:
-        for number in range(-1, args.rounds):  # The first round warms both up.
+        for number in range(-1, args.rounds):  # The first round is a warm-up.
             prompts = prompts_of(args.sequences, seed=number + 1)
             began = _Times.now()
             sampled = await asyncio.to_thread(
@@ -188,7 +188,7 @@ def _with_threads(num_threads: int, function: Callable[..., int], *args: object)
 
 
 def main() -> None:
-    """Parses the arguments, runs, prints, and writes JSON if asked."""
+    """Parses the arguments, runs the rounds, prints the report and optionally writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,8 +1,7 @@
-"""The load: Generate calls of prebuilt bytes, whose answers are counted and not decoded.
+"""Load generator: Generate calls with prebuilt bytes, whose answers are counted but not decoded.
 
-What a call costs here is the least that Python's gRPC can do, so that one core of load keeps one
-core of server busy. Runs as a process of its own; `generate_overhead` starts it and reads its
-line of JSON.
+A call costs as little as Python's gRPC allows, so that one core of load saturates one core of the
+server. `generate_overhead` starts this as a separate process and reads its line of JSON.
 
     python benchmarks/generate_load.py ADDRESS [--concurrency 64] [--seconds 3]
 """
@@ -28,7 +27,7 @@ _WARM_UP_S = 0.5
 
 
 def request_bytes(*, batched: bool) -> bytes:
-    """A request of 200 tokens for 32."""
+    """Returns a request with 200 prompt tokens for 32 sampled tokens."""
     return pb.GenerateRequest(
         request_id="0123456789abcdef",
         session_id="trajectory-17",
@@ -47,7 +46,7 @@ async def keep_in_flight(
     start = time.perf_counter()
 
     async def caller(index: int) -> None:
-        # Arrivals spread over the engine's time, else all come and go together.
+        # Spread arrivals over the engine's time, or all calls start and end together.
         await asyncio.sleep(work_s * index / concurrency)
         while (began := time.perf_counter()) < start + seconds:
             await call(index)
@@ -60,7 +59,7 @@ async def keep_in_flight(
 
 
 def percentiles(times_s: list[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Returns percentiles in milliseconds."""
     ordered = sorted(times_s)
     return {
         "p50_ms": ordered[len(ordered) // 2] * 1000,
@@ -69,7 +68,7 @@ def percentiles(times_s: list[float]) -> dict[str, float]:
 
 
 async def load(args: argparse.Namespace) -> dict[str, float]:
-    """Asks a server; returns how many calls a second, and how long they took."""
+    """Loads a server; returns call rates and latencies."""
     request = request_bytes(batched=args.batched)
     messages = 0
     async with AsyncExitStack() as stack:
@@ -98,12 +97,12 @@ async def load(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _channel(address: str) -> grpc.aio.Channel:
-    # A connection of its own, as another client process would have.
+    # A separate connection, as if from a separate client process.
     return grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of all threads of a process."""
+    """Returns the CPU time of all threads of a process."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

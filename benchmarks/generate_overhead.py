@@ -1,18 +1,18 @@
-"""What the server adds to a completion, and how many a second one core of server serves.
+"""Latency that the server adds to a completion, and completions per second per server core.
 
-The engine is null (`null_engine.py`), so that all the work is ours. Two figures:
+The engine does no work (`null_engine.py`), so all cost is that of the server. Two figures:
 
-- *added latency*: 64 calls at once with an engine that takes a while (`--work_ms`); what a call
-  takes beyond one of the engine in this process, in the same round. With an engine that takes no
-  time at all, calls only wait for one another: 64 in flight at N calls a second take 64/N seconds
-  each, whatever a call costs.
-- *calls a second*: with an engine that takes no time, the server's process pinned to one core and
-  the load (`generate_load.py`) to the others. Where the load cannot keep that core busy, calls per
-  second of the server's processor time say what one core would serve.
+- *added latency*: 64 concurrent calls with an engine that takes some time (`--work_ms`); the time
+  of a call minus that of the engine alone in this process, in the same round. With an engine that
+  takes no time, calls only wait for each other: 64 in flight at N calls per second take 64/N
+  seconds each, whatever a call costs.
+- *calls per second*: with an engine that takes no time, the server's process pinned to one core and
+  the load (`generate_load.py`) to the others. If the load cannot saturate that core, the calls per
+  second of the server's CPU time are what one core would serve.
 
-Beside each, in the same rounds, the floor: a bare grpc.aio handler that sends constant bytes, as
-one message and as three, in a process of the same event loop. Like the server's, it sends the last
-of them with the status.
+The baseline of both, in the same rounds, is a bare grpc.aio handler that sends constant bytes, as
+one message and as three, in a process with the same event loop. Like the server, it sends the last
+message with the status.
 
     python benchmarks/generate_overhead.py [--rounds 5] [--seconds 3] [--work_ms 200] [--json FILE]
 """
@@ -41,12 +41,12 @@ from treadle.rollout_server.testing.process import running_server
 
 _ALONE = "engine alone"
 _HERE = Path(__file__).parent
-_ANSWER = bytes(300)  # as large as 32 tokens with their log-probabilities
+_ANSWER = bytes(300)  # The size of 32 tokens with log-probabilities.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What is measured: a process that answers, and how it is asked."""
+    """A measured server process, and how clients call it."""
 
     name: str
     address: str
@@ -55,7 +55,7 @@ class Side:
 
 
 async def serve_bare(messages: int) -> None:
-    """The floor, until standard input ends; prints its port."""
+    """Serves the baseline until standard input ends; prints its port."""
 
     async def handle(request: bytes, context: Any) -> bytes:
         for _ in range(messages - 1):
@@ -77,7 +77,7 @@ async def serve_bare(messages: int) -> None:
 
 @contextlib.contextmanager
 def bare_server(messages: int) -> Iterator[Side]:
-    """A process that serves the floor."""
+    """Runs a process that serves the baseline."""
     command = [sys.executable, __file__, "--serve_bare", str(messages)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -94,7 +94,7 @@ def bare_server(messages: int) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def null_server(work_ms: float) -> Iterator[list[Side]]:
-    """A server with the null engine: as older clients ask it, and as ours does."""
+    """Runs a server with the null engine; yields it as called by older clients and by ours."""
     with running_server(
         *("--engine", "null_engine:create", "--model.max_num_seqs", "1024"),
         *("--fake.decode_s_per_token", str(work_ms / 1000 / COMPLETION_TOKENS)),
@@ -112,7 +112,7 @@ def null_server(work_ms: float) -> Iterator[list[Side]]:
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """Keeps all threads of a process, and those to come, on some cores."""
+    """Pins all current and future threads of a process to some cores."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), cores)
 
@@ -120,7 +120,7 @@ def pin(pid: int, cores: set[int]) -> None:
 def measure(
     side: Side, *, seconds: float, work_s: float, load_cores: set[int] | None
 ) -> dict[str, float]:
-    """One round of load."""
+    """Runs one round of load."""
     command = [sys.executable, str(_HERE / "generate_load.py"), side.address]
     command += ["--pid", str(side.pid), "--seconds", str(seconds)]
     command += ["--work_s", str(work_s)]
@@ -136,7 +136,7 @@ def measure(
 
 
 async def engine_alone(work_ms: float, seconds: float) -> dict[str, float]:
-    """What the engine takes without a server."""
+    """Measures the engine without a server."""
     engine = NullEngine(work_ms / 1000)
     request = EngineRequest(
         request_id="r", prompt=(1,), sampling=Sampling(max_tokens=COMPLETION_TOKENS), logprobs=True
@@ -153,7 +153,7 @@ async def engine_alone(work_ms: float, seconds: float) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """All sides in turn, round by round."""
+    """Runs all sides in turn, round by round."""
     *others, last = sorted(os.sched_getaffinity(0))
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {"busy": {}, "paced": {}}
     with (
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]
 
 
 def show(name: str, values: list[float], form: str) -> None:
-    """Median and range."""
+    """Prints the median and range."""
     middle, low, high = (format(pick(values), form) for pick in (statistics.median, min, max))
     print(f"    {name:44} {middle:>8}  ({low} to {high})")
 

@@ -1,7 +1,7 @@
-"""The null engine: a completion is 32 fixed tokens after a fixed time, for what the server adds.
+"""The null engine: every completion is 32 fixed tokens after a fixed time, to measure the server.
 
-`--engine null_engine:create`, in a server that `COMMAND` starts. `fake.decode_s_per_token` is how
-long a token pretends to take.
+Select it by `--engine null_engine:create` in a server that `COMMAND` starts. The simulated time of
+a token is `fake.decode_s_per_token`.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ COMMAND = (
     f"import sys; sys.path[:] = {sys.path!r}\n"
     "from treadle.rollout_server.main import main; sys.exit(main())",
 )
-"""Starts a server that finds this module, from wherever the benchmark was started."""
+"""Starts a server that can import this module, from any working directory."""
 
 COMPLETION_TOKENS = 32
 _TOKENS = Tokens(tuple(range(COMPLETION_TOKENS)), (-1.0,) * COMPLETION_TOKENS, 0)
 
 
 class NullEngine(FakeEngine):
-    """A fake engine that neither reads nor samples, nor looks at weights.
+    """A fake engine that ignores prompts and weights and does not sample.
 
     Args:
-        work_s: How long a completion takes.
+        work_s: Seconds per completion.
     """
 
     def __init__(self, work_s: float) -> None:
@@ -50,12 +50,12 @@ class NullEngine(FakeEngine):
     async def load_weights(
         self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
     ) -> None:
-        """Takes them and looks at none."""
+        """Reads and ignores the tensors."""
         async for _ in tensors:
             pass
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
-        """The same for everyone."""
+        """Yields the same tokens for every request."""
         yield Started(0)
         if self._work_s:
             await asyncio.sleep(self._work_s)
@@ -64,5 +64,5 @@ class NullEngine(FakeEngine):
 
 
 async def create(config: ServerConfig) -> NullEngine:
-    """The registry's factory."""
+    """Builds the engine of a configuration."""
     return NullEngine(config.fake.decode_s_per_token * COMPLETION_TOKENS)
