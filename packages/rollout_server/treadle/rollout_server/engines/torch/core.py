@@ -256,7 +256,7 @@ class EngineCore:
         self._emit(sequence, Started(cached))
 
     def _forward(self, work: list[ScheduledIds]) -> tuple[torch.Tensor, list[Sequence]]:
-        """Runs the model; returns the sequences that sample and their logits ``[B, vocab]``."""
+        """Runs the model; returns logits ``[B, vocab]`` and the sequences to sample for."""
         ids: list[int] = []
         spans = []
         sampling: list[Sequence] = []
