@@ -1,8 +1,8 @@
-"""Discovery: what tools the configured MCP servers have, asked once at start.
+"""Discovery: lists the tools of the configured MCP servers, once at start.
 
-Invariant: a tool that was selected and is not there, a name that two servers use and a server that
-cannot be reached or does not answer end the start, and say so. A server that nobody listens for yet
-is asked again for 20 seconds, as in verl: it may be starting together with the run.
+Invariant: a missing selected tool, a name that two servers use and a server that cannot be reached
+or does not answer are errors at start. A refused connection is retried for 20 seconds, as in verl:
+the server may be starting together with the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The MCP servers of a run: the `mcpServers` file, and how to reach each entry.
 
-Invariant: a server that is started as a process gets only the variables that its entry names, on
-top of the few that the SDK hands on (PATH, HOME, ...). Unknown keys are errors.
+Invariant: a server that is started as a process gets only the variables that its entry names, and
+the few that the SDK passes on (PATH, HOME, ...). Unknown keys are errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A tool of an MCP server as a tool of ours.
+"""Adapts a tool of an MCP server to ours.
 
-Invariant: what a tool answers with `isError`, and arguments that the server refuses, are shown to
-the model; a server that dies or breaks the protocol fails the trajectory. Nothing is dropped from
-an answer silently: what a model cannot be shown is named in its place.
+Invariant: the model is shown answers with `isError` and errors about its arguments; a server that
+dies or breaks the protocol fails the trajectory. Nothing is dropped from an answer silently:
+content that a model cannot be shown is named in its place.
 
 A call waits for a free place (`rate_limit` of the catalogue entry), then for the answer; the loop
 bounds both by its tool time limit.

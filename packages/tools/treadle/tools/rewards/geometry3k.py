@@ -1,11 +1,12 @@
 r"""The reward of Geometry3K: 0.9 for the right answer and 0.1 for the asked form.
 
 Invariant: the weights and the form are those of verl's `reward_score/geo3k.py`: reasoning in
-<think> tags, then an answer in `\boxed{}`. Whether two answers are the same mathematics is asked of
-math-verify, which reads LaTeX by a grammar; verl asks mathruler, which evaluates the model's text.
+<think> tags, then an answer in `\boxed{}`. math-verify,
+which reads LaTeX by a grammar, decides whether two answers are mathematically equal; verl uses
+mathruler, which evaluates the model's text.
 
-Simplifying what a model wrote can take any time: `lookup` calls this in a worker process with a
-time limit. Needs the extra `math`.
+Simplifying what a model wrote can take arbitrarily long: `lookup` calls this in a worker process
+with a time limit. Needs the extra `math`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A reward with a time limit: what a model wrote may keep a reward busy for ever.
+"""A reward with a time limit: text of a model may keep a reward busy forever.
 
-Invariant: a trajectory gets the reward's own answer, its error, or the `timeout_score` with a
-warning; the metric `reward/timeouts` counts the last. See `treadle.tools.time_limited` for the how.
+Invariant: a trajectory gets the reward's result, its error, or the `timeout_score` with a warning;
+the metric `reward/timeouts` counts the last. `treadle.tools.time_limited` runs the function.
 """
 
 from __future__ import annotations

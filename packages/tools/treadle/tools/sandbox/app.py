@@ -1,14 +1,14 @@
 """The HTTP application: SandboxFusion's API in front of a sandbox.
 
-Invariant: every answer that a program came to is 200 with SandboxFusion's body; 422 is a request
-that cannot be run, 429 one that was not begun because the queue is full (with `Retry-After`). A
+Invariant: the result of a program is a 200 with SandboxFusion's body; 422 is a request that cannot
+be run, 429 one that was not started because the queue is full (with `Retry-After`). A
 client that hangs up ends its program within a second. Bodies are bounded, each (413) and together
-(503 with `Retry-After`). No web page runs programs by way of a browser on this host (403): with a
-POST, browsers send `Origin`, and they alone do.
+(503 with `Retry-After`). A web page cannot run programs through a browser on this host (403): only
+browsers send `Origin` with a POST.
 
 Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first. A
-client sees a blank, which JSON allows before a value, every `_BEAT_S`: so that one whose time-out
-is for the next byte, as is usual, never takes a long queue for a dead server.
+client sees a blank, which JSON allows before a value, every `_BEAT_S`: so that a client
+with the usual timeout per byte never takes a long queue for a dead server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A program to run, what came of it, and the sandbox that runs it.
+"""A program, its execution, and the protocol of a sandbox that runs it.
 
-Invariant: whatever a program does is an `Execution`: a crash, a time-out and a megabyte of output
-are results, not errors. An error says that the program did not run or that nobody knows what came
-of it; it is the sandbox's fault, never the model's.
+Invariant: whatever a program does is an `Execution`: a crash, a timeout and a megabyte of output
+are results, not errors. An error means that the program did not run or that its result is unknown;
+it is the sandbox's fault, never the model's.
 
 A caller waits in `run` for a free place and then for the program; cancelling it ends the program
 within a second and frees the place.

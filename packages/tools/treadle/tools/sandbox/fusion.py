@@ -1,13 +1,13 @@
 """A sandbox behind HTTP: SandboxFusion, or our own server, which has the same API.
 
-Invariant: a program is sent again only where it cannot have been run or SandboxFusion says so:
+Invariant: a program is sent again only if it cannot have run or SandboxFusion asks for it:
 no connection, 504 (verl's rule; three attempts in all, 1 s and 2 s apart), 429 or 503 with
-`Retry-After` (ten attempts). A time-out of the read is final: the program may have run. Cancelling
+`Retry-After` (ten attempts). A read timeout is final: the program may have run. Cancelling
 closes the connection, which ends the program on our server.
 
 Who waits: `run`, for the answer's next byte, `2 * timeout_s + 10` seconds as verl does, and between
-two attempts. SandboxFusion is silent while a program waits in its queue, so that a long one looks
-like a dead server; ours sends a blank every 5 s. How many wait at once is the caller's to bound.
+two attempts. SandboxFusion is silent while a program waits in its queue, so that a long queue looks
+like a dead server; ours sends a blank every 5 s. The caller limits the number of waiting requests.
 """
 
 from __future__ import annotations

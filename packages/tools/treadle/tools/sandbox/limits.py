@@ -1,6 +1,6 @@
-"""What one program may use at most; every bound has a number and a place that enforces it.
+"""The limits of one program; each has a number and a place that enforces it.
 
-Invariant: no bound is absent. Two of them are for the program as a whole and hold whatever it
+Invariant: every limit is set. Two of them are for the program as a whole and hold whatever it
 forks: `memory_mib` and `entries` are watched by the supervisor, which ends everything; what the
 rest allow one process is multiplied by `processes` at most.
 

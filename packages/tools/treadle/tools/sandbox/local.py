@@ -1,7 +1,7 @@
 """The sandbox of this machine: a limited number of places, a bounded queue, warm interpreters.
 
-Invariant: at most `places` programs run at one time and at most `queue` wait, first come first
-served; one more is refused at once with the time to come back. A place is freed when every process
+Invariant: at most `places` programs run at one time and at most `queue` wait, in order of arrival;
+one more is refused at once with a retry delay. A place is freed when every process
 of its program is gone, also when the caller is cancelled. An interpreter serves one program.
 
 Who waits: callers, for a place; a caller that leaves wakes the next. The one task of the sandbox

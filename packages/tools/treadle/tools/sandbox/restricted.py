@@ -2,10 +2,10 @@
 
 Invariant: a program has no files, no network, no processes and no library but what Monty brings
 (parts of `math`, `re`, `json`, `datetime`, ...): they do not exist in it. Time, memory, recursion
-and output are bounded; who writes more than a megabyte fails at the end of its run. It runs in a
-helper process that is not isolated by the kernel, so a flaw of the interpreter would be one of the
-host's; that is the price of a millisecond per program. For arithmetic; code that wants numpy
-wants `LocalSandbox`.
+and output are limited; a program that writes more than a megabyte fails at the end of its run. It
+runs in a helper process that is not isolated by the kernel, so a flaw of the interpreter would
+affect the host; that is the price of a millisecond per program. For arithmetic; code that wants
+numpy wants `LocalSandbox`.
 
 Who waits: `run`, for one of the helper processes.
 """

@@ -1,4 +1,4 @@
-"""A real sandbox server for tests, and the question whether this machine can have one.
+"""A real sandbox server for tests, and a check whether this machine can run one.
 
 Invariant: the server of `server_process` has ended when its block has. Who waits: the block's
 entry, for the server's first word.

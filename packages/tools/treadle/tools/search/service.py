@@ -5,8 +5,8 @@ r"""The client of a retrieval service that speaks Search-R1's protocol.
 
 Invariant: an answer has one list per query, or is an error. Answers 500, 502, 503 and 504, a
 refused connection and no answer in time are tried again, `attempts` times in all, after 1, 2, 3...
-seconds, as in verl; everything else is an error at once. Errors are never a text for the model:
-what the service lacks is not the model's fault.
+seconds, as in verl; everything else is an error at once. The model never reads errors:
+a fault of the service is not the model's fault.
 
 All attempts together end after `patience_s`, which is less than what the loop gives a tool: else
 the model would be told that its call took too long.

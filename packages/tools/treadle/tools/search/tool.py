@@ -1,13 +1,13 @@
 """`search(query_list)`: lets the model look things up; all queries of a call in one request.
 
-Invariant: what the model asks wrongly it is told; what a retrieval service fails to answer fails
-the trajectory, never a text that is trained on. Schema, settings and wording are verl's
-`SearchTool`; ours besides is `corpus_path`, an index in process instead of a service.
+Invariant: the model reads errors about its own arguments; a failure of the retrieval service fails
+the trajectory and never becomes training text. Schema, settings and wording are verl's
+`SearchTool`; `corpus_path`, an index in the process instead of a service, is ours.
 
     config:
       retrieval_service_url: http://127.0.0.1:8000/retrieve   # or corpus_path: corpus.jsonl
       topk: 3
-      # Of a service only:
+      # With a service only:
       num_workers: 120                # requests of this process at one time
       rate_limit: 120                 # requests of this host at one time, unless ...
       enable_global_rate_limit: true  #   ... this is false

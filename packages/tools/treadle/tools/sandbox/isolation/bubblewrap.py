@@ -1,13 +1,13 @@
 """The command line that puts a process into a sandbox, and the search for a bubblewrap that works.
 
-Invariant: a command is only given out by a `Launcher` that has run one like it. Where no
-bubblewrap works, entering the launcher fails with what it said and what helps; nothing is ever
-run with less isolation.
+Invariant: a `Launcher` returns a command only after it has run a similar one. If no bubblewrap
+works, entering the launcher fails with its message and a remedy; no program runs with less
+isolation.
 
-As root, processes must not stay root outside: RLIMIT_NPROC does not hold for user 0, and a hole in
-a mount would be one in the host. So the commands run as user 65534, in a mount namespace made for
-them once (the stage), because nobody may not be allowed to read the interpreter where it lies
-(below `/root`, say). As another user the commands run as that user.
+Started by root, processes must not stay root outside: RLIMIT_NPROC does not apply to user 0, and a
+hole in a mount would be one in the host. So the commands run as user 65534, in a mount namespace
+made for them once (the stage), because user 65534 may not be allowed to read the interpreter where
+it is (below `/root`, for example). As another user the commands run as that user.
 
 Who waits: the caller that enters, for the stage.
 """

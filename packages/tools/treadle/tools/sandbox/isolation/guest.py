@@ -5,8 +5,8 @@ no way to signal or trace process 1), and when the supervisor ends, the kernel e
 of the sandbox. It ends when no reader of its report is left. What the supervisor says is untrusted
 outside: a wrong result is the worst that it can cause.
 
-It is compiled outside and handed to `python -c`, never imported in there. What it imports, every
-program pays for: so there is no `json` (which needs `re`), no `signal` (`enum`), no `typing`.
+It is compiled outside and passed to `python -c`, never imported inside. Every program pays for its
+imports, so it avoids `json` (which needs `re`), `signal` (needs `enum`) and `typing`.
 
     ready -> (one job on descriptor 0) -> fork, watch, kill all, read files -> result -> end
 

@@ -1,4 +1,4 @@
-"""Which files of the host a sandboxed program sees: what an interpreter needs, and no more.
+"""The files of the host that a sandboxed program sees: only what an interpreter needs.
 
 Invariant: everything is read-only, and no directory is shown in which the host's own packages or
 programs' data live: `site-packages` and `dist-packages` are covered with empty ones, and of the

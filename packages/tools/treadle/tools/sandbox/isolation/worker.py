@@ -1,11 +1,11 @@
-"""One sandboxed interpreter: started, perhaps with libraries imported, and good for one program.
+"""One sandboxed interpreter: started, with libraries imported if asked, and used for one program.
 
 Invariant: a worker runs one program at most, and when `run` or `kill` returns no process of it is
 alive, whatever the program forked: process 1 of its namespace has ended, and with it the kernel
-ended the others. What comes out of it is bounded and believed in nothing but its text.
+ended the others. Its output is limited in size, and trusted only as text.
 
 Who waits: `start` for the interpreter (and its imports), `run` for the program, at most its
-time-out plus `_GRACE_S`; a cancellation kills.
+timeout plus `_GRACE_S`; a cancellation kills.
 """
 
 from __future__ import annotations
