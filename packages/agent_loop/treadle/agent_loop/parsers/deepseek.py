@@ -8,8 +8,8 @@ V3.1 writes name and arguments, V3 and R1 the type of call, the name and fenced 
     {"a": 1}
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Both are read; V3.1's is written. Invariant: each call is read by itself, and the marks around all
-of them may be missing.
+Both are parsed; V3.1's is written. Invariant: each call is parsed separately, and the marks around
+all of them may be missing.
 """  # noqa: RUF002 - the bars are the model's
 
 import re
@@ -56,7 +56,7 @@ class DeepSeekFormat:
 
 
 def _read_call(scan: Scan, start: int) -> None:
-    """Reads one call of either kind, and the white space after it."""
+    """Parses one call of either kind, and the white space after it."""
     body, name = start + len(_CALL), None
     try:
         head = _HEAD.match(scan.text, body)

@@ -1,13 +1,13 @@
-"""The format of GLM-4.5 to 4.7 and its kin: keys and values in marks, arguments as plain text.
+"""The format of GLM-4.5 to 4.7 and similar models: marked keys and values, plain text arguments.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>
     <arg_value>Rome</arg_value>
     </tool_call>
 
-GLM-4.7 writes it without the line feeds. Invariant: an argument is the text between its marks,
-unchanged; its type is the tool's (`schema_values`). The mark opens a call only when an argument
-follows it or it is closed before the next one.
+GLM-4.7 leaves out the line feeds. Invariant: an argument is the unchanged text between its marks;
+the tool's schema tells its type (`schema_values`). The mark opens a call only if an argument
+follows it, or if it is closed before the next one.
 """
 
 import re
@@ -61,7 +61,7 @@ class GlmFormat:
 def _read_arguments(
     scan: Scan, schemas: Schemas, name: str, place: int
 ) -> tuple[dict[str, object], int]:
-    """Reads what follows the name; returns the arguments and the place after `</tool_call>`."""
+    """Parses the text after the name; returns the arguments and the position after the call."""
     if not name:
         raise CallError("the call has no name: write it right after <tool_call>")
     arguments: dict[str, object] = {}

@@ -1,14 +1,15 @@
-"""The harmony format, of gpt-oss: a turn is a sequence of messages, each on a channel.
+"""The harmony format of gpt-oss: a turn is a sequence of messages, each on a channel.
 
     <|channel|>analysis<|message|>The user asks ...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
 
-(in one line). A message to a recipient is a call, on whatever channel; the others are reasoning
-(analysis) or content (final, commentary). Several on one channel are joined by line feeds. A turn
-ends with <|call|> or <|return|>, which are stop tokens; the prompt ends with <|start|>assistant.
+(in one line). A message to a recipient is a call, on any channel; the others are reasoning
+(analysis) or content (final, commentary). Several messages on one channel are joined by line
+feeds. A turn ends with <|call|> or <|return|>, which are stop tokens; the prompt ends with
+<|start|>assistant.
 
-Invariant: damaged headers, which the models write now and then, cost no text: what has no
-recipient and is not analysis is content.
+Invariant: damaged headers, which the models sometimes write, lose no text: a message without
+recipient that is not analysis is content.
 """
 
 import re
@@ -33,7 +34,14 @@ _HEADER_ALONE = re.compile(r"(?:<\|start\|>)?(?:assistant)?(?:<\|channel\|>\w*)?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """Places in the text: the message's first character, its body, the body's end and its own."""
+    """The positions of a message in the text.
+
+    Attributes:
+        start: First character of the message.
+        body: First character of its body.
+        stop: After the body.
+        after: After the message.
+    """
 
     start: int
     body: int
@@ -42,7 +50,7 @@ class _Message:
 
 
 class GptOssParser:
-    """Reads and writes harmony turns; a `ToolCallParser`."""
+    """A `ToolCallParser` for harmony turns."""
 
     stop_tokens: tuple[str, ...] = (_CALL, _RETURN)
 
@@ -92,7 +100,7 @@ class GptOssParser:
 
 
 def _next_message(scan: Scan, start: int) -> _Message:
-    """The message at `start`; one without <|message|> has a header only."""
+    """Returns the message at `start`; without <|message|> it only has a header."""
     header = start + len(_START) if scan.text.startswith(_START, start) else start
     stop = scan.find_first(header, _START, *_ENDS)
     stop = len(scan.text) if stop < 0 else stop
@@ -103,7 +111,7 @@ def _next_message(scan: Scan, start: int) -> _Message:
 
 
 def _read_call(scan: Scan, message: _Message, name: str) -> bool:
-    """Reads a message as a call; returns whether it is one."""
+    """Parses a message as a call; returns whether it is well-formed."""
     try:
         if not scan.text.startswith(_MESSAGE, message.body - len(_MESSAGE)):
             raise CallError(f"the call has no {_MESSAGE}")

@@ -4,9 +4,9 @@
     {"name": "calculator", "arguments": {"expression": "2*3"}}
     </tool_call>
 
-Invariant: the mark opens a call only when it is followed by a JSON object's brace or closed before
-the next one; a mention of "<tool_call>" in prose is prose. The JSON is read as JSON, so a closing
-mark inside a string does not end the call.
+Invariant: the mark opens a call only if the brace of a JSON object follows it, or if it is closed
+before the next one; a mention of "<tool_call>" in prose is prose. The JSON is parsed as JSON, so a
+closing mark inside a string does not end the call.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Calls as invoke elements in a block, which minimax and the newer DeepSeek models share.
+"""Calls as invoke elements in a block, as in MiniMax and the newer DeepSeek models.
 
     <minimax:tool_call>
     <invoke name="get_weather">
@@ -6,8 +6,8 @@
     </invoke>
     </minimax:tool_call>
 
-Invariant: each element is a call of its own: one that cannot be read spoils no other one, and the
-block's end may be missing. An argument is the text between its marks, unchanged.
+Invariant: each element is parsed separately, so a malformed call does not affect the others. The
+block's end may be missing. An argument is the unchanged text between its marks.
 """
 
 import re
@@ -27,9 +27,9 @@ class InvokeMarks:
 
     Attributes:
         block: Names of the element around the calls; the first one is written.
-        prefix: Stands before every other element's name.
-        typed: Parameters say whether they are texts (`string="true"`) or JSON. Else the tool's
-            schema tells (`schema_values`).
+        prefix: Prefix of every other element's name.
+        typed: Whether parameters state if they are strings (`string="true"`) or JSON. Otherwise
+            the tool's schema tells (`schema_values`).
     """
 
     block: tuple[str, ...]
@@ -79,7 +79,7 @@ class InvokeFormat:
         return "\n".join([self._opens[0], *map(self._write_call, calls), self._closes[0]])
 
     def _read_block(self, scan: Scan, schemas: Schemas, start: int, place: int) -> int:
-        """Reads the calls of one block; returns the place after it."""
+        """Parses the calls of one block; returns the position after it."""
         scan.mark(start, scan.skip_space(place))
         while scan.position < len(scan.text):
             start = scan.position
@@ -91,7 +91,7 @@ class InvokeFormat:
                 name, arguments, stop = self._read_call(scan, schemas, start)
             except CallError as error:
                 head = self._call_head.match(scan.text, start)
-                # From inside its own mark on, or from the junk that stands where it should be.
+                # Search from inside the call's own mark, or from the text found in its place.
                 body = start + (len(self._call) if head else 1)
                 stop = scan.end_of_call(body, self._call, *self._closes, close=self._call_end)
                 scan.malformed(start, stop, reason=str(error), name=head[1] if head else None)
@@ -103,7 +103,7 @@ class InvokeFormat:
     def _read_call(
         self, scan: Scan, schemas: Schemas, start: int
     ) -> tuple[str, dict[str, object], int]:
-        """Reads one element; returns name, arguments and the place after it."""
+        """Parses one element; returns name, arguments and the position after it."""
         head = self._call_head.match(scan.text, start)
         if head is None:
             raise CallError(f'the call must begin with {self._call} name="NAME">')

@@ -3,9 +3,9 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0
     <|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>
 
-(in one line). Invariant: the id is kept as the model wrote it, because the templates answer under
-it, and nothing else tells the model which tool answered. Each call is read by itself; the marks
-around all of them may be missing, or in the singular, which the models write now and then.
+(in one line). Invariant: the id is kept as the model wrote it, because the templates use it in the
+answer, where only the id tells the model which tool answered. Each call is parsed separately; the
+marks around all of them may be missing, or in the singular, as the models sometimes write them.
 """
 
 import re
@@ -56,7 +56,7 @@ class KimiFormat:
 
 
 def _read_call(scan: Scan, start: int) -> None:
-    """Reads one call, and the white space after it."""
+    """Parses one call, and the white space after it."""
     body, name = start + len(_CALL), None
     head = _HEAD.match(scan.text, scan.skip_space(body))
     assert head is not None

@@ -1,12 +1,12 @@
-"""The format of Kimi K3: elements written with special tokens, whose arguments say their type.
+"""The format of Kimi K3: elements written with special tokens, whose arguments state their type.
 
     <|open|>think<|sep|>...<|close|>think<|sep|><|open|>response<|sep|>...<|close|>response<|sep|>
     <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
     <|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>
     <|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>
 
-(in one line). The prompt has opened `think` or `response`. Invariant: each call is read by itself;
-elements around answer and calls are no content, and may be missing.
+(in one line). The prompt opens `think` or `response`. Invariant: each call is parsed separately;
+the elements around answer and calls are not content, and may be missing.
 """
 
 import re
@@ -72,7 +72,7 @@ def _read_call(scan: Scan, start: int) -> None:
 
 
 def _read_arguments(scan: Scan, place: int) -> tuple[dict[str, object], int]:
-    """Reads the arguments of a call, one by one or as one block; and the place after the call."""
+    """Parses separate arguments or one block; returns them and the position after the call."""
     arguments: dict[str, object] = {}
     while (stop := scan.after(_CALL_END, place)) < 0:
         place = scan.skip_space(place)

@@ -2,10 +2,10 @@
 
     {"name": "get_weather", "parameters": {"city": "Rome"}}
 
-With `<|python_tag|>` before it, a call may also follow a text. Several calls are separated by
-semicolons or white space. Invariant: without the tag, only a turn that begins with a JSON object
-holds calls, and an object that is not shaped like a call is an answer. After the tag everything is
-meant as calls; the model's built-in ones (`brave_search.call(...)`) are none.
+After `<|python_tag|>`, a call may also follow a text. Several calls are separated by semicolons or
+white space. Invariant: without the tag, only a turn that begins with a JSON object has calls, and
+an object without the shape of a call is an answer. After the tag everything is meant as calls; the
+model's built-in ones (`brave_search.call(...)`) are malformed.
 """
 
 import re
@@ -47,13 +47,13 @@ class Llama3JsonFormat:
 
 
 def _read_calls(scan: Scan, start: int, place: int, *, meant: bool) -> None:
-    """Reads calls, up to the first thing that is none.
+    """Parses calls up to the first text that is not a call.
 
     Args:
         scan: The text.
-        start: Of the first call, its tag included.
-        place: Of the first call's JSON.
-        meant: What is no call was meant as one.
+        start: Position of the first call, including its tag.
+        place: Position of the first call's JSON.
+        meant: Whether text that is not a call counts as a malformed call.
     """
     while meant or scan.text.startswith("{", place):
         value: object = None
@@ -79,7 +79,7 @@ def _read_calls(scan: Scan, start: int, place: int, *, meant: bool) -> None:
 
 
 def _is_like_a_call(scan: Scan, start: int, value: object) -> bool:
-    """Whether an object at the beginning of a turn was meant as a call."""
+    """Returns whether an object at the beginning of a turn was meant as a call."""
     if isinstance(value, dict):
         return "name" in value and any(key in value for key in _KEYS)
     return value is None and _LIKE_A_CALL.match(scan.text, start) is not None

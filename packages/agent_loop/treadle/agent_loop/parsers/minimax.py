@@ -6,12 +6,12 @@
     </invoke>
     </minimax:tool_call>
 
-M1 and M3 write calls differently, and are not read. The grammar is that of `invoke`.
+M1 and M3 write calls differently and are not supported. The grammar is that of `invoke`.
 """
 
 from treadle.agent_loop.parsers.invoke import InvokeFormat, InvokeMarks
 
 
 def minimax_format() -> InvokeFormat:
-    """MiniMax-M2 tool calls."""
+    """Returns the format of MiniMax-M2 tool calls."""
     return InvokeFormat(InvokeMarks(block=("minimax:tool_call",)), gap="\n")

@@ -1,15 +1,15 @@
 """The formats of Mistral's models: JSON after [TOOL_CALLS].
 
-Up to Nemo all calls are one JSON list; later models write one mark, name and arguments per call,
+Up to Nemo, all calls are one JSON list. Later models write a mark, a name and arguments per call,
 some with an id:
 
     [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "call00000"}]
     [TOOL_CALLS]f[ARGS]{"a": 1}
     [TOOL_CALLS]f[CALL_ID]call00000[ARGS]{"a": 1}
 
-All are read; the third is written, or the first with `as_list`. Invariant: an id is kept as the
-model wrote it, and every other one has nine letters and digits, because the templates want that.
-Reasoning (`[THINK]...[/THINK]`) is content, since that is where the templates want it.
+All are parsed; the third is written, or the first with `as_list`. Invariant: an id is kept as the
+model wrote it; generated ids have nine letters and digits, because the templates require that.
+Reasoning (`[THINK]...[/THINK]`) is content, because the templates expect it there.
 """
 
 import re
@@ -37,7 +37,7 @@ class MistralFormat:
     """Mistral tool calls.
 
     Args:
-        as_list: Write the older kind.
+        as_list: Whether to write the older format.
     """
 
     stop_tokens: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class MistralFormat:
 
 
 def _read_named(scan: Scan, start: int, body: int) -> None:
-    """Reads one call, with its name before its arguments."""
+    """Parses one call with its name before its arguments."""
     name, call_id = None, None
     try:
         head = _HEAD.match(scan.text, body)
@@ -91,7 +91,7 @@ def _read_named(scan: Scan, start: int, body: int) -> None:
 
 
 def _read_list(scan: Scan, start: int, body: int) -> None:
-    """Reads calls that are one JSON list; each is a span of its own."""
+    """Parses calls in one JSON list; each is a separate span."""
     try:
         items, end = read_json(scan, body, _MARK)
     except CallError as error:

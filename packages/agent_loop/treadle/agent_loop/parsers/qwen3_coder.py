@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Invariant: an argument ends at the first `</parameter>`, and one line feed on either side of it is
-the template's. Its type is the tool's (`schema_values`). The models leave out `<tool_call>` now and
-then; a whole `<function=...></function>` without it is understood.
+Invariant: an argument ends at the first `</parameter>`; one line feed on either side belongs to the
+template. The tool's schema tells its type (`schema_values`). The models sometimes leave out
+`<tool_call>`; a complete `<function=...></function>` without it is a call too.
 """
 
 import re
@@ -90,7 +90,7 @@ class Qwen3CoderFormat:
 
 
 def _read_function(scan: Scan, schemas: Schemas, start: int) -> tuple[str, dict[str, object], int]:
-    """Reads from `<function=` on; returns name, arguments and the place after `</function>`."""
+    """Parses from `<function=` on; returns name, arguments and the position after it."""
     head = _FUNCTION_HEAD.match(scan.text, start)
     if head is None or not head[1].strip():
         raise CallError("the call must begin with <function=NAME>")
@@ -118,7 +118,7 @@ def _read_function(scan: Scan, schemas: Schemas, start: int) -> tuple[str, dict[
 
 
 def _closed(scan: Scan, stop: int) -> int:
-    """The place after `</tool_call>`, where a call without `<tool_call>` has that."""
+    """Returns the position after a `</tool_call>` that follows a call without `<tool_call>`."""
     closed = scan.after(_CLOSE, stop)
     return stop if closed < 0 else closed
 
