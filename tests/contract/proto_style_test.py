@@ -1,6 +1,6 @@
-"""The contract is written in the style of buf's STANDARD rules, and everything in it is described.
+"""The contract follows buf's STANDARD rules, and everything in it has a comment.
 
-proto/buf.yaml says the same to those who have buf; this needs nothing but protoc.
+proto/buf.yaml has the same rules for buf; this test needs only protoc.
 """
 
 import re

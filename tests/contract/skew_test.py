@@ -1,4 +1,4 @@
-"""Programs of different ages talk to each other: what one does not know, it keeps and hands on.
+"""Programs of different releases interoperate: each preserves fields that it does not know.
 
 Three pairs, for every message of the contract: a released client and today's code; today's code and
 a later version that has one more field in every message; today's code and an earlier one that lacks
@@ -85,7 +85,7 @@ OLDER = message_classes(edited(drop_the_newest_field))
 
 
 def fill(message: Message, depth: int = 0) -> Message:
-    """Set every field, so that none can get lost unseen; of a oneof the last one stays."""
+    """Sets every field, so that a lost one is noticed; of a oneof the last one stays."""
     for field in message.DESCRIPTOR.fields:
         if field.message_type is not None:
             if depth < 5:

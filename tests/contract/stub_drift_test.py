@@ -1,4 +1,4 @@
-"""The checked-in stubs are what grpcio-tools makes of the .proto files."""
+"""The checked-in stubs equal what grpcio-tools generates from the .proto files."""
 
 from pathlib import Path
 

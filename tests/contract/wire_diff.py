@@ -1,4 +1,4 @@
-"""What a change of the contract breaks, found by comparing two descriptor sets.
+"""Finds what a change of the contract breaks by comparing two descriptor sets.
 
 A breakage is a change after which a program built against the old contract can no longer talk to
 one built against the new: on the wire, in JSON, or by the names its code uses. Additions never are.
@@ -25,7 +25,7 @@ PACKAGE_PREFIX = "treadle."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakage:
-    """One promise of the old contract that the new one does not keep."""
+    """A promise of the old contract that the new one does not keep."""
 
     rule: str
     symbol: str
@@ -45,7 +45,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class _Symbols:
-    """The contract by full name; nested messages and enums beside the outer ones."""
+    """The contract by full name, with nested messages and enums next to outer ones."""
 
     messages: Mapping[str, DescriptorProto]
     enums: Mapping[str, EnumDescriptorProto]

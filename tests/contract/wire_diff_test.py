@@ -1,4 +1,4 @@
-"""The differ finds each way to break a contract, and calls no addition a breakage."""
+"""The comparison finds every way to break a contract and accepts additions."""
 
 from collections.abc import Callable
 

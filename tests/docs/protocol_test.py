@@ -40,7 +40,7 @@ LIVE = (LACKS, WHOLE, COMMITTING)
 
 
 def read_table() -> dict[str, dict[str, str]]:
-    """State -> call -> answer."""
+    """Returns the table of the page as state -> call -> answer."""
     section = PAGE.read_text().partition("### A call that comes again")[2].partition("\n### ")[0]
     rows = [line.strip("|").split("|") for line in re.findall(r"^\|.*\|$", section, re.MULTILINE)]
     cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
@@ -51,7 +51,7 @@ TABLE = read_table()
 
 
 class Engine(FakeEngine):
-    """Ends a load, in one way or the other, when it may."""
+    """A fake engine whose loads end, or are refused, only when the test allows it."""
 
     def __init__(self, clock: FakeClock) -> None:
         model = ModelInfo(architecture="fake", vocab_size=8, context_length=8)
@@ -99,13 +99,13 @@ class Calls(RuleBasedStateMachine):
         return next((name for name, row in self.rows.items() if row in LIVE), None)
 
     def end(self, update_id: str, row: str) -> None:
-        """Puts an update that was live into a row; in place, the weights are lost with it."""
+        """Moves a live update to its final row; ending one in place also loses the weights."""
         if update_id == "in place" or row == SERVES:
             self.rows |= {name: SERVED for name, old in self.rows.items() if old == SERVES}
         self.rows[update_id] = row
 
     def answer(self, call: str, update_id: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """Makes a call; None, and checked, if the page says that it is refused."""
+        """Makes a call and returns its answer, or checks that it is refused and returns None."""
         expected = TABLE[self.rows[update_id]][call]
         if not expected.isupper():
             return self.run(work)
@@ -225,7 +225,7 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: not self.live())
     @rule(update_id=ids, row=st.sampled_from([SERVES, SERVES, *TABLE]))
     def reach(self, update_id: str, row: str) -> None:
-        """Brings an update that can begin into a row, as far as it is one that it can be in."""
+        """Brings an update that can begin into `row`, if it can reach that row."""
         if VERSIONS[update_id] <= self.serving or row == NEVER:
             return
         self.begin(update_id)

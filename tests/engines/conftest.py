@@ -14,14 +14,14 @@ CONTEXT_LENGTH = "1024"
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two sets of weights of the tiny model."""
+    """Writes two sets of weights of the tiny model."""
     first, second = (tmp_path_factory.mktemp(f"tiny-{seed}") for seed in (0, 1))
     return write_tiny_model(first, seed=0), write_tiny_model(second, seed=1)
 
 
 @pytest.fixture(scope="session")
 def smollm2_models() -> tuple[Path, Path]:
-    """SmolLM2-135M-Instruct, and the same with its weights off by a few percent."""
+    """Returns SmolLM2-135M-Instruct, and a copy whose weights differ by a few percent."""
     try:
         return smollm2(0), smollm2(1)
     except SmolUnavailable as error:
@@ -30,7 +30,7 @@ def smollm2_models() -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """One server for the module, with the engine, models and arguments that the module names."""
+    """Starts one server per module, with the module's ENGINE, MODELS and ARGUMENTS."""
     engine: str = request.module.ENGINE
     command = engine_command(engine)
     models: tuple[Path, Path] = request.getfixturevalue(request.module.MODELS)

@@ -1,4 +1,4 @@
-"""All of the engine contract, from outside, for a server with a real model."""
+"""The whole engine contract, from outside, for a server with a real model."""
 
 import contextlib
 import os
@@ -13,9 +13,9 @@ from treadle.rollout_server.testing.descendants import descendants
 
 
 class RemoteModelContract(RemoteContract, EngineContract, ModelContract):
-    """Inherit, and name `ENGINE`, `MODELS` and `ARGUMENTS` in the module; see conftest.py."""
+    """Inherit, and define `ENGINE`, `MODELS` and `ARGUMENTS` in the module; see conftest.py."""
 
-    # An engine in another process runs ahead of a reader on a busy machine.
+    # On a busy machine, an engine in another process runs ahead of its reader.
     long = 600
     places = 8
 
@@ -25,11 +25,11 @@ class RemoteModelContract(RemoteContract, EngineContract, ModelContract):
 
 
 class WorkerContract(RemoteModelContract):
-    """For engines that run their model in other processes, which can die."""
+    """For engines that run their model in worker processes, which can die."""
 
     async def break_engine(self, engine: Engine) -> None:
         """Kills every process that the server started."""
         assert self.target.pid is not None
         for pid in descendants(self.target.pid):
-            with contextlib.suppress(ProcessLookupError):  # It ended with one that was killed.
+            with contextlib.suppress(ProcessLookupError):  # It ended together with another.
                 os.kill(pid, signal.SIGKILL)

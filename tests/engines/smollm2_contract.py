@@ -1,4 +1,4 @@
-"""The engine contract with a model that people use: a part of it, in sizes that a CPU can bear."""
+"""A part of the engine contract with a real model, in sizes that are fast enough on a CPU."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from treadle.conformance.contracts.sampling_contract import SamplingContract
 
 @pytest.mark.asyncio
 class SmolContract(RemoteContract, ModelContract):
-    """All of the comparison with transformers, and what needs a real tokenizer's sizes."""
+    """The comparison with transformers, and the tests that need a real vocabulary."""
 
     long = 64
     compared = 8
     turn_tokens = 300
     places = 8
-    # Thirty layers add up more rounding than two do.
+    # Thirty layers accumulate more rounding errors than two.
     model_tolerance = 2e-3
     logprob_tolerance = 2e-3
 

@@ -1,7 +1,7 @@
-"""The tiny model of the engines' tests: Qwen2 with a tied head, random, in sizes all of them take.
+"""A tiny random Qwen2 with a tied output head, in sizes that all engines support.
 
-A head has 32 elements, the least that vLLM's attention takes on a CPU. Weights are drawn wide
-enough for logits that differ, and biases are not zero, which would hide one that is missing.
+A head has 32 elements, the minimum of vLLM's attention on a CPU. The weights have enough variance
+for distinct logits. Biases are not zero, because zeros would hide a missing bias.
 """
 
 from pathlib import Path

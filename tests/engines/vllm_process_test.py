@@ -1,6 +1,6 @@
-"""What the engine contract does not show of vLLM: long prompts in parts, its processes, its start.
+"""What the engine contract does not cover for vLLM: chunked prefill, its processes, its start.
 
-Of the server's processes the last test leaves none, so it comes last.
+The last test kills the server's processes, so it comes last.
 """
 
 import json
