@@ -8,7 +8,7 @@ import sys
 
 CONTRACTS = tuple(
     f"{__name__}.{part}_contract"
-    for part in ("collective", "control", "image", "model", "sampling", "update")
+    for part in ("collective", "control", "image", "in_process", "model", "sampling", "update")
 )
 """Modules whose assertions pytest rewrites, so that failures show the compared values."""
 

@@ -200,16 +200,6 @@ class ControlContract(ContractBase):
         assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
         assert after.logprobs == pytest.approx(before.logprobs, abs=self.logprob_tolerance)
 
-    async def test_closing_ends_what_runs(self) -> None:
-        skip_unless(self.ends, "the server outlives its tests")
-        async with self.engine() as engine:
-            reader = Reader(engine, request(max_tokens=self.long))
-            await reader.first_tokens()
-            await engine.aclose()
-            output = await reader.output()
-            await engine.aclose()
-        assert output.reason is FinishReason.INTERRUPTED
-
     async def test_an_engine_that_breaks_says_so_while_it_is_idle(self) -> None:
         """Runs last, because the engine is broken afterwards."""
         async with self.engine() as engine:

@@ -16,10 +16,11 @@ adapt the suite to an engine. An engine that runs a real model also passes `Mode
 """
 
 from treadle.conformance.contracts.control_contract import ControlContract
+from treadle.conformance.contracts.in_process_contract import InProcessContract
 from treadle.conformance.contracts.sampling_contract import SamplingContract
 from treadle.conformance.contracts.update_contract import UpdateContract
 
 
 # In this order: the last test of the last part may break the engine.
-class EngineContract(ControlContract, UpdateContract, SamplingContract):
+class EngineContract(ControlContract, UpdateContract, SamplingContract, InProcessContract):
     """The whole contract; see the module docstring."""

@@ -4,8 +4,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from treadle.conformance.contracts.engine_contract import EngineContract
 from treadle.conformance.contracts.image_contract import ImageContract
+from treadle.conformance.contracts.in_process_contract import InProcessContract
 from treadle.conformance.contracts.reader import Reader, request, run
 from treadle.rollout_server.engine import (
     ElementType,
@@ -40,7 +40,9 @@ def tensors(which: int) -> list[NamedTensor]:
     ]
 
 
-class TestFakeEngine(EngineContract):
+class TestFakeEngine(InProcessContract):
+    """tests/engines/conformance_test.py has the rest of the contract, over gRPC."""
+
     @asynccontextmanager
     async def engine(self, weights: int = 0) -> AsyncIterator[Engine]:
         engine = FakeEngine(

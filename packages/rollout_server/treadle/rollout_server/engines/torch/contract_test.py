@@ -4,13 +4,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from treadle.conformance.contracts.collective_contract import CollectiveContract
-from treadle.conformance.contracts.engine_contract import EngineContract
+from treadle.conformance.contracts.in_process_contract import InProcessContract
 from treadle.rollout_server.engine import ElementType, Engine, NamedTensor
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.engines.torch.testing.text_model import ModelDir, named_tensors
 
 
-class TestTorchEngine(EngineContract, CollectiveContract):
+class TestTorchEngine(InProcessContract, CollectiveContract):
+    """tests/engines/contract_torch_test.py has the rest of the contract, over gRPC."""
+
     @pytest.fixture(autouse=True)
     def _models(self, model_dir: ModelDir) -> None:
         self._paths = [model_dir(seed=0), model_dir(seed=1)]
