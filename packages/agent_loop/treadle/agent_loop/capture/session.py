@@ -132,7 +132,7 @@ class CapturedSession:
         if error is not None:
             error.add_note(
                 f"session {self.session_id} had {self._assistant_turns} completions in "
-                f"{len(self._branches)} branches, and {self._under_way} under way"
+                f"{len(self._branches)} branches, and {self._under_way} in flight"
             )
 
     @property

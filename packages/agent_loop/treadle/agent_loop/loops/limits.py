@@ -6,7 +6,7 @@ the trajectory:
 
 | # | Check | Stop |
 |---|---|---|
-| 1 | the model ended its turn, asks for no tool, and no interaction goes on | FINISHED |
+| 1 | the model ended its turn without a tool call, and no interaction continues | FINISHED |
 | 2 | response (sampled + observed) >= max_response_tokens | RESPONSE_LENGTH |
 | 3 | prompt + response >= max_context_tokens | CONTEXT_LENGTH |
 | 4 | the completion was cut by its own max_tokens: its turn is open | TURN_LENGTH |
