@@ -58,9 +58,9 @@ class _KeepingLauncher(LocalLauncher):
 
 @asynccontextmanager
 async def _group(
-    tmp_path: Path, model_path: Path, *, data: int
+    tmp_path: Path, model_path: Path, parallel: ParallelConfig | None = None
 ) -> AsyncIterator[tuple[PolicyGroup, _KeepingLauncher]]:
-    config = PolicyConfig(parallel=ParallelConfig(data=data))
+    config = PolicyConfig(parallel=parallel or ParallelConfig())
     async with (
         _KeepingLauncher(tmp_path / "logs") as launcher,
         PolicyGroup(
@@ -90,10 +90,12 @@ def _sequences() -> tuple[TrainSequence, ...]:
 
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("along", ["data", "tensor", "pipeline"])
 async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
-    tmp_path: Path, model_path: Path
+    tmp_path: Path, model_path: Path, along: str
 ) -> None:
-    async with _group(tmp_path, model_path, data=2) as (group, launcher):
+    parallel = ParallelConfig.model_validate({along: 2})
+    async with _group(tmp_path, model_path, parallel) as (group, launcher):
         first, second = await group.call(
             Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
         )
@@ -116,7 +118,7 @@ async def test_what_a_rank_cannot_write_is_the_users_to_mend(
     tmp_path: Path, model_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    async with _group(tmp_path, model_path, data=1) as (group, _):
+    async with _group(tmp_path, model_path) as (group, _):
         with pytest.raises(PolicyError) as error:
             await group.call(Save(directory=tmp_path / "file" / "checkpoint"))
     assert error.value.from_input
@@ -129,7 +131,7 @@ async def test_what_fails_in_training_is_shown_with_its_traceback(
     tmp_path: Path, model_path: Path
 ) -> None:
     half = (*_sequences()[:1], replace(_sequences()[1], rollout_logprobs=None))
-    async with _group(tmp_path, model_path, data=1) as (group, _):
+    async with _group(tmp_path, model_path) as (group, _):
         with pytest.raises(PolicyError, match=r"(?s)1 of 2 .*Traceback") as error:
             await group.call(Update(sequences=half, algorithm=AlgorithmConfig(), temperature=1.0))
     assert not error.value.from_input
@@ -139,7 +141,7 @@ async def test_what_fails_in_training_is_shown_with_its_traceback(
 @pytest.mark.timeout(120)
 async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="nowhere") as error:
-        async with _group(tmp_path, tmp_path / "nowhere", data=1):
+        async with _group(tmp_path, tmp_path / "nowhere"):
             raise AssertionError("it started")
     assert error.value.from_input
 
