@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .conftest import StartTrainer, Trainer
+from .testing import StartTrainer, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 

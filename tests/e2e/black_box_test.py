@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, Trainer
+from .testing import SMALL, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 EXAMPLES = Path(__file__).parents[2] / "examples"

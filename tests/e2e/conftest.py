@@ -1,95 +1,11 @@
-"""Runs the trainer as users do: arguments in; output, exit status and run directory out."""
+"""Starts the trainer for a test, and ends it with the test."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import pytest
 
-from treadle.rollout_server.testing.engine_command import engine_command
-from treadle.trainer.launch.process import child_python_path
-
-SMALL = (
-    "schedule.total_steps=2",
-    "schedule.val_every=2",
-    "schedule.save_every=null",
-    "data.prompts_per_step=4",
-    "data.max_val_rows=8",
-    "rollout.samples_per_prompt=4",
-    "rollout.threads=1",
-    "launch.policy_threads=1",
-)
-"""The demo in a size at which most of a run is the start of its processes."""
-
-
-class Trainer:
-    """A running trainer."""
-
-    def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
-        self.run_dir = run_dir
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "treadle.trainer.main", f"run.dir={run_dir}", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": child_python_path()},
-        )
-        self.lines: list[str] = []
-
-    def read_until(self, words: str) -> str:
-        """Reads output until a line contains `words`; returns that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if words in line:
-                return line
-        raise AssertionError(f"the trainer ended without saying {words!r}:\n{self.output}")
-
-    def wait(self) -> int:
-        """Waits for the end; returns the exit status."""
-        assert self.process.stdout is not None
-        self.lines += self.process.stdout
-        return self.process.wait()
-
-    @property
-    def output(self) -> str:
-        """The output so far."""
-        return "".join(self.lines)
-
-    def metrics(self) -> list[Mapping[str, Any]]:
-        """The lines of metrics.jsonl."""
-        text = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
-
-    def mean(self, name: str, steps: Sequence[int]) -> float:
-        """The mean of a metric over steps that all have it."""
-        by_step = {line["step"]: line for line in self.metrics()}
-        return fmean(by_step[step][name] for step in steps)
-
-    def trajectories(self) -> list[Mapping[str, Any]]:
-        """The lines of trajectories.jsonl."""
-        text = (self.run_dir / "trajectories.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
-
-    def pid_of(self, name: str) -> int:
-        """Returns the process id of one of the run's servers or ranks."""
-        return int(json.loads((self.run_dir / "logs" / f"{name}.ready").read_text())["pid"])
-
-
-def server_command(engine: str) -> str:
-    """Returns the setting that starts servers in the engine's environment, or skips the test."""
-    command = engine_command(engine)
-    if (path := os.environ.get("PYTHONPATH")) is not None:  # the trainer passes none to the command
-        command = ("env", f"PYTHONPATH={path}", *command)
-    return f"rollout.server_command={list(command)}"
-
-
-StartTrainer = Callable[..., Trainer]
+from .testing import SMALL, StartTrainer, Trainer
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from .conftest import StartTrainer, Trainer
+from .testing import StartTrainer, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -46,7 +46,7 @@ from treadle.trainer.training_loop.groups import make_batch
 from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
-from .conftest import server_command
+from .testing import server_command
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio]
 _PROMPTS, _SAMPLES = 32, 8

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Trainer
+from .testing import Trainer
 
 Train = Callable[..., Trainer]
 

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from .conftest import StartTrainer, server_command
+from .testing import StartTrainer, server_command
 
 pytestmark = pytest.mark.timeout(1800)
 _STEPS = 20

@@ -8,7 +8,7 @@ import pytest
 
 from treadle.trainer.main import DEMO
 
-from .conftest import Trainer
+from .testing import Trainer
 
 pytestmark = pytest.mark.timeout(600)
 

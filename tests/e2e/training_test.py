@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .conftest import Trainer
+from .testing import Trainer
 
 pytestmark = pytest.mark.timeout(600)
 Train = Callable[..., Trainer]

@@ -6,7 +6,7 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.engine import CollectiveGroup
 from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.services.begin import decode_begin
-from treadle.rollout_server.services.conftest import begin_request
+from treadle.rollout_server.services.testing import begin_request
 
 VALUES: dict[str, Any] = {
     "backend": "gloo",

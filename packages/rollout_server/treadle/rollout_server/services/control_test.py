@@ -7,7 +7,7 @@ import pytest
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.scheduling.lifecycle import ServerState
-from treadle.rollout_server.services.conftest import fake_server, refusal, want
+from treadle.rollout_server.services.testing import fake_server, refusal, want
 
 
 @pytest.mark.asyncio

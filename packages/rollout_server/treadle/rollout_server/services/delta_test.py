@@ -7,7 +7,7 @@ import pytest
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.errors import CapabilityMissing
-from treadle.rollout_server.services.conftest import (
+from treadle.rollout_server.services.testing import (
     BYTES,
     ServerHarness,
     begin_request,

@@ -5,7 +5,7 @@ import pytest
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.services.conftest import fake_server, want
+from treadle.rollout_server.services.testing import fake_server, want
 
 
 @pytest.mark.asyncio

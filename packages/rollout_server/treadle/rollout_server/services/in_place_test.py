@@ -16,7 +16,7 @@ from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
 from treadle.rollout_server.engine import NamedTensor
 from treadle.rollout_server.errors import CapabilityMissing
 from treadle.rollout_server.scheduling.lifecycle import ServerState
-from treadle.rollout_server.services.conftest import (
+from treadle.rollout_server.services.testing import (
     BYTES,
     ServerHarness,
     begin_request,

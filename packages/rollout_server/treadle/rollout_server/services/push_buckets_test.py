@@ -16,7 +16,7 @@ from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import CollectiveGroup, InFlightPolicy
 from treadle.rollout_server.scheduling.lifecycle import ServerState
-from treadle.rollout_server.services.conftest import (
+from treadle.rollout_server.services.testing import (
     BYTES,
     PARAMETERS,
     ServerHarness,

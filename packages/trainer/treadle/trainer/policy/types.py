@@ -8,9 +8,9 @@ Shape suffix: L tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,11 +77,6 @@ class TrainSequence:
                 raise ValueError(f"{name} has {len(values)} entries for {length} ids")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but the first token has no log-probability")
-
-    @classmethod
-    def supervised(cls, ids: Sequence[int], loss_mask: Sequence[bool]) -> Self:
-        """Returns a demonstration, for supervised fine-tuning."""
-        return cls(ids=tuple(ids), loss_mask=tuple(loss_mask), advantages=(1.0,) * len(ids))
 
     @property
     def num_loss_tokens(self) -> int:

@@ -27,13 +27,6 @@ def test_a_sequence_that_is_not_aligned_is_refused(change: dict[str, Any], messa
         TrainSequence(**(GOOD | change))
 
 
-def test_a_demonstration_has_an_advantage_and_no_rollout() -> None:
-    demonstration = TrainSequence.supervised([1, 2, 3], [False, True, True])
-    assert demonstration.num_loss_tokens == 2
-    assert demonstration.advantages == (1.0, 1.0, 1.0)
-    assert demonstration.rollout_logprobs is None
-
-
 def test_the_driver_needs_no_torch() -> None:
     modules = (
         *(

@@ -23,10 +23,10 @@ from treadle.trainer.config.schema import (
 from treadle.trainer.policy.commands import ComputeDelta, WriteFiles
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import ElementType
-from treadle.trainer.weight_sync.conftest import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.delta import DeltaSender, encode
 from treadle.trainer.weight_sync.payload import tensor_bytes
 from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.testing import FakeServer, Serve, Weights
 
 # --- the rank's side ---
 

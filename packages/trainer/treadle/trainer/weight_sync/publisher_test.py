@@ -15,10 +15,10 @@ from treadle.trainer.config.schema import (
 )
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.conftest import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import tensor_bytes
 from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.testing import FakeServer, Serve, Weights
 
 _INLINE = WeightSyncConfig(transport=InlineTransportConfig(chunk_bytes=4096))
 

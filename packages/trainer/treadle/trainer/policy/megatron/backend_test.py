@@ -202,7 +202,8 @@ def test_supervised_training_learns_a_sequence(folder: Path, opened: list[Megatr
     policy = MegatronPolicy(PolicyConfig(optimizer=optimizer), folder)
     opened.append(policy)
     ids = [i * 7 % VOCAB for i in range(24)]
-    batch = [TrainSequence.supervised(ids, [i > 3 for i in range(24)])]
+    mask = tuple(i > 3 for i in range(24))
+    batch = [TrainSequence(ids=tuple(ids), loss_mask=mask, advantages=(1.0,) * 24)]
     steps = [policy.train_step(batch, NegativeLogLikelihood()) for _ in range(12)]
     assert steps[-1].loss < 0.5 * steps[0].loss
     assert steps[0].learning_rate == pytest.approx(1.5e-3)

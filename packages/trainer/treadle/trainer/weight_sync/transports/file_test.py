@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from treadle.trainer.policy.commands import WriteFiles
-from treadle.trainer.weight_sync.conftest import Weights
 from treadle.trainer.weight_sync.payload import tensor_bytes
+from treadle.trainer.weight_sync.testing import Weights
 from treadle.trainer.weight_sync.transports.file import write_files
 
 

@@ -15,8 +15,8 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.trainer.policy.commands import PushSharedMemory, SendReport, SharedMemoryTarget
 from treadle.trainer.policy.types import ElementType, NamedTensor
 from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.conftest import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
+from treadle.trainer.weight_sync.testing import FakeServer, Serve, Weights
 from treadle.trainer.weight_sync.transports.shared_memory import Segment, Slots, _Filler
 
 _SLOT = 2 * mmap.PAGESIZE

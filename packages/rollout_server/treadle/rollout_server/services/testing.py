@@ -47,6 +47,8 @@ BYTES = (bytes(range(128)), b"abcd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerHarness:
+    """One server with the fake engine, and stubs that speak to it."""
+
     address: str
     replica: Replica
     engine: FakeEngine
@@ -56,6 +58,7 @@ class ServerHarness:
     control: Any
 
     async def generate(self, **fields: object) -> list[gen.GenerateResponse]:
+        """Returns all messages of one completion; the fields are those of `want`."""
         return [message async for message in self.generation.Generate(want(**fields), timeout=60)]
 
     async def settle(self) -> None:
@@ -105,6 +108,7 @@ async def fake_server(
 
 
 def want(**fields: object) -> gen.GenerateRequest:
+    """Builds a request for 8 tokens, with the given fields in place of the defaults."""
     values: dict[str, Any] = {
         "request_id": "r",
         "prompt_token_ids": [1, 2, 3],
@@ -115,6 +119,7 @@ def want(**fields: object) -> gen.GenerateRequest:
 
 
 def begin_request(version: int = 1, update_id: str = "u", **fields: Any) -> sync.BeginUpdateRequest:
+    """Builds an inline update of `PARAMETERS`, with the given fields in place of the defaults."""
     values: dict[str, Any] = {
         "tensors": [
             sync.TensorSpec(name=s.name, element_type=sync.ELEMENT_TYPE_FLOAT32, shape=s.shape)
@@ -129,6 +134,7 @@ def begin_request(version: int = 1, update_id: str = "u", **fields: Any) -> sync
 def chunk(
     index: int, offset: int, data: bytes, crc32: int | None = None
 ) -> sync.PushWeightsRequest:
+    """Builds a chunk; its checksum is right unless another is given."""
     return sync.PushWeightsRequest(
         chunk=sync.WeightChunk(
             tensor_index=index,
@@ -140,6 +146,7 @@ def chunk(
 
 
 def push(update_id: str = "u") -> list[sync.PushWeightsRequest]:
+    """Builds a whole push of `BYTES`, the first tensor in two chunks."""
     header = sync.PushWeightsRequest(header=sync.PushHeader(update_id=update_id))
     whole = BYTES[0]
     return [header, chunk(0, 0, whole[:100]), chunk(1, 0, BYTES[1]), chunk(0, 100, whole[100:])]
@@ -150,6 +157,7 @@ async def commit(
     policy: "sync.InFlightPolicy" = sync.IN_FLIGHT_POLICY_DRAIN,
     update_id: str = "u",
 ) -> int:
+    """Commits an update; returns the version that the server then serves."""
     request = sync.CommitUpdateRequest(update_id=update_id, in_flight=policy)
     response = await server.weights.CommitUpdate(request, timeout=60)
     return int(response.weight_version)
@@ -174,6 +182,7 @@ async def refusal(call: Awaitable[object]) -> tuple[str, str, list[Any]]:
 
 
 def ids(messages: Sequence[gen.GenerateResponse]) -> list[int]:
+    """Returns the sampled token ids of a stream."""
     return [i for message in messages for i in message.tokens.token_ids]
 
 
