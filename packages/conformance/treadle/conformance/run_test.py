@@ -57,7 +57,7 @@ def test_a_server_that_is_gone_is_asked_no_more() -> None:
 
 def test_checks_that_need_torch_load_without_it() -> None:
     lines = (
-        "import sys",
+        f"import sys; sys.path[:] = {sys.path!r}",
         "sys.modules['torch'] = sys.modules['transformers'] = None",
         "import treadle.conformance.checks.contract_checks",
     )

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from treadle.conformance.checks.server_harness import (
+from treadle.conformance.client.refusals import refusal
+from treadle.conformance.server_harness import (
     CALL_S,
     Checks,
     ServerHarness,
     chunk_of,
     remaining_messages,
 )
-from treadle.conformance.client.refusals import refusal
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from treadle.conformance.checks.server_harness import Checks, ServerHarness
 from treadle.conformance.client.refusals import Refusal
+from treadle.conformance.server_harness import Checks, ServerHarness
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync

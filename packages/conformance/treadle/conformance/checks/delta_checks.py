@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from treadle.conformance.checks.files_checks import directory_in, write_delta
-from treadle.conformance.checks.server_harness import SHARED, Checks, ServerHarness
 from treadle.conformance.client.changes import changed, delta_encoding, encode, encoded
 from treadle.conformance.client.refusals import Refusal, refusal
+from treadle.conformance.server_harness import SHARED, Checks, ServerHarness
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import NamedTensor

@@ -8,14 +8,14 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
-from treadle.conformance.checks.server_harness import (
+from treadle.conformance.client.refusals import refusal
+from treadle.conformance.server_harness import (
     CALL_S,
     Checks,
     ServerHarness,
     remaining_messages,
     token_ids_of,
 )
-from treadle.conformance.client.refusals import refusal
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv

@@ -8,9 +8,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from treadle.conformance.checks.server_harness import CALL_S, Checks, ServerHarness
 from treadle.conformance.client.refusals import refusal
 from treadle.conformance.client.stubs import stubs_for
+from treadle.conformance.server_harness import CALL_S, Checks, ServerHarness
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 

@@ -10,7 +10,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from treadle.conformance.checks.server_harness import (
+from treadle.conformance.client.refusals import refusal
+from treadle.conformance.server_harness import (
     CALL_S,
     Checks,
     ServerHarness,
@@ -18,7 +19,6 @@ from treadle.conformance.checks.server_harness import (
     remaining_messages,
     token_ids_of,
 )
-from treadle.conformance.client.refusals import refusal
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync

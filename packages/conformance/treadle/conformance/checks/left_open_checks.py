@@ -3,7 +3,7 @@
 
 import pytest
 
-from treadle.conformance.checks.server_harness import Checks, token_ids_of
+from treadle.conformance.server_harness import Checks, token_ids_of
 from treadle.rollout.v1 import server_service_pb2 as srv
 
 

@@ -4,8 +4,8 @@
 import pytest
 from google.rpc import error_details_pb2
 
-from treadle.conformance.checks.server_harness import CALL_S, Checks, ServerHarness, token_ids_of
 from treadle.conformance.client.refusals import refusal
+from treadle.conformance.server_harness import CALL_S, Checks, ServerHarness, token_ids_of
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync

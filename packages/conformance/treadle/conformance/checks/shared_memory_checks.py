@@ -8,7 +8,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from treadle.conformance.checks.server_harness import CALL_S, SHARED, Checks, ServerHarness
 from treadle.conformance.client.refusals import refusal
 from treadle.conformance.client.shared_segment import (
     LAST,
@@ -16,6 +15,7 @@ from treadle.conformance.client.shared_segment import (
     SharedSegment,
     whole_tensors,
 )
+from treadle.conformance.server_harness import CALL_S, SHARED, Checks, ServerHarness
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync

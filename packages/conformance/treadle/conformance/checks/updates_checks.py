@@ -12,7 +12,9 @@ import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
 
-from treadle.conformance.checks.server_harness import (
+from treadle.conformance.client.refusals import refusal
+from treadle.conformance.contracts.reader import TRIES
+from treadle.conformance.server_harness import (
     CALL_S,
     Checks,
     ServerHarness,
@@ -20,8 +22,6 @@ from treadle.conformance.checks.server_harness import (
     remaining_messages,
     token_ids_of,
 )
-from treadle.conformance.client.refusals import refusal
-from treadle.conformance.contracts.reader import TRIES
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync

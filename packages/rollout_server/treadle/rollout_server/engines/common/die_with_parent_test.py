@@ -31,7 +31,11 @@ def test_a_process_that_is_still_starting_when_its_parent_is_killed_ends(tmp_pat
     came, goes_on = tmp_path / "came", tmp_path / "goes_on"
     for fifo in (came, goes_on):
         os.mkfifo(fifo)  # Each end waits for the other one.
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(came), str(goes_on)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(came), str(goes_on)],
+        # Plain pytest has the source roots on sys.path only.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     came.read_text()
     left = Descendants(parent.pid)
     assert left
