@@ -21,9 +21,10 @@ does not wait for a server that has left: its memory went with its process.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
-from treadle.trainer.weight_sync.client import Memory, WeightSyncClient
+from treadle.trainer.weight_sync.client import Memory, WeightSyncClient, with_retries
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
 __all__ = ["MemoryOffload", "Rotation"]
@@ -107,21 +108,14 @@ class MemoryOffload:
         move: Callable[[WeightSyncClient], Awaitable[None]],
     ) -> None:
         results = await asyncio.gather(
-            *(self._with_retries(server, move) for server in servers), return_exceptions=True
+            *(
+                with_retries(partial(move, server), max_attempts=self._max_attempts)
+                for server in servers
+            ),
+            return_exceptions=True,
         )
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, WeightSyncError) and result.outcome is not Outcome.FATAL:
                 await self._rotation.remove(server.name, str(result))
             elif result is not None:
                 raise result
-
-    async def _with_retries(
-        self, server: WeightSyncClient, move: Callable[[WeightSyncClient], Awaitable[None]]
-    ) -> None:
-        """Makes the move, again after each answer that got lost."""
-        for attempt in range(self._max_attempts):
-            try:
-                return await move(server)
-            except WeightSyncError as error:
-                if error.outcome is not Outcome.RESUME or attempt + 1 == self._max_attempts:
-                    raise

@@ -15,9 +15,9 @@ from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import server_service_pb2_grpc as server_grpc
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
-from treadle.trainer.weight_sync.errors import WeightSyncError, explain
+from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError, explain
 
-__all__ = ["Memory", "WeightSyncClient"]
+__all__ = ["Memory", "WeightSyncClient", "with_retries"]
 
 Memory = Literal["weights", "kv_cache"]
 """Device memory that a server can release."""
@@ -27,6 +27,21 @@ _KINDS: dict[Memory, server_pb.MemoryKind] = {
 }
 
 T = TypeVar("T")
+
+
+async def with_retries(call: Callable[[], Awaitable[T]], *, max_attempts: int) -> T:
+    """Makes an idempotent call, and again only if the answer got lost.
+
+    Raises:
+        WeightSyncError: The call failed in another way, or `max_attempts` answers got lost.
+    """
+    for _ in range(max_attempts - 1):
+        try:
+            return await call()
+        except WeightSyncError as error:
+            if error.outcome is not Outcome.RESUME:
+                raise
+    return await call()
 
 
 class WeightSyncClient:

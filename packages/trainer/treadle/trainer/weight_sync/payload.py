@@ -56,7 +56,7 @@ def own_weights(
 
 
 def tensor_spec_to_proto(spec: TensorSpec, element_type: ElementType) -> pb.TensorSpec:
-    """Returns the begin_request of a weight that is sent as `element_type`."""
+    """Returns what Begin says of a weight that is sent as `element_type`."""
     return pb.TensorSpec(name=spec.name, element_type=_PROTO[element_type], shape=spec.shape)
 
 

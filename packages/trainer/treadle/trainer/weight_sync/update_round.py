@@ -20,7 +20,7 @@ from treadle.trainer.config.schema import InFlight, WeightSyncConfig
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import ElementType, TensorSpec
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.client import WeightSyncClient, with_retries
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.payload import num_bytes, tensor_spec_to_proto
 
@@ -142,13 +142,7 @@ class UpdateRound:
 
     async def with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
         """Calls Begin or Commit, and again only if the answer got lost."""
-        for _ in range(self.config.max_push_attempts - 1):
-            try:
-                return await call()
-            except WeightSyncError as error:
-                if error.outcome is not Outcome.RESUME:
-                    raise
-        return await call()
+        return await with_retries(call, max_attempts=self.config.max_push_attempts)
 
     async def call_all(
         self, call: Callable[[WeightSyncClient], Awaitable[T]], *, again: Outcome | None = None
