@@ -9,13 +9,10 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-import pytest
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from treadle.conformance.client import refusals
 from treadle.conformance.client.stubs import stubs_for
-from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
@@ -165,20 +162,8 @@ async def commit(
 
 async def refusal(call: Awaitable[object]) -> tuple[str, str, list[Any]]:
     """Returns status name, reason and further details of a call that must fail."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    status = rpc_status.from_call(caught.value)
-    assert status is not None, caught.value.details()
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info) and info.domain == "treadle.rollout.v1"
-    details = []
-    for packed in status.details[1:]:
-        name = packed.type_url.rpartition(".")[2]
-        kind = getattr(errors_pb2, name, None) or getattr(error_details_pb2, name)
-        detail = kind()
-        packed.Unpack(detail)
-        details.append(detail)
-    return caught.value.code().name, info.reason, details
+    refused = await refusals.refusal(call)
+    return refused.code, refused.reason, list(refused.details)
 
 
 def ids(messages: Sequence[gen.GenerateResponse]) -> list[int]:
