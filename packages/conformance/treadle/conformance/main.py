@@ -1,6 +1,6 @@
 """The command: checks the server at an address, prints a table, and returns an exit code.
 
-The exit code is 0 if every check that ran holds, 1 if one does not, and 2 if there is no result,
+The exit code is 0 if all checks that ran pass, 1 if a check fails, and 2 if there is no result,
 because of the command line or because no server answered.
 
 pytest is imported late, so that `--help` works without it.

@@ -56,7 +56,7 @@ class Engine(Protocol):
         """
 
     async def pause(self, policy: "InFlightPolicy") -> None:
-        """Returns when no sequence runs (or, for CONTINUE, when all stand still).
+        """Returns when no sequence runs (or, for CONTINUE, when all are suspended).
 
         From then on nothing is sampled until `resume`. Pausing again is allowed and may
         name another policy: INTERRUPT ends and DRAIN finishes what CONTINUE had kept. A
@@ -316,7 +316,7 @@ class InFlightPolicy(enum.Enum):
 
     DRAIN = "drain"  # They run to their end; nothing new starts.
     INTERRUPT = "interrupt"  # They end now, as `FinishReason.INTERRUPTED`.
-    CONTINUE = "continue"  # They stand still and go on at `resume`.
+    CONTINUE = "continue"  # They are suspended, and continue at `resume`.
 
 
 class MemoryKind(enum.Enum):
