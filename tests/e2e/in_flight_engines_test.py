@@ -35,7 +35,7 @@ from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import InFlight
 from treadle.trainer.data.load_data import read_all_rows
-from treadle.trainer.main import DEMO
+from treadle.trainer.demo import DEMO
 from treadle.trainer.plan import make_plan
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report.progress import PlainProgress

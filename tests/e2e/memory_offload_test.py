@@ -32,11 +32,11 @@ from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import serve_in_process
 from treadle.trainer.config.schema import (
+    Config,
     DataConfig,
     InlineTransportConfig,
     ModelConfig,
     RolloutConfig,
-    RunConfig,
     WeightSyncConfig,
 )
 from treadle.trainer.launch.process import ProcessSpec
@@ -54,7 +54,7 @@ from treadle.trainer.weight_sync.transports.inline import push
 _CONFIG = ServerConfig(shutdown_grace_s=0)
 _SYNC = WeightSyncConfig(transport=InlineTransportConfig(), control_deadline_s=10)
 _NAMES = ("rollout-0", "rollout-1")
-_RUN = RunConfig(
+_RUN = Config(
     data=DataConfig(train_files=(Path("unused"),)),
     model=ModelConfig(path=Path("unused")),
     rollout=RolloutConfig(num_replicas=2, max_restarts=1000, release_memory=True),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.trainer.main import DEMO
+from treadle.trainer.demo import DEMO
 
 from .testing import Trainer
 

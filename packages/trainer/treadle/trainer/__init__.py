@@ -4,6 +4,6 @@ The command line is `treadle.trainer.main`; `load_config` reads what it reads.
 """
 
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 
-__all__ = ["ConfigError", "LoadedConfig", "RunConfig", "load_config"]
+__all__ = ["Config", "ConfigError", "LoadedConfig", "load_config"]

@@ -1,205 +1,39 @@
-"""The command line: argv -> configuration -> plan -> run.
+"""The command line: `treadle COMMAND ...`; without a command, it trains.
 
-Exit status: 0, the run succeeded; 2, the user's input is wrong, as one message says; 1, the run
-failed; 130 or 143, it was interrupted. To resume a failed or interrupted run, repeat the command
-with its `run.dir`; it continues from the latest checkpoint.
+Exit status: 0, it succeeded; 2, the user's input is wrong, as one message says; 1, the work failed;
+130 or 143, it was interrupted.
 """
 
-import argparse
-import asyncio
-import contextlib
-import datetime
-import errno
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
-from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
+from treadle.trainer.cli.console import say
 
-__all__ = ["DEMO", "main"]
-
-DEMO = Path(__file__).parent / "demo" / "calculator" / "config.yaml"
-"""The configuration of a run that names none."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-T = TypeVar("T")
-
-_USAGE = """\
-Trains a language model by reinforcement learning with tools. Without --config and model.path it
-trains the demo: a small model learns to use a calculator, on the CPU, in a few minutes."""
+__all__ = ["main"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="treadle",
-        description=_USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    parser.add_argument("-h", "--help", action="store_true", help="this text and all keys")
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="YAML file; may be repeated, later ones win",
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every key, its value and its source"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="as rollout.top_p=0.9; wins over files"
-    )
-    return parser
+def _train(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.train import main as command
+
+    return command(argv)
+
+
+# A command loads its module only when it is called, so that `--help` stays quick.
+_COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]]({"train": _train})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = _parser()
-    args = parser.parse_intermixed_args(argv)
-    if args.help:
-        from treadle.trainer.config.describe import key_listing
-
-        _say(f"{parser.format_help()}\n{key_listing()}")
-        return 0
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    named = bool(arguments) and arguments[0] in _COMMANDS
+    command = _COMMANDS[arguments.pop(0) if named else "train"]
     try:
-        return _run(args)
-    except KeyboardInterrupt:  # before or after `_until_signal` handles signals
-        _say("interrupted", error=True)
+        return command(arguments)
+    except KeyboardInterrupt:
+        say("interrupted", error=True)
         return 128 + signal.SIGINT
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
-        loaded = load_config(args.config, args.overrides, default_file=DEMO)
-    except ConfigError as error:
-        return _fail(error)
-    for note in loaded.notes:
-        _say(f"note: {note}")
-    if args.print_config:
-        from treadle.trainer.config.describe import value_listing
-
-        _say(value_listing(loaded))
-    if args.dry_run:
-        return _dry_run(loaded)
-    return 0 if args.print_config else _train(loaded)
-
-
-def _dry_run(loaded: LoadedConfig) -> int:
-    from treadle.agent_loop import SetupError
-    from treadle.trainer.data import DataError, check_rows, read_rows
-    from treadle.trainer.launch.environment import cpu_count
-    from treadle.trainer.plan import make_plan
-    from treadle.trainer.rollout.loops_from_config import prompt_rules
-    from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
-
-    data, answer = loaded.config.data, None
-    try:
-        train_rows = read_rows(data.train_files)
-        val_rows = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
-        rules = prompt_rules(loaded.config)
-        check_rows(train_rows, split="train", rules=rules)
-        check_rows(val_rows, split="val", rules=rules)
-        plan = make_plan(
-            loaded.config,
-            num_train_rows=len(train_rows),
-            num_val_rows=len(val_rows),
-            cpus=cpu_count(),
-        )
-        check_server_command(loaded.config)
-        if loaded.config.rollout.server_command and loaded.config.launch.kind == "local":
-            answer = ask_server_command(loaded.config)
-    except (ConfigError, DataError, SetupError) as error:
-        return _fail(error)
-    _say(plan.text())
-    if answer is not None:
-        _say(answer)
-    return 0
-
-
-def _train(loaded: LoadedConfig) -> int:
-    from treadle.agent_loop import SetupError
-    from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-    from treadle.trainer.data import DataError
-    from treadle.trainer.data.load_data import read_all_rows
-    from treadle.trainer.launch.process import ProcessError
-    from treadle.trainer.policy.group import PolicyError
-    from treadle.trainer.report import print_summary
-    from treadle.trainer.rollout.server_pool import NoServerLeftError
-    from treadle.trainer.training_loop.groups import NoGroupLeftError
-    from treadle.trainer.training_loop.train import train
-    from treadle.trainer.weight_sync.errors import WeightSyncError
-
-    config = loaded.config
-    run_dir = config.run.dir or _new_run_dir(config.run.name)
-    try:
-        summary = asyncio.run(_until_signal(train(config, read_all_rows(config), run_dir)))
-    except (ConfigError, DataError, SetupError, RunDirectoryError) as error:
-        return _fail(error)
-    except PolicyError as error:
-        return _fail(error, status=2 if error.from_input else 1)
-    except (NoGroupLeftError, NoServerLeftError, ProcessError, WeightSyncError) as error:
-        return _fail(error, status=1)
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        return _fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
-    except _Ended as ended:
-        keeps = config.schedule.save_every is not None
-        _say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
-        return 128 + ended.number
-    print_summary(summary, run_dir)
-    return 0
-
-
-class _Ended(Exception):
-    """A signal ended the run."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits the work; SIGINT and SIGTERM cancel it, so that it can clean up."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work)
-    received: list[int] = []
-
-    def end(number: int) -> None:
-        received.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if received:
-            raise _Ended(received[0]) from None
-        raise
-
-
-def _new_run_dir(name: str) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path.cwd() / "runs" / f"{name}-{stamp}"
-
-
-def _fail(error: Exception, *, status: int = 2) -> int:
-    _say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), error=True)
-    return status
-
-
-def _say(text: str, *, error: bool = False) -> None:
-    stream = sys.stderr if error else sys.stdout
-    with contextlib.suppress(BrokenPipeError):
-        stream.write(f"{text}\n")
-        stream.flush()
 
 
 if __name__ == "__main__":

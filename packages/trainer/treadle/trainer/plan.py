@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.rollout.server_process import engine_settings
 
@@ -18,7 +18,7 @@ __all__ = ["Plan", "make_plan"]
 class Plan:
     """Processes and sizes of a run."""
 
-    config: RunConfig
+    config: Config
     num_train_rows: int
     num_val_rows: int
     cpus: int
@@ -129,7 +129,7 @@ def _every(steps: int | None) -> str:
     return "never" if steps is None else f"every {steps} steps and after the last"
 
 
-def make_plan(config: RunConfig, *, num_train_rows: int, num_val_rows: int, cpus: int) -> Plan:
+def make_plan(config: Config, *, num_train_rows: int, num_val_rows: int, cpus: int) -> Plan:
     """Returns the plan of a configuration.
 
     Raises:

@@ -5,17 +5,17 @@ import pytest
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.load import ConfigError
 from treadle.trainer.config.schema import (
+    Config,
     DataConfig,
     ModelConfig,
     RolloutConfig,
-    RunConfig,
     ScheduleConfig,
 )
 from treadle.trainer.plan import make_plan
 
 
-def _config(**schedule: int) -> RunConfig:
-    return RunConfig(
+def _config(**schedule: int) -> Config:
+    return Config(
         data=DataConfig(train_files=(Path("t.jsonl"),), prompts_per_step=4),
         model=ModelConfig(path=Path("m")),
         schedule=ScheduleConfig.model_validate(schedule),

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 
 __all__ = ["Leaf", "Section", "all_leaves", "all_sections", "flatten", "leaf_of", "nearest"]
 
@@ -136,7 +136,7 @@ def _variant_leaves(
 def all_leaves() -> Mapping[str, Leaf]:
     """Returns every key, in the order of the tree."""
     leaves: dict[str, Leaf] = {}
-    for entry in _walk(RunConfig, ""):
+    for entry in _walk(Config, ""):
         if isinstance(entry, Leaf):
             leaves[entry.key] = entry
     return leaves
@@ -145,7 +145,7 @@ def all_leaves() -> Mapping[str, Leaf]:
 @cache
 def all_sections() -> Mapping[str, Section]:
     """Returns every node above the leaves, in the order of the tree."""
-    return {entry.key: entry for entry in _walk(RunConfig, "") if isinstance(entry, Section)}
+    return {entry.key: entry for entry in _walk(Config, "") if isinstance(entry, Section)}
 
 
 def leaf_of(key: str) -> Leaf | None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
 
 __all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
@@ -30,7 +30,7 @@ _MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
 class LoadedConfig:
     """A run's configuration and its provenance."""
 
-    config: RunConfig
+    config: Config
     sources: Mapping[str, str]
     """Key of a leaf or of a table's entry -> `default`, a file, or the argument as written."""
     notes: tuple[str, ...]
@@ -65,7 +65,7 @@ def load_config(
     merged = _merge(layers)
     tree = _nest(merged)
     try:
-        config = RunConfig.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, merged)) from None
     sources = dict.fromkeys(all_leaves(), "default")

@@ -20,6 +20,7 @@ __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
     "CollectiveTransportConfig",
+    "Config",
     "DataConfig",
     "FileTransportConfig",
     "InFlight",
@@ -30,7 +31,6 @@ __all__ = [
     "RayLaunchConfig",
     "RewardConfig",
     "RolloutConfig",
-    "RunConfig",
     "RunDirConfig",
     "ScheduleConfig",
     "SharedMemoryTransportConfig",
@@ -473,7 +473,7 @@ class RunDirConfig(Section):
     """Number of validation trajectories to write to trajectories.jsonl after each validation."""
 
 
-class RunConfig(Section):
+class Config(Section):
     """The configuration of a run, with defaults, files and arguments merged."""
 
     data: DataConfig

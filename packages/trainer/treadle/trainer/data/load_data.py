@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Inputs:
     notes: tuple[str, ...]
 
 
-def read_all_rows(config: RunConfig) -> Rows:
+def read_all_rows(config: Config) -> Rows:
     """Returns the training and validation rows.
 
     Raises:
@@ -51,7 +51,7 @@ def read_all_rows(config: RunConfig) -> Rows:
     return Rows(read_rows(data.train_files), val)
 
 
-def prepare(config: RunConfig, rows: Rows, rules: PromptRules) -> Inputs:
+def prepare(config: Config, rows: Rows, rules: PromptRules) -> Inputs:
     """Loads the tokenizer and the reward, and makes a prompt of every row.
 
     Raises:
@@ -91,7 +91,7 @@ def prepare(config: RunConfig, rows: Rows, rules: PromptRules) -> Inputs:
     )
 
 
-def _check_context(config: RunConfig) -> None:
+def _check_context(config: Config) -> None:
     """Rejects lengths beyond the model's context; a missing or malformed file is found later."""
     rollout, path = config.rollout, config.model.path / "config.json"
     if not path.is_file():

@@ -7,7 +7,7 @@ from treadle.agent_loop import SetupError
 from treadle.trainer.config.load import load_config
 from treadle.trainer.data import DataError
 from treadle.trainer.data.load_data import Inputs, prepare, read_all_rows
-from treadle.trainer.main import DEMO
+from treadle.trainer.demo import DEMO
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 
 

@@ -14,13 +14,13 @@ from treadle.agent_loop import (
 )
 from treadle.tools import load_catalogue
 from treadle.tools.interactions import load_interactions
-from treadle.trainer.config.schema import AgentConfig, RunConfig
+from treadle.trainer.config.schema import AgentConfig, Config
 from treadle.trainer.data import PromptRules
 
 __all__ = ["loop_limits", "prompt_rules"]
 
 
-def prompt_rules(config: RunConfig) -> PromptRules:
+def prompt_rules(config: Config) -> PromptRules:
     """Returns what the rows of a run may ask for.
 
     Raises:
@@ -39,7 +39,7 @@ def prompt_rules(config: RunConfig) -> PromptRules:
     )
 
 
-def loop_limits(config: RunConfig) -> LoopLimits:
+def loop_limits(config: Config) -> LoopLimits:
     """Returns the limits of one trajectory."""
     agent = config.agent
     return LoopLimits(

@@ -5,13 +5,13 @@ import pytest
 from treadle.agent_loop import SetupError, SingleTurnLoop, TruncateSide
 from treadle.tools.interactions import Gsm8kInteraction
 from treadle.trainer.config.load import load_config
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.rollout.loops_from_config import loop_limits, prompt_rules
 
 _LOOP = "treadle.agent_loop:SingleTurnLoop"
 
 
-def config(*overrides: str) -> RunConfig:
+def config(*overrides: str) -> Config:
     return load_config([], ["model.path=m", "data.train_files=t.jsonl", *overrides]).config
 
 

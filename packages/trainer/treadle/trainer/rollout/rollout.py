@@ -32,7 +32,7 @@ from treadle.agent_loop import (
     TokenGenerator,
     Trajectory,
 )
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.data import PromptRules
 from treadle.trainer.rollout.loops_from_config import loop_limits
 from treadle.trainer.rollout.server_pool import ServerPool
@@ -56,7 +56,7 @@ class Rollout:
         reward: Scores each trajectory.
     """
 
-    config: RunConfig
+    config: Config
     servers: ServerPool
     renderer: ChatRenderer
     rules: PromptRules

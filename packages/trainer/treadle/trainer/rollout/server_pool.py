@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 from treadle.agent_loop import SetupError, StickySession
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirements, connect
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError
 from treadle.trainer.rollout.server_process import server_spec
@@ -64,7 +64,7 @@ class Server:
     ended: "asyncio.Task[int]"
 
 
-def required_capabilities(config: RunConfig) -> frozenset[str]:
+def required_capabilities(config: Config) -> frozenset[str]:
     """Returns what the servers of a run must be able to do, named as in the contract."""
     required = {"sampled_logprobs", f"{config.sync.transport.kind}_transport"}
     if config.sync.updates_in_place:
@@ -83,7 +83,7 @@ class ServerPool:
     """How long after its connections break a process may take to end."""
 
     def __init__(
-        self, launcher: Launcher, config: RunConfig, *, publish: Publish, weights_directory: Path
+        self, launcher: Launcher, config: Config, *, publish: Publish, weights_directory: Path
     ) -> None:
         """Starts nothing yet.
 

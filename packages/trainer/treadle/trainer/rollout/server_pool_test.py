@@ -13,7 +13,7 @@ import pytest
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.config.load import load_config
-from treadle.trainer.config.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.rollout.server_pool import NoServerLeftError, ServerPool, required_capabilities
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
@@ -98,7 +98,7 @@ class _Pool(ServerPool):
 
 
 def _pool(launcher: _Launcher, publisher: _Publisher | None = None, **rollout: Any) -> _Pool:
-    config = RunConfig(
+    config = Config(
         data=DataConfig(train_files=(Path("t.jsonl"),)),
         model=ModelConfig(path=Path("/m")),
         rollout=RolloutConfig.model_validate({"num_replicas": 2, **rollout}),

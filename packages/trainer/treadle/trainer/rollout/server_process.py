@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from treadle.trainer.config.schema import FileTransportConfig, RolloutConfig, RunConfig
+from treadle.trainer.config.schema import Config, FileTransportConfig, RolloutConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
 from treadle.trainer.launch.process import ProcessSpec
@@ -45,7 +45,7 @@ def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
     return {key: value for key, value in values.items() if value != fields[key].default}
 
 
-def server_spec(config: RunConfig, name: str, *, weights_directory: Path) -> ProcessSpec:
+def server_spec(config: Config, name: str, *, weights_directory: Path) -> ProcessSpec:
     """Returns the process specification of one replica's server.
 
     Args:
@@ -64,7 +64,7 @@ def server_spec(config: RunConfig, name: str, *, weights_directory: Path) -> Pro
     )
 
 
-def check_server_command(config: RunConfig) -> None:
+def check_server_command(config: Config) -> None:
     """Checks that the servers can be started.
 
     Raises:
@@ -92,7 +92,7 @@ def check_server_command(config: RunConfig) -> None:
         )
 
 
-def ask_server_command(config: RunConfig) -> str:
+def ask_server_command(config: Config) -> str:
     """Runs the server's command with `--help`; returns one line about its answer.
 
     Raises:
@@ -128,7 +128,7 @@ def ask_server_command(config: RunConfig) -> str:
     return f"`{shown}` knows all {len(wanted)} settings that a server of this run is given"
 
 
-def _arguments(config: RunConfig, weights_directory: Path) -> Iterator[tuple[str, str]]:
+def _arguments(config: Config, weights_directory: Path) -> Iterator[tuple[str, str]]:
     rollout = config.rollout
     yield "engine", rollout.name
     yield "address", "{host}:0"

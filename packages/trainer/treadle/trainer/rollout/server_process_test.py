@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from treadle.trainer.config.load import ConfigError
-from treadle.trainer.config.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from treadle.trainer.rollout.server_process import (
     ask_server_command,
     check_server_command,
@@ -13,15 +13,15 @@ from treadle.trainer.rollout.server_process import (
 )
 
 
-def _config(**rollout: Any) -> RunConfig:
-    return RunConfig(
+def _config(**rollout: Any) -> Config:
+    return Config(
         data=DataConfig(train_files=(Path("t.jsonl"),)),
         model=ModelConfig(path=Path("/m")),
         rollout=RolloutConfig.model_validate({"threads": 1, **rollout}),
     )
 
 
-def _told(config: RunConfig) -> dict[str, str]:
+def _told(config: Config) -> dict[str, str]:
     args = server_spec(config, "rollout-0", weights_directory=Path("/w")).args
     return dict(zip(args[::2], args[1::2], strict=True))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
-from treadle.trainer.config.schema import FileTransportConfig, RunConfig
+from treadle.trainer.config.schema import Config, FileTransportConfig
 from treadle.trainer.data import DataOrder, PromptRules
 from treadle.trainer.data.load_data import Inputs, Rows, prepare
 from treadle.trainer.launch.local import LocalLauncher
@@ -34,7 +34,7 @@ __all__ = ["build_context", "total_steps"]
 
 @contextlib.asynccontextmanager
 async def build_context(
-    config: RunConfig,
+    config: Config,
     rows: Rows,
     *,
     rules: PromptRules,
@@ -145,7 +145,7 @@ def total_steps(plan: Plan, num_train_rows: int, progress: Progress) -> int:
     return actual.total_steps
 
 
-def _launcher(config: RunConfig, logs: Path) -> Launcher:
+def _launcher(config: Config, logs: Path) -> Launcher:
     launch = config.launch
     if launch.kind == "local":
         return LocalLauncher(logs)
@@ -154,7 +154,7 @@ def _launcher(config: RunConfig, logs: Path) -> Launcher:
     return RayLauncher(launch, logs)
 
 
-def _policy(config: RunConfig, launcher: Launcher, *, threads: int) -> PolicyGroup:
+def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
     return PolicyGroup(
         launcher,
         config.policy,
@@ -166,13 +166,13 @@ def _policy(config: RunConfig, launcher: Launcher, *, threads: int) -> PolicyGro
     )
 
 
-def _weights_directory(config: RunConfig, run_dir: Path) -> Path:
+def _weights_directory(config: Config, run_dir: Path) -> Path:
     transport = config.sync.transport
     given = transport.directory if isinstance(transport, FileTransportConfig) else None
     return (given or run_dir / "weights").resolve()
 
 
-def _memory_offload(config: RunConfig, servers: ServerPool) -> MemoryOffload | None:
+def _memory_offload(config: Config, servers: ServerPool) -> MemoryOffload | None:
     rollout, sync = config.rollout, config.sync
     if not rollout.release_memory:
         return None

@@ -2,14 +2,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from treadle.trainer.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig
 from treadle.trainer.plan import make_plan
 from treadle.trainer.training_loop.build_context import total_steps
 
 
 def _total_steps(schedule: ScheduleConfig, *, rows_left: int) -> tuple[int, list[str]]:
     """Returns the steps of a run with 11 rows, 2 per step, and the notes about them."""
-    config = RunConfig(
+    config = Config(
         data=DataConfig(train_files=(Path("t.jsonl"),), prompts_per_step=2),
         model=ModelConfig(path=Path("m")),
         schedule=schedule,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
 from treadle.trainer.checkpoint.run_directory import Checkpoints
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
 from treadle.trainer.policy.commands import Save, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyGroup
@@ -70,7 +70,7 @@ class TrainingContext:
         shown_findings: Kinds of findings of which an example has been shown.
     """
 
-    config: RunConfig
+    config: Config
     train: Sequence[Prompt]
     val: Sequence[Prompt]
     order: DataOrder

@@ -14,7 +14,7 @@ from pathlib import Path
 from treadle.tracing import JsonlSink, use_sink
 from treadle.trainer.checkpoint.resume_check import compare
 from treadle.trainer.checkpoint.run_directory import Checkpoints, RunDirectory, RunDirectoryError
-from treadle.trainer.config.schema import RunConfig
+from treadle.trainer.config.schema import Config
 from treadle.trainer.data import check_rows
 from treadle.trainer.data.load_data import Rows
 from treadle.trainer.launch.environment import cpu_count
@@ -28,7 +28,7 @@ from treadle.trainer.training_loop.sync import run_sync
 __all__ = ["train"]
 
 
-async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
+async def train(config: Config, rows: Rows, run_dir: Path) -> Summary:
     """Trains to the end of the configuration; returns a summary.
 
     Args:
@@ -94,7 +94,7 @@ async def train(config: RunConfig, rows: Rows, run_dir: Path) -> Summary:
         )
 
 
-def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> Sequence[str]:
+def _begin_or_resume(directory: RunDirectory, config: Config) -> Sequence[str]:
     """Refuses a directory of another run; returns the settings that have changed."""
     if not directory.holds_run:
         return []
@@ -113,7 +113,7 @@ def _begin_or_resume(directory: RunDirectory, config: RunConfig) -> Sequence[str
 
 
 @contextlib.contextmanager
-def _tracing(config: RunConfig, run_dir: Path) -> Iterator[None]:
+def _tracing(config: Config, run_dir: Path) -> Iterator[None]:
     if config.tracing.backend == "none":
         yield
         return

@@ -1,0 +1,33 @@
+"""What the commands share: how they speak, fail and name a new run directory."""
+
+import contextlib
+import datetime
+import sys
+from pathlib import Path
+
+__all__ = ["fail", "new_run_dir", "say"]
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Writes the text and a line end to standard output, or to standard error."""
+    stream = sys.stderr if error else sys.stdout
+    with contextlib.suppress(BrokenPipeError):
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+def fail(error: Exception, *, status: int = 2) -> int:
+    """Reports the error with its notes, and returns the status.
+
+    Args:
+        error: Its text names the cause, the value and the fix.
+        status: 2, the user's input is wrong; 1, the work failed.
+    """
+    say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), error=True)
+    return status
+
+
+def new_run_dir(name: str) -> Path:
+    """Returns where a run without `run.dir` goes: ./runs/NAME-DATE-TIME."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path.cwd() / "runs" / f"{name}-{stamp}"
