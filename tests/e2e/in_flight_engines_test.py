@@ -36,6 +36,7 @@ from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import InFlight
 from treadle.trainer.data.load_data import read_all_rows
 from treadle.trainer.demo import DEMO
+from treadle.trainer.own_code import NOTHING
 from treadle.trainer.plan import make_plan
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report.progress import PlainProgress
@@ -95,6 +96,7 @@ async def _running(
         config,
         rows,
         rules=prompt_rules(config),
+        own=NOTHING,
         plan=make_plan(config, num_train_rows=len(rows.train), num_val_rows=0, cpus=2),
         run_dir=tmp_path,
         begun=False,

@@ -69,7 +69,7 @@ from treadle.agent_loop.tokens.renderer import (
     Rendering,
 )
 from treadle.agent_loop.tokens.transcript import Origin, Span, Tokens, Transcript
-from treadle.agent_loop.tools.function_tool import FunctionTool, function_tool
+from treadle.agent_loop.tools.function_tool import FunctionTool, ToolFunction, function_tool
 from treadle.agent_loop.tools.interaction import (
     Interaction,
     InteractionReply,
@@ -178,6 +178,7 @@ __all__ = [
     "ToolCallParser",
     "ToolError",
     "ToolFailure",
+    "ToolFunction",
     "ToolResult",
     "ToolSession",
     "ToolSpec",

@@ -143,6 +143,7 @@ PUBLIC = [
     "ToolCallParser",
     "ToolError",
     "ToolFailure",
+    "ToolFunction",
     "ToolResult",
     "ToolSession",
     "ToolSpec",

@@ -51,6 +51,18 @@ def load(reference: str) -> RewardFn:
     return _adapt(reference, function)
 
 
+def from_function(function: Callable[..., object]) -> RewardFn:
+    """Returns the reward function that a program gives as an object.
+
+    Raises:
+        SetupError: It is not callable, or takes other parameters than the two known signatures.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    if not callable(function):
+        raise SetupError(f"the reward is {function!r}, which is not a function")
+    return _adapt(name, function)
+
+
 def installed() -> Mapping[str, EntryPoint]:
     """Returns the rewards that installed packages offer, by name."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

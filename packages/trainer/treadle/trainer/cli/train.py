@@ -123,13 +123,13 @@ def _train(loaded: LoadedConfig) -> int:
     from treadle.trainer.report import print_summary
     from treadle.trainer.rollout.server_pool import NoServerLeftError
     from treadle.trainer.training_loop.groups import NoGroupLeftError
-    from treadle.trainer.training_loop.train import train
+    from treadle.trainer.training_loop.train import run_training
     from treadle.trainer.weight_sync.errors import WeightSyncError
 
     config = loaded.config
     run_dir = config.run.dir or new_run_dir(config.run.name)
     try:
-        summary = asyncio.run(_until_signal(train(config, read_all_rows(config), run_dir)))
+        summary = asyncio.run(_until_signal(run_training(config, read_all_rows(config), run_dir)))
     except (ConfigError, DataError, SetupError, RunDirectoryError) as error:
         return fail(error)
     except PolicyError as error:

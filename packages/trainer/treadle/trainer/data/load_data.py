@@ -13,6 +13,7 @@ from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
+from treadle.trainer.own_code import NOTHING, OwnCode
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
@@ -51,8 +52,14 @@ def read_all_rows(config: Config) -> Rows:
     return Rows(read_rows(data.train_files), val)
 
 
-def prepare(config: Config, rows: Rows, rules: PromptRules) -> Inputs:
+def prepare(config: Config, rows: Rows, rules: PromptRules, own: OwnCode = NOTHING) -> Inputs:
     """Loads the tokenizer and the reward, and makes a prompt of every row.
+
+    Args:
+        config: The run's configuration.
+        rows: As `read_all_rows` gives them.
+        rules: What the rows may ask for.
+        own: The user's objects beside the configuration.
 
     Raises:
         SetupError: The model's context is too short, or the tokenizer or the reward cannot be
@@ -60,7 +67,7 @@ def prepare(config: Config, rows: Rows, rules: PromptRules) -> Inputs:
         DataError: A row cannot be used.
     """
     _check_context(config)
-    reward = rewards.resolve(
+    reward = own.reward or rewards.resolve(
         config.reward.name,
         mode=config.reward.mode,
         timeout_s=config.reward.timeout_s,
@@ -73,7 +80,7 @@ def prepare(config: Config, rows: Rows, rules: PromptRules) -> Inputs:
         parser=config.agent.parser,
         template_kwargs=config.agent.template_kwargs,
     )
-    if config.reward.name is None:
+    if config.reward.name is None and own.reward is None:
         every = [*rows.train, *rows.val]
         sources = (row.columns.get("data_source") for row in every)
         rewards.check_data_sources(sources, mode=config.reward.mode)

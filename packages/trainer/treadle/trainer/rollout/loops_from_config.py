@@ -4,11 +4,14 @@ Invariant: what the configuration names exists; otherwise a `SetupError` names w
 here needs the tokenizer or the model, or waits.
 """
 
+from collections.abc import Mapping
+
 from treadle.agent_loop import (
     LoopLimits,
     LoopRegistry,
     OnMalformedCall,
     SetupError,
+    Tool,
     TruncateSide,
     default_loops,
 )
@@ -16,12 +19,17 @@ from treadle.tools import load_catalogue
 from treadle.tools.interactions import load_interactions
 from treadle.trainer.config.schema import AgentConfig, Config
 from treadle.trainer.data import PromptRules
+from treadle.trainer.own_code import NOTHING, OwnCode
 
 __all__ = ["loop_limits", "prompt_rules"]
 
 
-def prompt_rules(config: Config) -> PromptRules:
+def prompt_rules(config: Config, own: OwnCode = NOTHING) -> PromptRules:
     """Returns what the rows of a run may ask for.
+
+    Args:
+        config: The run's configuration.
+        own: The user's objects beside the configuration.
 
     Raises:
         SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, or one of its
@@ -30,11 +38,11 @@ def prompt_rules(config: Config) -> PromptRules:
     agent = config.agent
     tools, users = agent.tool_catalogue, agent.interaction_catalogue
     return PromptRules(
-        loops=_loops(agent),
+        loops=_loops(agent, own),
         default_loop=agent.default_loop,
         max_prompt_tokens=config.rollout.prompt_length,
         overlong=config.data.overlong_prompts,
-        tools=load_catalogue(tools) if tools is not None else {},
+        tools=_tools(load_catalogue(tools) if tools is not None else {}, own),
         interactions=load_interactions(users) if users is not None else {},
     )
 
@@ -55,8 +63,18 @@ def loop_limits(config: Config) -> LoopLimits:
     )
 
 
-def _loops(config: AgentConfig) -> LoopRegistry:
+def _tools(configured: Mapping[str, Tool], own: OwnCode) -> Mapping[str, Tool]:
+    if twice := sorted(configured.keys() & own.tools.keys()):
+        raise SetupError(
+            f"train got a tool {twice[0]!r}, and agent.tool_catalogue has one: rename one"
+        )
+    return {**configured, **own.tools}
+
+
+def _loops(config: AgentConfig, own: OwnCode) -> LoopRegistry:
     loops = default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
+    for name, loop in own.loops.items():
+        loops = loops.adding(name, loop)
     for name, target in config.loops.items():
         try:
             loops = loops.adding(name, target)

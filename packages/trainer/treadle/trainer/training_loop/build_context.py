@@ -18,6 +18,7 @@ from treadle.trainer.data import DataOrder, PromptRules
 from treadle.trainer.data.load_data import Inputs, Rows, prepare
 from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.launch.process import Launcher
+from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
 from treadle.trainer.policy.commands import Load
 from treadle.trainer.policy.group import PolicyGroup
@@ -38,6 +39,7 @@ async def build_context(
     rows: Rows,
     *,
     rules: PromptRules,
+    own: OwnCode,
     plan: Plan,
     run_dir: Path,
     begun: bool,
@@ -51,6 +53,7 @@ async def build_context(
         config: What to do.
         rows: As `read_all_rows` gives them.
         rules: What the rows may ask for.
+        own: The user's objects beside the configuration.
         plan: Of the configuration.
         run_dir: Where everything is written.
         begun: Whether the run directory holds steps of this run already.
@@ -80,7 +83,7 @@ async def build_context(
             launcher, config, publish=publisher.publish, weights_directory=weights_directory
         )
         with progress.phase("start"):
-            preparing = asyncio.to_thread(prepare, config, rows, rules)
+            preparing = asyncio.to_thread(prepare, config, rows, rules, own)
             starting = [stack.enter_async_context(part) for part in (policy, servers)]
             inputs, *_ = await concurrently([preparing, *starting])
         assert isinstance(inputs, Inputs)
@@ -120,6 +123,7 @@ async def build_context(
             metrics_log=metrics_log,
             trajectory_log=trajectory_log,
             progress=progress,
+            on_step=own.on_step,
         )
         await servers.connect(
             Requirements(

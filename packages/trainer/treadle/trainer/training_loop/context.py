@@ -5,9 +5,11 @@ the number of steps trained. A move that fails ends the run. Nothing is retried 
 retried is retried where it failed.
 """
 
+import asyncio
 import contextlib
+import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,7 @@ from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
 from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
+from treadle.trainer.own_code import OnStep
 from treadle.trainer.policy.commands import Save, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
@@ -67,6 +70,7 @@ class TrainingContext:
         metrics_log: Of the run directory.
         trajectory_log: Of the run directory.
         progress: What the user sees.
+        on_step: Called after each step; None: nothing is.
         shown_findings: Kinds of findings of which an example has been shown.
     """
 
@@ -83,6 +87,7 @@ class TrainingContext:
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
     progress: Progress
+    on_step: OnStep | None = None
     shown_findings: set[str] = field(default_factory=set)
 
     @property
@@ -183,6 +188,17 @@ class TrainingContext:
             "sync/bytes": float(report.sent_bytes),
             "sync/delta_ratio": report.sent_bytes / max(1, report.num_bytes),
         }
+
+    async def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""
+        self.metrics_log.append(step, metrics)
+        self.progress.step_done(step, metrics)
+        if self.on_step is None:
+            return
+        if inspect.iscoroutinefunction(self.on_step):
+            await self.on_step(step, metrics)
+        else:
+            await asyncio.to_thread(self.on_step, step, metrics)
 
     async def save(self, step: int, metrics: dict[str, float]) -> None:
         """Writes the checkpoint of `step`."""

@@ -8,8 +8,6 @@ that is killed at any point resumes from the latest checkpoint, and repeats what
 the same rows and the same seeds.
 """
 
-from collections.abc import Mapping
-
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.groups import StepBatch, make_batch
@@ -32,7 +30,7 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
     if first_step == 1 and context.val and context.config.schedule.val_before_train:
         timer = Timer()
         metrics = await validate(context, step=0, timer=timer)
-        _log_step(context, 0, {**metrics, **context.servers.take_metrics(), **timer.seconds})
+        await context.step_done(0, {**metrics, **context.servers.take_metrics(), **timer.seconds})
     for step in range(first_step, context.total_steps + 1):
         await _train_step(context, step)
 
@@ -84,16 +82,11 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     if _due(config.schedule.save_every, step, last=last):
         with timer.phase("save"):
             await context.save(step, {**metrics, **timer.metrics()})
-    _log_step(context, step, {**metrics, **timer.metrics()})
+    await context.step_done(step, {**metrics, **timer.metrics()})
 
 
 def _due(every: int | None, step: int, *, last: bool) -> bool:
     return every is not None and (last or step % every == 0)
-
-
-def _log_step(context: TrainingContext, step: int, metrics: Mapping[str, float]) -> None:
-    context.metrics_log.append(step, metrics)
-    context.progress.step_done(step, metrics)
 
 
 def _report_failures(context: TrainingContext, step: int, batch: StepBatch) -> None:

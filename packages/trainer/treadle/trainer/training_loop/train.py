@@ -1,8 +1,8 @@
 """Training: from a configuration to a finished run directory.
 
-Invariant: when `train` returns or raises, every process that it started has ended, and the run
-directory holds a state from which the same call resumes. All errors in the user's files are found
-before the first step.
+Invariant: when `run_training` returns or raises, every process that it started has ended, and the
+run directory holds a state from which the same call resumes. All errors in the user's files are
+found before the first step.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.data import check_rows
 from treadle.trainer.data.load_data import Rows
 from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import make_plan
 from treadle.trainer.report import Progress, Summary, open_progress, write_reports
 from treadle.trainer.rollout.loops_from_config import prompt_rules
@@ -25,16 +26,19 @@ from treadle.trainer.rollout.server_process import check_server_command
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.sync import run_sync
 
-__all__ = ["train"]
+__all__ = ["run_training"]
 
 
-async def train(config: Config, rows: Rows, run_dir: Path) -> Summary:
+async def run_training(
+    config: Config, rows: Rows, run_dir: Path, own: OwnCode = NOTHING
+) -> Summary:
     """Trains to the end of the configuration; returns a summary.
 
     Args:
         config: The run's configuration.
         rows: From `read_all_rows`.
         run_dir: Where everything is written; a run that began there is resumed.
+        own: The user's objects beside the configuration.
 
     Raises:
         DataError: a row names something that does not exist.
@@ -43,7 +47,7 @@ async def train(config: Config, rows: Rows, run_dir: Path) -> Summary:
         RunDirectoryError: the directory is in use, holds another run, or cannot be written.
         Exception: see `run_sync` and `build_context`.
     """
-    rules = prompt_rules(config)
+    rules = prompt_rules(config, own)
     check_rows(rows.train, split="train", rules=rules)
     check_rows(rows.val, split="val", rules=rules)
     plan = make_plan(
@@ -79,6 +83,7 @@ async def train(config: Config, rows: Rows, run_dir: Path) -> Summary:
                     config,
                     rows,
                     rules=rules,
+                    own=own,
                     plan=plan,
                     run_dir=run_dir,
                     begun=begun,

@@ -1,0 +1,133 @@
+"""The user's own objects, as a script gives them to `train`, checked and in the form a run uses.
+
+Invariant: an object that a run could not use, or that the configuration contradicts, is a
+`SetupError` before anything starts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from treadle.agent_loop import (
+    AgentLoop,
+    RewardFn,
+    SetupError,
+    Tool,
+    ToolFunction,
+    ToolSpec,
+    function_tool,
+)
+from treadle.tools import rewards
+from treadle.trainer.config.schema import Config
+
+__all__ = ["NOTHING", "OnStep", "OwnCode", "collect"]
+
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Called with a step's number and metrics after each step; plain or async. Step 0 is the validation
+before training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnCode:
+    """What a script adds to a configuration.
+
+    Attributes:
+        reward: Scores every row. None: as the configuration says.
+        tools: By name, beside those of `agent.tool_catalogue`.
+        loops: By name, beside those of `agent.loops`.
+        on_step: Called after each step.
+    """
+
+    reward: RewardFn | None = None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    loops: Mapping[str, AgentLoop] = field(default_factory=dict)
+    on_step: OnStep | None = None
+
+
+NOTHING = OwnCode()
+"""Of a run that its configuration describes alone."""
+
+
+def collect(
+    config: Config,
+    *,
+    reward: Callable[..., object] | None,
+    tools: Sequence[Tool | ToolFunction],
+    loops: Mapping[str, AgentLoop | type[AgentLoop]],
+    on_step: OnStep | None,
+) -> OwnCode:
+    """Returns the objects in the form that a run uses.
+
+    Args:
+        config: The run's configuration.
+        reward: A function with one of the two signatures of `reward.name`.
+        tools: Typed functions with a docstring, or tools.
+        loops: Classes to instantiate without arguments, or loops.
+        on_step: Called after each step.
+
+    Raises:
+        SetupError: An object does not have the needed form, two tools have one name, or the
+            configuration sets what contradicts the objects.
+    """
+    return OwnCode(
+        reward=None if reward is None else _reward(config, reward),
+        tools=_tools(tools),
+        loops={name: _loop(name, loop) for name, loop in loops.items()},
+        on_step=on_step,
+    )
+
+
+def _reward(config: Config, reward: Callable[..., object]) -> RewardFn:
+    settings = config.reward
+    if settings.name is not None:
+        raise SetupError(
+            f"train got reward={reward!r}, and reward.name={settings.name} names another: give one"
+        )
+    if settings.mode is not None:
+        raise SetupError(
+            f"reward.mode={settings.mode} is for rewards of treadle.tools, and train got "
+            f"reward={reward!r}: remove one"
+        )
+    if settings.timeout_s is not None:
+        raise SetupError(
+            f"reward.timeout_s={settings.timeout_s:g} scores in another process, which cannot get "
+            f"reward={reward!r} from this one: put the function into a file and name it by "
+            "reward.name=path.py:function, or set no limit"
+        )
+    return rewards.from_function(reward)
+
+
+def _tools(given: Sequence[Tool | ToolFunction]) -> Mapping[str, Tool]:
+    tools: dict[str, Tool] = {}
+    for each in given:
+        described = isinstance(getattr(each, "spec", None), ToolSpec)
+        tool = cast(Tool, each) if described else _function_tool(each)
+        if tool.spec.name in tools:
+            raise SetupError(f"train got two tools with the name {tool.spec.name!r}: rename one")
+        tools[tool.spec.name] = tool
+    return tools
+
+
+def _function_tool(function: object) -> Tool:
+    if not callable(function):
+        raise SetupError(
+            f"train got the tool {function!r}; a tool is a typed function with a docstring, or an "
+            "object with a ToolSpec `spec` and `open`"
+        )
+    try:
+        return function_tool(function)
+    except TypeError as error:
+        raise SetupError(f"train got a tool that cannot be described: {error}") from error
+
+
+def _loop(name: str, given: object) -> AgentLoop:
+    try:
+        loop = given() if isinstance(given, type) else given
+    except Exception as error:  # the user's class may raise anything
+        raise SetupError(
+            f"agent loop {name!r} cannot be made without arguments: {type(error).__name__}: "
+            f"{error}; give an object instead of the class"
+        ) from error
+    if not callable(getattr(loop, "run", None)):
+        raise SetupError(f"agent loop {name!r} is {given!r}; it needs a method run(task, services)")
+    return cast(AgentLoop, loop)

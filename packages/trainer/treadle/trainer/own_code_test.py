@@ -1,0 +1,86 @@
+import pytest
+
+from treadle.agent_loop import AgentTask, Services, SetupError, Trajectory, function_tool
+from treadle.trainer.config.load import load_config
+from treadle.trainer.config.schema import Config
+from treadle.trainer.demo import DEMO
+from treadle.trainer.own_code import OwnCode, collect
+from treadle.trainer.rollout.loops_from_config import prompt_rules
+
+
+def _config(*overrides: str) -> Config:
+    return load_config([DEMO], overrides).config
+
+
+def _collect(config: Config, **given: object) -> OwnCode:
+    nothing: dict[str, object] = {"reward": None, "tools": (), "loops": {}, "on_step": None}
+    return collect(config, **{**nothing, **given})  # type: ignore[arg-type]
+
+
+def double(number: int) -> str:
+    """Doubles a number."""
+    return str(2 * number)
+
+
+def score(trajectory: Trajectory) -> float:
+    return 1.0
+
+
+class Loop:
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        raise NotImplementedError
+
+
+class NeedsArguments(Loop):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def test_functions_and_tools_join_those_of_the_catalogue() -> None:
+    config = _config()
+    own = _collect(config, tools=[double])
+    assert sorted(prompt_rules(config, own).tools) == ["calculator", "double"]
+    assert _collect(config, tools=[function_tool(double)]).tools["double"].spec.name == "double"
+
+
+def test_a_loop_is_given_as_a_class_or_an_object() -> None:
+    config = _config()
+    own = _collect(config, loops={"mine": Loop, "other": NeedsArguments(3)})
+    rules = prompt_rules(config, own)
+    assert isinstance(rules.loops.resolve("mine"), Loop)
+    assert rules.loops.resolve("other") is own.loops["other"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "text"),
+    [
+        (["reward.name=gsm8k"], {"reward": score}, "reward.name=gsm8k names another"),
+        (["reward.mode=fixed"], {"reward": score}, "reward.mode=fixed"),
+        (["reward.timeout_s=5"], {"reward": score}, "reward.timeout_s=5 .*path.py:function"),
+        ([], {"reward": "gsm8k"}, "'gsm8k', which is not a function"),
+        ([], {"reward": lambda one, two: 0.0}, r"takes \(one, two\); it must take"),
+        ([], {"tools": [double, double]}, "two tools with the name 'double'"),
+        ([], {"tools": ["double"]}, "'double'; a tool is a typed function"),
+        ([], {"tools": [lambda x: x]}, "has no docstring"),
+        ([], {"loops": {"mine": NeedsArguments}}, "cannot be made without arguments: TypeError"),
+        ([], {"loops": {"mine": score}}, "needs a method run"),
+    ],
+)
+def test_what_a_run_cannot_use_is_refused(
+    overrides: list[str], given: dict[str, object], text: str
+) -> None:
+    with pytest.raises(SetupError, match=text):
+        _collect(_config(*overrides), **given)
+
+
+def test_a_name_of_the_configuration_is_not_taken_twice() -> None:
+    config = _config()
+
+    def calculator(expression: str) -> str:
+        """Calculates."""
+        return expression
+
+    with pytest.raises(SetupError, match=r"a tool 'calculator', and agent.tool_catalogue has one"):
+        prompt_rules(config, _collect(config, tools=[calculator]))
+    with pytest.raises(SetupError, match="'tool_agent' is already registered"):
+        prompt_rules(config, _collect(config, loops={"tool_agent": Loop}))
