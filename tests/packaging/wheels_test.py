@@ -6,6 +6,7 @@
 import ast
 import re
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,13 +132,47 @@ def test_a_wheel_holds_its_package_typed_and_without_tests(package: str) -> None
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_a_source_distribution_holds_what_its_wheel_is_built_from(package: str) -> None:
+    wheel = read_wheel(package)
+    (path,) = Path().glob(f"treadle_{package}-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    modules = {name for name in wheel.files if ".dist-info/" not in name}
+    others = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
+    assert names == modules | others
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_wheel_describes_itself(package: str) -> None:
     metadata = read_wheel(package).metadata
     assert metadata["Name"] == f"treadle-{package.replace('_', '-')}"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Summary"]
+    for field in ("Author", "Keywords", "Summary"):
+        assert metadata[field], field
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier") or []))
+    assert versions == ["3.11", "3.12", "3.13"]
     assert str(metadata.get_payload()).startswith("# ")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_carries_the_licence_of_the_repository(package: str) -> None:
+    wheel = read_wheel(package)
+    assert wheel.metadata["License-Expression"] == "Apache-2.0"
+    (licence,) = (text for name, text in wheel.files.items() if name.endswith("/licenses/LICENSE"))
+    assert licence == Path("LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_links_of_a_wheel_work_outside_the_repository(package: str) -> None:
+    metadata = read_wheel(package).metadata
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL") or [])
+    assert set(urls) == {"Changelog", "Documentation", "Homepage", "Issues", "Repository"}
+    assert all(url.startswith(urls["Homepage"]) for url in urls.values())
+    relative = re.findall(r"\]\((?!https?:|#|mailto:)[^)]*", str(metadata.get_payload()))
+    assert relative == []
+    folder = Path("proto" if package == "proto" else f"packages/{package}")
+    for name in ("Changelog", "Documentation"):
+        assert urls[name].startswith(f"{urls['Homepage']}/blob/main/{folder}/")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
