@@ -1,19 +1,65 @@
-"""The default run learns what the README promises, by its metrics."""
+"""The default run learns what the README promises, and its model comes out: one run for all."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from treadle.trainer.demo import DEMO
+from treadle.trainer.main import main
 
 from .testing import Trainer
 
 pytestmark = pytest.mark.timeout(1200)
-Train = Callable[..., Trainer]
 
 
-def test_the_default_run_learns_to_use_the_tool(train: Train) -> None:
-    trainer = train(base=())
-    assert trainer.mean("tool/call_rate", range(1, 6)) <= 0.65
-    assert trainer.mean("tool/call_rate", range(31, 41)) >= 0.98
-    assert trainer.mean("reward/mean", range(31, 41)) >= 0.9
-    assert trainer.mean("val/accuracy", [0]) <= 0.75
-    assert trainer.mean("val/accuracy", [40]) >= 0.95
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path_factory.mktemp("learned") / "run", [])
+    try:
+        assert trainer.wait() == 0, trainer.output
+        yield trainer
+    finally:
+        trainer.process.kill()
+        trainer.process.wait()
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_default_run_learns_to_use_the_tool(learned: Trainer) -> None:
+    assert learned.mean("tool/call_rate", range(1, 6)) <= 0.65
+    assert learned.mean("tool/call_rate", range(31, 41)) >= 0.98
+    assert learned.mean("reward/mean", range(31, 41)) >= 0.9
+    assert learned.mean("val/accuracy", [0]) <= 0.75
+    assert learned.mean("val/accuracy", [40]) >= 0.95
+
+
+def test_the_model_of_any_checkpoint_comes_out(learned: Trainer, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    last, earlier = tmp_path / "last", tmp_path / "earlier"
+    assert main(["export", str(learned.run_dir), str(last)]) == 0  # copied
+    assert main(["export", str(learned.run_dir), str(earlier), "--step", "30"]) == 0  # converted
+    begun, after_30, after_40 = map(_tensors, (DEMO.parent / "model", earlier, last))
+    assert begun.keys() == after_30.keys() == after_40.keys()
+    assert any(not torch.equal(begun[name], after_30[name]) for name in begun)
+    assert any(not torch.equal(after_30[name], after_40[name]) for name in begun)
+    loaded = AutoModelForCausalLM.from_pretrained(last).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in after_40.items())
+    held = {file.name for file in (DEMO.parent / "model").iterdir()}
+    assert {file.name for file in last.iterdir()} == held | {"README.md"}
+
+
+def test_a_run_begins_with_the_model_of_another(learned: Trainer, tmp_path: Path) -> None:
+    more = Trainer(
+        tmp_path / "more",
+        [f"--config={DEMO}", f"model.path={learned.run_dir}", "schedule.total_steps=1"],
+    )
+    assert more.wait() == 0, more.output
+    assert more.mean("val/accuracy", [0]) == learned.mean("val/accuracy", [40])

@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     [
         (["--engin", "fake"], 2, "did you mean --engine"),
         (["--engine", "vlm"], 1, "unknown engine 'vlm': use one of fake, sglang, torch, vllm"),
-        (["--model.path", "/nowhere"], 1, "/nowhere/config.json"),
+        (["--model.path", "/nowhere"], 2, "model.path=/nowhere does not exist"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_a_code(

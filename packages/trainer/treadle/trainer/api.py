@@ -7,7 +7,7 @@
 
     config = Config(model={"path": "my_model"}, data={"train_files": ["train.jsonl"]})
     result = train(config, reward=score, on_step=lambda step, metrics: print(step, metrics))
-    print(result.summary)
+    print(result.model)
 
 It is the command line's way without the command line: the same checks, files and results.
 """
@@ -42,11 +42,13 @@ class TrainingResult:
         run_dir: The run directory.
         summary: What the run reached.
         metrics: One mapping per step, in order; also in `run_dir / "metrics.jsonl"`.
+        model: The trained model as a Hugging Face directory; None if schedule.save_hf is "never".
     """
 
     run_dir: Path
     summary: Summary
     metrics: Sequence[Mapping[str, float]]
+    model: Path | None
 
 
 def train(
@@ -82,6 +84,7 @@ def train(
     """
     from treadle.trainer.cli.console import new_run_dir
     from treadle.trainer.data.load_data import read_all_rows
+    from treadle.trainer.model_source import exported_model
     from treadle.trainer.own_code import collect
     from treadle.trainer.report import read_metrics
     from treadle.trainer.training_loop.train import run_training
@@ -92,6 +95,7 @@ def train(
     return TrainingResult(
         run_dir=run_dir,
         summary=summary,
+        model=exported_model(run_dir),
         metrics=read_metrics(run_dir / "metrics.jsonl"),
     )
 

@@ -20,8 +20,16 @@ def _train(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _export(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.export import main as command
+
+    return command(argv)
+
+
 # A command loads its module only when it is called, so that `--help` stays quick.
-_COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]]({"train": _train})
+_COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
+    {"train": _train, "export": _export}
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

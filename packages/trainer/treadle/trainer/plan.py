@@ -96,7 +96,7 @@ class Plan:
         yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
         yield "launcher", config.launch.kind
         yield "validation", self._validation()
-        yield "checkpoints", _every(config.schedule.save_every)
+        yield "checkpoints", self._checkpoints()
         yield "seed", str(config.run.seed)
 
     def _server_command(self) -> str:
@@ -107,6 +107,20 @@ class Plan:
         if self.config.rollout.multi_stage_wake_up:
             return "released while the policy trains; weights back, update, then the KV cache"
         return "released while the policy trains; all of it back, then the update"
+
+    def _checkpoints(self) -> str:
+        schedule = self.config.schedule
+        if schedule.save_every is None:
+            if not schedule.save_last:
+                return "never: the trained model will be lost"
+            kept = "after the last step only: a run that is interrupted cannot be resumed"
+        else:
+            kept = f"every {schedule.save_every} steps"
+            if schedule.save_last:
+                kept += " and after the last"
+        if schedule.save_hf == "never":
+            return kept
+        return f"{kept}; {schedule.save_hf} as a Hugging Face directory too"
 
     def _validation(self) -> str:
         if not self.num_val_rows:

@@ -20,6 +20,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from treadle.rollout_server.config.model_directory import ModelPathError, model_directory
 from treadle.rollout_server.config.schema import ServerConfig
 
 PROGRAM = "python -m treadle.rollout_server"
@@ -67,11 +68,21 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         from_file = {} if path is None else _read_yaml(Path(path))
         merged = InitSettingsSource(_Command, _merged(from_file, given))()
         merged.pop("config", None)
-        return ServerConfig.model_validate(merged)
+        return _with_local_model(ServerConfig.model_validate(merged))
     except SettingsError as error:
         raise ConfigError(f"{error}{_hint(str(error).split(), _flags())}") from None
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error))) from None
+    except ModelPathError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _with_local_model(config: ServerConfig) -> ServerConfig:
+    """Returns the configuration with the directory of its model."""
+    if config.model.path is None:
+        return config
+    path = model_directory(config.model.path)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

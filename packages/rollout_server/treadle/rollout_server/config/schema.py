@@ -26,7 +26,8 @@ class ModelConfig(_Model):
 
     path: Path | None = Field(
         default=None,
-        description="Hugging Face directory: config.json, *.safetensors, tokenizer.json.",
+        description="Hugging Face directory: config.json, *.safetensors, tokenizer.json; a run "
+        "directory of the trainer; or ORG/NAME on the Hugging Face Hub.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Element type of the weights in the engine."

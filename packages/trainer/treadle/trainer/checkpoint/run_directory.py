@@ -19,9 +19,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Checkpoint", "Checkpoints", "RunDirectory", "RunDirectoryError", "write_json"]
+__all__ = [
+    "CHECKPOINTS",
+    "HF",
+    "POLICY",
+    "Checkpoint",
+    "Checkpoints",
+    "RunDirectory",
+    "RunDirectoryError",
+    "write_json",
+]
 
 _FORMAT = 1
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory that holds its checkpoints."""
+POLICY = "policy"
+"""Folder of a checkpoint that holds the policy's tensors and optimizer state."""
+HF = "hf"
+"""Folder of a checkpoint that holds the model as a Hugging Face directory."""
 
 
 class RunDirectoryError(RuntimeError):
@@ -35,11 +50,13 @@ class Checkpoint:
     Attributes:
         step: Number of steps trained.
         policy_directory: The policy's tensors.
+        hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
         metrics: The metrics of `step`.
     """
 
     step: int
     policy_directory: Path
+    hf_directory: Path | None
     metrics: Mapping[str, float]
 
 
@@ -137,45 +154,60 @@ class Checkpoints:
             return None
         directory = self._directory / pointer.read_text(encoding="utf-8").strip()
         try:
-            state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+            return _read(directory)
         except (OSError, ValueError) as error:
             raise RunDirectoryError(
                 f"{pointer} names {directory}, which cannot be read: {error}. Write the name of "
                 "another checkpoint into it, or start a new run with another run.dir"
             ) from None
-        if state["format"] != _FORMAT:
+
+    def steps(self) -> tuple[int, ...]:
+        """Returns the steps that have a checkpoint, in order."""
+        names = (path.name for path in self._directory.glob("step-*") if path.is_dir())
+        digits = (name.removeprefix("step-") for name in names)
+        return tuple(sorted(int(number) for number in digits if number.isdecimal()))
+
+    def at(self, step: int) -> Checkpoint:
+        """Returns the checkpoint of a step.
+
+        Raises:
+            RunDirectoryError: There is none, or it cannot be read.
+        """
+        try:
+            return _read(self._directory / _name(step))
+        except (OSError, ValueError) as error:
+            there = ", ".join(map(str, self.steps())) or "none"
             raise RunDirectoryError(
-                f"{directory} has checkpoint format {state['format']}, this release reads {_FORMAT}"
-            )
-        return Checkpoint(
-            step=state["step"], policy_directory=directory / "policy", metrics=state["metrics"]
-        )
+                f"{self._directory} has no checkpoint of step {step} that can be read ({error}); "
+                f"steps with a checkpoint: {there}"
+            ) from None
 
     async def save(
         self,
         step: int,
         metrics: Mapping[str, float],
-        save_policy: Callable[[Path], Awaitable[None]],
+        write: Callable[[Path], Awaitable[None]],
     ) -> None:
         """Writes the checkpoint of `step` and makes it the latest.
 
         Args:
             step: Number of steps trained.
             metrics: The metrics of `step`.
-            save_policy: Writes the policy to a directory that does not exist yet.
+            write: Writes `policy` below the given directory, and `hf` if the checkpoint is to
+                hold the model as a Hugging Face directory.
 
         Raises:
             RunDirectoryError: the disk is full or cannot be written; the previous checkpoint stays
                 the latest.
         """
-        name = f"step-{step:08d}"
+        name = _name(step)
         partial = self._directory / f"{name}.partial"
         try:
             self._remove_partial()
             if (self._directory / name).exists():  # from before the run was set back
                 shutil.rmtree(self._directory / name)
             partial.mkdir(parents=True)
-            await save_policy(partial / "policy")
+            await write(partial)
             write_json(
                 partial / "state.json", {"format": _FORMAT, "step": step, "metrics": dict(metrics)}
             )
@@ -207,3 +239,29 @@ class Checkpoints:
         )
         for path in complete[: -self._keep]:
             shutil.rmtree(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _read(directory: Path) -> Checkpoint:
+    """Reads a checkpoint's state.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not JSON.
+        RunDirectoryError: Another release wrote it.
+    """
+    state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    if state["format"] != _FORMAT:
+        raise RunDirectoryError(
+            f"{directory} has checkpoint format {state['format']}, this release reads {_FORMAT}"
+        )
+    hf = directory / HF
+    return Checkpoint(
+        step=state["step"],
+        policy_directory=directory / POLICY,
+        hf_directory=hf if hf.is_dir() else None,
+        metrics=state["metrics"],
+    )

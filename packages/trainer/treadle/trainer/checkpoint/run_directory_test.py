@@ -8,8 +8,8 @@ from treadle.trainer.checkpoint.run_directory import Checkpoints, RunDirectory, 
 
 
 async def _write_policy(directory: Path) -> None:
-    await asyncio.to_thread(directory.mkdir)
-    await asyncio.to_thread((directory / "weights").write_text, directory.parent.name)
+    await asyncio.to_thread((directory / "policy").mkdir)
+    await asyncio.to_thread((directory / "policy" / "weights").write_text, directory.name)
 
 
 def _save(checkpoints: Checkpoints, step: int) -> None:
@@ -41,12 +41,27 @@ def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path: Path) -> None:
     assert (latest.policy_directory / "weights").exists()
 
 
+def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
+    async def with_hf(directory: Path) -> None:
+        await _write_policy(directory)
+        await asyncio.to_thread((directory / "hf").mkdir)
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    _save(checkpoints, 3)
+    asyncio.run(checkpoints.save(7, {}, with_hf))
+    assert checkpoints.steps() == (3, 7)
+    assert checkpoints.at(3).hf_directory is None
+    assert checkpoints.at(7).hf_directory == tmp_path / "step-00000007" / "hf"
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint of step 5 .*checkpoint: 3, 7$"):
+        checkpoints.at(5)
+
+
 def test_a_full_disk_leaves_the_newest_checkpoint_as_it_was(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     _save(checkpoints, 5)
 
     async def disk_is_full(directory: Path) -> None:
-        await asyncio.to_thread(directory.mkdir)
+        await asyncio.to_thread((directory / "policy").mkdir)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(RunDirectoryError, match=r"step 10 cannot be written .*No space left"):

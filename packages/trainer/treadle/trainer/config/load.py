@@ -20,6 +20,7 @@ from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of,
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
+from treadle.trainer.hub import is_data_uri, is_model_id
 
 __all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
 
@@ -189,9 +190,17 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
     if item_types and isinstance(value, str):
         value = [value]  # a single file needs no brackets
     if leaf.takes(Path) and isinstance(value, str):
+        if (
+            leaf.key == "model.path"
+            and is_model_id(value)
+            and not (assignment.base / value).exists()
+        ):
+            return value
         return _path(assignment.base, value)
     if Path in item_types and isinstance(value, list):
-        return [_path(assignment.base, str(item)) for item in value]
+        return [
+            item if is_data_uri(str(item)) else _path(assignment.base, str(item)) for item in value
+        ]
     return value
 
 

@@ -53,7 +53,8 @@ class DataConfig(Section):
     """The training and validation rows, and how many make a step."""
 
     train_files: Annotated[tuple[Path, ...], Field(min_length=1)]
-    """Files of training rows (.jsonl or .parquet), read in this order."""
+    """Files of training rows (.jsonl or .parquet), read in this order. A file on the Hugging Face
+    Hub is hf://datasets/ORG/NAME/PATH, where `*` stands for any characters."""
     val_files: tuple[Path, ...] = ()
     """Files of validation rows. Empty: the run never validates."""
     prompts_per_step: Count = 16
@@ -71,8 +72,10 @@ class ModelConfig(Section):
     """The weights that training starts from."""
 
     path: Path
-    """Directory of a Hugging Face model: config.json, safetensors and tokenizer. It must be
-    readable under the same path on every node."""
+    """Directory of a Hugging Face model: config.json, safetensors and tokenizer; a run directory,
+    for the model that it trained; or an id on the Hugging Face Hub, as ORG/NAME or
+    ORG/NAME@REVISION, which is downloaded into the Hub's cache. It must be readable under the same
+    path on every node."""
 
 
 class RewardConfig(Section):
@@ -404,7 +407,14 @@ class ScheduleConfig(Section):
     val_before_train: bool = True
     """Validate before the first step."""
     save_every: Count | None = None
-    """Number of steps between checkpoints; the last step also saves one. Null: no checkpoints."""
+    """Number of steps between checkpoints. Null: none before the last step, so that an interrupted
+    run cannot be resumed."""
+    save_last: bool = True
+    """Save a checkpoint after the last step."""
+    save_hf: Literal["never", "last", "every"] = "last"
+    """Which checkpoints also hold the model as a Hugging Face directory (`hf`), for transformers,
+    vLLM, SGLang and the next run: none, that of the last step, or each. `treadle export` makes it
+    of any checkpoint later."""
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep, the latest ones."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.trainer.data.errors import DataError, nearest
+from treadle.trainer.hub import HubError, download_data, is_data_uri
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 
@@ -39,7 +40,7 @@ def read_rows(
     """Reads the rows of all files, in order.
 
     Args:
-        paths: `.jsonl` and `.parquet` files.
+        paths: `.jsonl` and `.parquet` files, here or on the Hub (hf://datasets/ORG/NAME/PATH).
         required: Columns that every row must have, with a value other than null.
         limit: Maximum number of rows, at least 1. None: read all.
 
@@ -51,7 +52,7 @@ def read_rows(
             has a value of the wrong shape. The message names file, line and column.
     """
     rows: list[Row] = []
-    for path in paths:
+    for path in _local(paths):
         before = len(rows)
         for place, columns in _read(path):
             _check(place, columns, required)
@@ -61,6 +62,18 @@ def read_rows(
         if len(rows) == before:
             raise DataError(f"{path} has no rows")
     return tuple(rows)
+
+
+def _local(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yields the files, those on the Hub from its cache."""
+    for path in paths:
+        if is_data_uri(path):
+            try:
+                yield from download_data(path)
+            except HubError as error:
+                raise DataError(str(error)) from None
+        else:
+            yield path
 
 
 def _read(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -147,6 +147,17 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    def save_hf(self, folder: Path) -> None:
+        """Writes a Hugging Face model folder, which must not exist; all of it or nothing.
+
+        The weights are those of `export_weights`, bit for bit; configuration, tokenizer and chat
+        template are those of the model that training started from.
+
+        Raises:
+            CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        ...
+
     def load(self, directory: Path) -> None:
         """Restores weights, optimizer and step counter, whatever the parallel sizes were.
 

@@ -32,6 +32,7 @@ __all__ = [
     "PushSharedMemory",
     "PushTarget",
     "Save",
+    "SaveHf",
     "SendReport",
     "SharedMemoryTarget",
     "Specs",
@@ -289,6 +290,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveHf:
+    """Write the weights as a Hugging Face model directory, which must not exist. Answer: None."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Read a checkpoint. Answer: the optimizer steps that it has taken."""
 
@@ -312,6 +320,7 @@ Command = (
     | OpenGroup
     | Broadcast
     | Save
+    | SaveHf
     | Load
     | Stop
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -81,9 +81,10 @@ def write_folder(
     """Writes a model folder that transformers can load.
 
     Args:
-        tensors: All weights, under their Hugging Face names.
+        tensors: All weights, under their Hugging Face names, of one element type.
         folder: Must not exist.
-        like: A model folder whose config, tokenizer and chat template are copied.
+        like: A model folder whose config, tokenizer and chat template are copied; the config
+            gets the element type of the weights.
         shard_bytes: Maximum size of a file, unless one tensor is larger.
 
     Raises:
@@ -96,15 +97,29 @@ def write_folder(
     shutil.rmtree(building, ignore_errors=True)
     try:
         shutil.copytree(like, building, ignore=shutil.ignore_patterns(*_NOT_WEIGHTS))
-        _write_shards(tensors, building, shard_bytes)
+        element_types = _write_shards(tensors, building, shard_bytes)
+        _write_element_type(building / "config.json", element_types)
         building.rename(folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
 
 
-def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int) -> None:
+def _write_element_type(config_file: Path, element_types: Set[str]) -> None:
+    """Writes the type of the weights into config.json: loaders convert weights to it."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    (element_type,) = element_types
+    # transformers 5 writes `dtype`; before, and for other loaders, it was `torch_dtype`.
+    for key in ("dtype", "torch_dtype"):
+        if key in config or key == "dtype":
+            config[key] = element_type
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int) -> set[str]:
+    """Writes the files; returns the element types of the tensors, as float32."""
     weight_map: dict[str, str] = {}
+    element_types: set[str] = set()
     total = 0
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
         file = f"model-{number:05d}.safetensors"
@@ -112,11 +127,13 @@ def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int
         save_file(data, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(data, file))
         total += sum(t.nbytes for t in data.values())
+        element_types |= {str(t.dtype).removeprefix("torch.") for t in data.values()}
     if len(set(weight_map.values())) == 1:
         (folder / next(iter(weight_map.values()))).rename(folder / _SINGLE)
-        return
+        return element_types
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return element_types
 
 
 def _shards(tensors: Iterable[NamedTensor], shard_bytes: int) -> Iterator[list[NamedTensor]]:

@@ -8,7 +8,7 @@ import torch
 from treadle.trainer.policy.hf_weights import WeightsReader, write_folder
 from treadle.trainer.policy.types import NamedTensor
 
-TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(5, dtype=torch.bfloat16)}
+TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(5)}
 
 
 def named() -> Iterator[NamedTensor]:
@@ -20,7 +20,7 @@ def named() -> Iterator[NamedTensor]:
 def like(tmp_path: Path) -> Path:
     folder = tmp_path / "like"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"torch_dtype": "bfloat16"}')
     (folder / "model.safetensors").write_bytes(b"the old weights")
     return folder
 
@@ -34,6 +34,8 @@ def test_what_is_written_is_read(tmp_path: Path, like: Path, shard_bytes: int) -
         assert all(torch.equal(reader[name], tensor) for name, tensor in TENSORS.items())
         with pytest.raises(KeyError, match=r"no tensor 'c'"):
             reader["c"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"torch_dtype": "float32", "dtype": "float32"}
     files = sorted(p.name for p in folder.iterdir())
     if shard_bytes > 1:
         assert files == ["config.json", "model.safetensors"]
@@ -43,7 +45,7 @@ def test_what_is_written_is_read(tmp_path: Path, like: Path, shard_bytes: int) -
             "a.weight": "model-00001.safetensors",
             "b.bias": "model-00002.safetensors",
         }
-        assert index["metadata"] == {"total_size": 34}
+        assert index["metadata"] == {"total_size": 44}
 
 
 def test_a_folder_that_could_not_be_finished_is_not_there(tmp_path: Path, like: Path) -> None:

@@ -33,6 +33,7 @@ from treadle.trainer.policy.commands import (
     Push,
     PushSharedMemory,
     Save,
+    SaveHf,
     Specs,
     Stop,
     Update,
@@ -123,6 +124,9 @@ class PolicyRank:
                 return self._collective_sender().broadcast(policy, command)
             case Save():
                 policy.save(command.directory)
+                return None
+            case SaveHf():
+                policy.save_hf(command.directory)
                 return None
             case Load():
                 policy.load(command.directory)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
-from treadle.trainer.checkpoint.run_directory import Checkpoints
+from treadle.trainer.checkpoint.run_directory import HF, POLICY, Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
 from treadle.trainer.own_code import OnStep
-from treadle.trainer.policy.commands import Save, Update, UpdateStats
+from treadle.trainer.policy.commands import Save, SaveHf, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
@@ -200,11 +200,13 @@ class TrainingContext:
         else:
             await asyncio.to_thread(self.on_step, step, metrics)
 
-    async def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes the checkpoint of `step`."""
+    async def save(self, step: int, metrics: dict[str, float], *, with_hf: bool) -> None:
+        """Writes the checkpoint of `step`, with the model as a Hugging Face directory if wanted."""
 
-        async def save_policy(directory: Path) -> None:
-            await self.policy.call(Save(directory=directory))
+        async def write(directory: Path) -> None:
+            await self.policy.call(Save(directory=directory / POLICY))
+            if with_hf:
+                await self.policy.call(SaveHf(directory=directory / HF))
 
         with self.progress.phase("save"):
-            await self.checkpoints.save(step, metrics, save_policy)
+            await self.checkpoints.save(step, metrics, write)

@@ -74,19 +74,22 @@ async def _train_step(context: TrainingContext, step: int) -> None:
 
     # Validation
     last = step == context.total_steps
-    if context.val and _due(config.schedule.val_every, step, last=last):
+    if context.val and _due(config.schedule.val_every, step, or_now=last):
         metrics |= await validate(context, step=step, timer=timer)
     metrics |= context.servers.take_metrics()
 
     # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
-    if _due(config.schedule.save_every, step, last=last):
+    schedule = config.schedule
+    at_end = last and schedule.save_last
+    if at_end or _due(schedule.save_every, step):
+        with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
         with timer.phase("save"):
-            await context.save(step, {**metrics, **timer.metrics()})
+            await context.save(step, {**metrics, **timer.metrics()}, with_hf=with_hf)
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 
-def _due(every: int | None, step: int, *, last: bool) -> bool:
-    return every is not None and (last or step % every == 0)
+def _due(every: int | None, step: int, *, or_now: bool = False) -> bool:
+    return every is not None and (or_now or step % every == 0)
 
 
 def _report_failures(context: TrainingContext, step: int, batch: StepBatch) -> None:

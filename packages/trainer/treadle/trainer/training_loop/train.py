@@ -13,11 +13,17 @@ from pathlib import Path
 
 from treadle.tracing import JsonlSink, use_sink
 from treadle.trainer.checkpoint.resume_check import compare
-from treadle.trainer.checkpoint.run_directory import Checkpoints, RunDirectory, RunDirectoryError
+from treadle.trainer.checkpoint.run_directory import (
+    CHECKPOINTS,
+    Checkpoints,
+    RunDirectory,
+    RunDirectoryError,
+)
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import check_rows
 from treadle.trainer.data.load_data import Rows
 from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.model_source import with_local_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import make_plan
 from treadle.trainer.report import Progress, Summary, open_progress, write_reports
@@ -47,6 +53,8 @@ async def run_training(
         RunDirectoryError: the directory is in use, holds another run, or cannot be written.
         Exception: see `run_sync` and `build_context`.
     """
+    given = config
+    config = await asyncio.to_thread(with_local_model, given)
     rules = prompt_rules(config, own)
     check_rows(rows.train, split="train", rules=rules)
     check_rows(rows.val, split="val", rules=rules)
@@ -55,8 +63,8 @@ async def run_training(
     )
     check_server_command(config)
     with RunDirectory(run_dir) as directory:
-        checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.schedule.keep_checkpoints)
-        changes = _begin_or_resume(directory, config)
+        checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=config.schedule.keep_checkpoints)
+        changes = _begin_or_resume(directory, given)
         begun = directory.holds_run
         checkpoint = checkpoints.latest()
         if begun and checkpoint is None and config.schedule.save_every is None:
@@ -64,7 +72,7 @@ async def run_training(
                 f"run.dir={run_dir} holds a run that kept no checkpoint to go on from "
                 "(schedule.save_every=null): choose another directory, or remove this one"
             )
-        directory.write_config(config.model_dump(mode="json"))
+        directory.write_config(given.model_dump(mode="json"))
         first_step = checkpoint.step + 1 if checkpoint is not None else 1
         with (
             open_progress(total_steps=plan.total_steps, first_step=first_step) as progress,

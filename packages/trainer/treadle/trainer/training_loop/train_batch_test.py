@@ -72,6 +72,9 @@ class _Policy:
     def save(self, directory: Path) -> None:
         raise NotImplementedError
 
+    def save_hf(self, folder: Path) -> None:
+        raise NotImplementedError
+
     def load(self, directory: Path) -> None:
         raise NotImplementedError
 

@@ -282,11 +282,7 @@ class MegatronPolicy:
         return weights.export(self._model, self.architecture, self.world, dtype=dtype)
 
     def save_hf(self, folder: Path) -> None:
-        """Writes a Hugging Face model folder, with the tokenizer files of the one loaded.
-
-        Raises:
-            CheckpointError: It could not be written; nothing is left behind.
-        """
+        """See `PolicyBackend.save_hf`."""
         checkpoint.save_hf(
             self.export_weights(), self.weight_specs(), folder, like=self._model_path, w=self.world
         )

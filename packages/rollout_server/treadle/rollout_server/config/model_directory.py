@@ -1,0 +1,78 @@
+"""Finds the model that `model.path` names: a directory, a trainer's run, or an id on the Hub."""
+
+import re
+from pathlib import Path
+
+__all__ = ["ModelPathError", "model_directory"]
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+# Without weights in other formats, which are as large again.
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*")
+
+
+class ModelPathError(ValueError):
+    """`model.path` leads to no model; the message says what to do."""
+
+
+def model_directory(path: Path) -> Path:
+    """Returns the local directory of a model.
+
+    Args:
+        path: A directory with a Hugging Face model; a trainer's run directory or one of its
+            checkpoints, for the model that it holds in `hf`; or ORG/NAME or ORG/NAME@REVISION on
+            the Hugging Face Hub, which is downloaded into the Hub's cache. An existing path wins.
+
+    Raises:
+        ModelPathError: There is no such model, or it cannot be had.
+    """
+    if path.exists():
+        return _in_run(path)
+    if _HUB_ID.fullmatch(str(path)):
+        return _from_hub(str(path))
+    raise ModelPathError(
+        f"model.path={path} does not exist; it must be a Hugging Face model directory, a run "
+        "directory of the trainer, or an id on the Hugging Face Hub as ORG/NAME"
+    )
+
+
+def _in_run(path: Path) -> Path:
+    checkpoint = path
+    if (path / "checkpoints").is_dir():
+        pointer = path / "checkpoints" / "latest"
+        if not pointer.is_file():
+            raise ModelPathError(f"model.path={path} is a run directory without a checkpoint")
+        checkpoint = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    elif path.parent.name != "checkpoints":
+        return path
+    if (checkpoint / "hf").is_dir():
+        return checkpoint / "hf"
+    run = checkpoint.parent.parent
+    raise ModelPathError(
+        f"model.path={path}: {checkpoint} holds no Hugging Face directory; write one with "
+        f"`treadle export {run} OUT`, and set --model.path OUT"
+    )
+
+
+def _from_hub(model_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise ModelPathError(
+            f"model.path={model_id} is no directory here, and models of the Hugging Face Hub need "
+            "huggingface_hub, which every engine but the fake one installs"
+        ) from None
+    repo, _, revision = model_id.partition("@")
+    try:
+        return Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=list(_HUB_FILES))
+        )
+    except LocalEntryNotFoundError:
+        cause = "it is not in the cache, and the Hub cannot be reached or HF_HUB_OFFLINE is set"
+    except (HfHubHTTPError, OSError) as error:
+        cause = str(error).partition("\n")[0]
+    raise ModelPathError(
+        f"model.path={model_id} is no directory here and cannot be had from the Hugging Face Hub: "
+        f"{cause}. Where there is a connection, run `hf download {repo} --local-dir DIRECTORY`; "
+        "then set --model.path DIRECTORY"
+    )

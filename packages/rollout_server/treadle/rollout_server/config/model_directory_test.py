@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import pytest
+
+from treadle.rollout_server.config.command_line import ConfigError, parse
+
+
+def _checkpoint(run: Path, *, hf: bool) -> Path:
+    checkpoint = run / "checkpoints" / "step-00000007"
+    (checkpoint / "hf" if hf else checkpoint).mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step-00000007\n")
+    return checkpoint
+
+
+def test_a_run_directory_and_a_checkpoint_stand_for_their_model(tmp_path: Path) -> None:
+    checkpoint = _checkpoint(tmp_path, hf=True)
+    for given in (tmp_path, checkpoint, checkpoint / "hf"):
+        assert parse(["--model.path", str(given)]).model.path == checkpoint / "hf"
+    (tmp_path / "model").mkdir()
+    assert parse(["--model.path", str(tmp_path / "model")]).model.path == tmp_path / "model"
+
+
+def test_what_leads_to_no_model_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=/no/model/here does not exist"):
+        parse(["--model.path", "/no/model/here"])
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="a run directory without a checkpoint"):
+        parse(["--model.path", str(tmp_path / "empty")])
+    _checkpoint(tmp_path, hf=False)
+    with pytest.raises(ConfigError, match=r"`treadle export .* OUT`"):
+        parse(["--model.path", str(tmp_path)])
+
+
+def test_an_id_that_is_not_in_the_cache_is_explained_offline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"not in the cache.*`hf download acme/tiny "):
+        parse(["--model.path", "acme/tiny"])

@@ -1,0 +1,97 @@
+"""Where a model comes from: a directory, a run, one of its checkpoints, or the Hugging Face Hub.
+
+Invariant: what `resolve_model` returns is a local directory that holds a Hugging Face model; what
+does not lead to one is a `SetupError` that names the cause, the value and the fix.
+
+| `model.path` | model |
+|---|---|
+| a directory with config.json and tokenizer | itself |
+| a run directory | the `hf` folder of its latest checkpoint |
+| RUN/checkpoints/step-00000040 | its `hf` folder |
+| ORG/NAME or ORG/NAME@REVISION | in the Hub's cache, downloaded if it is missing |
+"""
+
+from pathlib import Path
+
+from treadle.agent_loop import SetupError
+from treadle.trainer.checkpoint.run_directory import (
+    CHECKPOINTS,
+    Checkpoint,
+    Checkpoints,
+    RunDirectoryError,
+)
+from treadle.trainer.config.schema import Config
+from treadle.trainer.hub import download_model, is_model_id
+
+__all__ = ["exported_model", "resolve_model", "with_local_model"]
+
+
+def with_local_model(config: Config, *, weights: bool = True) -> Config:
+    """Returns the configuration with `model.path` as the local directory of its model.
+
+    Raises:
+        SetupError: See `resolve_model`.
+    """
+    path = resolve_model(config.model.path, weights=weights)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def resolve_model(source: Path | str, *, weights: bool = True) -> Path:
+    """Returns the local directory of a model.
+
+    Args:
+        source: As the table above says. An existing path wins over a Hub id.
+        weights: Whether the tensors are needed too, not only configuration and tokenizer.
+
+    Raises:
+        SetupError: There is no model, or it cannot be had.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = _in_directory(path)
+        if not (found / "config.json").is_file():
+            raise SetupError(
+                f"model.path={source} holds no config.json; it must be a Hugging Face model "
+                "directory, a run directory, or an id on the Hub as ORG/NAME"
+            )
+        return found
+    if path.exists():
+        raise SetupError(f"model.path={source} is a file; it must be a directory")
+    if is_model_id(str(source)):
+        return download_model(str(source), weights=weights)
+    raise SetupError(
+        f"model.path={source} does not exist; it must be a Hugging Face model directory, a run "
+        "directory, or an id on the Hub as ORG/NAME"
+    )
+
+
+def exported_model(run_dir: Path) -> Path | None:
+    """Returns the Hugging Face directory of a run's latest checkpoint, or None."""
+    checkpoint = Checkpoints(run_dir / CHECKPOINTS, keep=1).latest()
+    return None if checkpoint is None else checkpoint.hf_directory
+
+
+def _in_directory(path: Path) -> Path:
+    try:
+        if (path / CHECKPOINTS).is_dir():
+            checkpoint = Checkpoints(path / CHECKPOINTS, keep=1).latest()
+            if checkpoint is None:
+                raise SetupError(f"model.path={path} is a run directory without a checkpoint")
+            return _model_of(checkpoint, path)
+        if path.parent.name == CHECKPOINTS and (path / "state.json").is_file():
+            digits = path.name.removeprefix("step-")
+            step = int(digits) if digits.isdecimal() else -1
+            return _model_of(Checkpoints(path.parent, keep=1).at(step), path.parent.parent)
+    except RunDirectoryError as error:
+        raise SetupError(f"model.path={path}: {error}") from None
+    return path
+
+
+def _model_of(checkpoint: Checkpoint, run: Path) -> Path:
+    if checkpoint.hf_directory is None:
+        raise SetupError(
+            f"model.path: the checkpoint of step {checkpoint.step} in {run} holds no Hugging Face "
+            f"directory; write one with `treadle export {run} OUT --step {checkpoint.step}` and "
+            "set model.path=OUT"
+        )
+    return checkpoint.hf_directory
