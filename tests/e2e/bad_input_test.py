@@ -11,7 +11,12 @@ from .testing import StartTrainer, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 
-_ONE_STEP = ("schedule.total_steps=1", "schedule.val_every=null", "schedule.val_before_train=false")
+_ONE_STEP = (
+    "schedule.total_steps=1",
+    "schedule.val_every=null",
+    "schedule.val_before_train=false",
+    "schedule.save_last=false",
+)
 
 
 def _end(trainer: Trainer, status: int) -> str:

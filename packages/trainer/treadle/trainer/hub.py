@@ -129,17 +129,18 @@ def push_model(directory: Path, repo: str) -> str:
         HubError: It cannot be uploaded; the directory stays.
     """
     check_repository(repo)
-    from huggingface_hub import create_repo, upload_folder
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
+    hub = HfApi()
     try:
-        create_repo(repo, private=True, exist_ok=True)
-        return str(upload_folder(repo_id=repo, folder_path=directory).repo_url)
+        hub.create_repo(repo, private=True, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repo, folder_path=directory).repo_url)
     except LocalTokenNotFoundError:
         cause = "there is no token: set HF_TOKEN, or run `hf auth login`"
     except OfflineModeIsEnabled:
         cause = "HF_HUB_OFFLINE is set: unset it"
-    except (HfHubHTTPError, OSError) as error:
+    except (_http_error(), OSError) as error:
         cause = str(error).partition("\n")[0]
     raise HubError(
         f"{directory} cannot be pushed to {repo}: {cause}. The directory is complete; "
@@ -152,7 +153,6 @@ def _have(what: str, command: str, get: Callable[[], T]) -> T:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -173,6 +173,14 @@ def _have(what: str, command: str, get: Callable[[], T]) -> T:
         )
     except EntryNotFoundError:
         cause = "the repository has no such file"
-    except (HfHubHTTPError, OSError) as error:
+    except (_http_error(), OSError) as error:
         cause = str(error).partition("\n")[0]
     raise HubError(f"{what} cannot be had from the Hugging Face Hub: {cause}") from None
+
+
+def _http_error() -> type[Exception]:
+    """Returns the base class of refused requests and lost connections."""
+    # huggingface_hub's own errors derive from it; which HTTP library it is from differs by version.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    return HTTPError

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -209,3 +210,16 @@ def test_a_model_is_pushed(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         push_model(folder, "mine")
     with pytest.raises(HubError, match=r"`hf upload acme/denied .*` pushes it later"):
         push_model(folder, "acme/denied")
+
+
+def test_a_hub_that_cannot_be_reached_says_so(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and never listens
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        with pytest.raises(HubError, match=r"cannot be pushed to acme/mine: .*`hf upload"):
+            push_model(hub, "acme/mine")
+        with pytest.raises(HubError, match=r"hf://datasets/acme/sums/data/.*cannot be had"):
+            download_data("hf://datasets/acme/sums/data/*.jsonl")
