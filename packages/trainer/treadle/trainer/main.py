@@ -26,9 +26,15 @@ def _export(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _new(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.new import main as command
+
+    return command(argv)
+
+
 # A command loads its module only when it is called, so that `--help` stays quick.
 _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
-    {"train": _train, "export": _export}
+    {"train": _train, "export": _export, "new": _new}
 )
 
 

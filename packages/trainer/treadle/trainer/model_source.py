@@ -8,6 +8,7 @@ does not lead to one is a `SetupError` that names the cause, the value and the f
 | a directory with config.json and tokenizer | itself |
 | a run directory | the `hf` folder of its latest checkpoint |
 | RUN/checkpoints/step-00000040 | its `hf` folder |
+| demo:calculator, demo:math_expression | those that ship with this package |
 | ORG/NAME or ORG/NAME@REVISION | in the Hub's cache, downloaded if it is missing |
 """
 
@@ -21,6 +22,7 @@ from treadle.trainer.checkpoint.run_directory import (
     RunDirectoryError,
 )
 from treadle.trainer.config.schema import Config
+from treadle.trainer.demo import MODELS, is_demo_model
 from treadle.trainer.hub import download_model, is_model_id
 
 __all__ = ["exported_model", "resolve_model", "with_local_model"]
@@ -57,6 +59,10 @@ def resolve_model(source: Path | str, *, weights: bool = True) -> Path:
         return found
     if path.exists():
         raise SetupError(f"model.path={source} is a file; it must be a directory")
+    if is_demo_model(str(source)):
+        if str(source) not in MODELS:
+            raise SetupError(f"there is no model.path={source}; there are: {', '.join(MODELS)}")
+        return MODELS[str(source)]
     if is_model_id(str(source)):
         return download_model(str(source), weights=weights)
     raise SetupError(

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import SetupError
+from treadle.trainer.demo import DEMO
 from treadle.trainer.model_source import exported_model, resolve_model
 
 
@@ -45,3 +46,10 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="is a file"):
         resolve_model(tmp_path / "file")
+
+
+def test_a_model_that_ships_has_a_name() -> None:
+    assert resolve_model("demo:calculator") == DEMO.parent / "model"
+    assert (resolve_model("demo:math_expression") / "model.safetensors").is_file()
+    with pytest.raises(SetupError, match=r"no model\.path=demo:calc; there are: demo:calculator"):
+        resolve_model("demo:calc")

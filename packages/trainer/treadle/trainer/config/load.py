@@ -20,6 +20,7 @@ from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of,
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
+from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
 
 __all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
@@ -192,7 +193,7 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
     if leaf.takes(Path) and isinstance(value, str):
         if (
             leaf.key == "model.path"
-            and is_model_id(value)
+            and (is_model_id(value) or is_demo_model(value))
             and not (assignment.base / value).exists()
         ):
             return value

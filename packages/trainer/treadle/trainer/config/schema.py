@@ -73,9 +73,9 @@ class ModelConfig(Section):
 
     path: Path
     """Directory of a Hugging Face model: config.json, safetensors and tokenizer; a run directory,
-    for the model that it trained; or an id on the Hugging Face Hub, as ORG/NAME or
-    ORG/NAME@REVISION, which is downloaded into the Hub's cache. It must be readable under the same
-    path on every node."""
+    for the model that it trained; a small model that ships with Treadle, demo:calculator or
+    demo:math_expression; or an id on the Hugging Face Hub, as ORG/NAME or ORG/NAME@REVISION, which
+    is downloaded into the Hub's cache. It must be readable under the same path on every node."""
 
 
 class RewardConfig(Section):
