@@ -1,10 +1,14 @@
 """The Python of the guides in docs/ runs as it stands, and what the pages name exists."""
 
 import functools
+import inspect
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
+
+from treadle.trainer import train
 
 GUIDES = ("write_a_tool.md", "write_your_own_loop.md")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,6 +33,20 @@ def test_the_python_of_a_guide_runs(name: str) -> None:
     namespace: dict[str, object] = {"__name__": "guide"}
     for block in blocks:
         exec(compile(block, name, "exec"), namespace)
+
+
+def test_the_script_of_the_python_api_calls_train_as_it_is() -> None:
+    # The notebook of examples/ shows that it trains.
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / "python_api.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    definitions, call, rest = script.partition("result = train(")
+    arguments = rest.partition("\n")[0].removesuffix(")")
+    namespace: dict[str, object] = {}
+    exec(compile(definitions, "python_api.md", "exec"), namespace)
+    exec(f"given = dict(config={arguments})", namespace)
+    assert call
+    inspect.signature(train).bind(**cast(dict[str, object], namespace["given"]))
 
 
 def test_every_link_of_the_docs_leads_somewhere() -> None:

@@ -1,0 +1,50 @@
+"""The notebook runs from its first cell to its last, as it stands."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parent / "train_from_python.ipynb"
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def _notebook() -> nbformat.NotebookNode:
+    notebook: nbformat.NotebookNode = nbformat.read(  # type: ignore[no-untyped-call]
+        NOTEBOOK, as_version=4
+    )
+    return notebook
+
+
+def test_the_notebook_trains(tmp_path: Path) -> None:
+    notebook = _notebook()
+    client = NotebookClient(
+        notebook, timeout=540, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()  # an error in a cell is an error here, with the cell
+
+    said = "".join(
+        output.text
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if output.output_type == "stream" and output.name == "stdout"
+    )
+    steps = [line.partition(":")[0] for line in said.splitlines() if "mean reward" in line]
+    assert steps == [f"step {step}" for step in range(1, 7)]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"{run.relative_to(tmp_path) / 'report.html'}\n" in said
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # The tool, the reward and the loop that ran are those of the notebook.
+    assert all(0 < line["reward/mean"] <= 1 for line in metrics if line["step"] > 0)
+    trajectories = (run / "trajectories.jsonl").read_text()
+    assert '"one_round"' in trajectories
+    assert "<tool_call>" in trajectories
+
+
+def test_the_notebook_is_kept_without_results() -> None:
+    for cell in _notebook().cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
