@@ -121,6 +121,15 @@ def _micro_batch_tokens(value: Any, verl: Verl) -> Mapping[str, Any]:
     return {"policy.micro_batch_tokens": value} if used else {}
 
 
+def _save_contents(value: Any, _: Verl) -> Mapping[str, Any]:
+    """A checkpoint here always holds model, optimizer and random states; hf_model is the choice."""
+    known = ("model", "optimizer", "extra", "hf_model")
+    contents = value if isinstance(value, list) else [value]
+    if unknown := [each for each in contents if each not in known]:
+        raise ConfigError(f"{unknown[0]!r} is not available (only {', '.join(known)})")
+    return {"schedule.save_hf": "every" if "hf_model" in contents else "never"}
+
+
 _TRACE = _one_of(
     "tracing.backend",
     {None: "none", "jsonl": "jsonl"},
@@ -136,6 +145,7 @@ _ENGINE = _one_of(
 _PARSERS = {"gpt-oss": "gpt_oss", "deepseek_v4": "deepseek_v32"}
 
 _CONVERTED: Mapping[str, Converter] = {
+    "actor_rollout_ref.actor.checkpoint.save_contents": _save_contents,
     "actor_rollout_ref.actor.clip_ratio": lambda value, _: {
         "algorithm.clip_low": value,
         "algorithm.clip_high": value,

@@ -123,6 +123,7 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
         ("data.truncation=left", "only error"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "do not divide the step's 16"),
         ("actor_rollout_ref.rollout.top_k=x", "is not a number"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[modl]", "'modl' is not available"),
     ],
 )
 def test_what_is_not_offered_is_refused_with_a_way_out(argument: str, message: str) -> None:
@@ -197,6 +198,13 @@ def test_memory_is_released_when_verl_was_asked_to() -> None:
     assert staged.release_memory and staged.multi_stage_wake_up
     with pytest.raises(ConfigError, match="wakes up nothing"):
         _load(f"{_ROLLOUT}.multi_stage_wake_up=True", f"{_ROLLOUT}.free_cache_engine=False")
+
+
+def test_a_hugging_face_model_is_saved_when_verl_was_asked_to() -> None:
+    key = "actor_rollout_ref.actor.checkpoint.save_contents"
+    assert _load(f"{key}=[model,optimizer,extra,hf_model]").config.schedule.save_hf == "every"
+    assert _load(f"{key}=[model,optimizer,extra]").config.schedule.save_hf == "never"
+    assert _load(f"{key}=hf_model").config.schedule.save_hf == "every"
 
 
 def test_off_is_null() -> None:

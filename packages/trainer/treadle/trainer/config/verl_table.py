@@ -112,7 +112,7 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data.truncation": (("error",), "a cut prompt is another question; see data.overlong_prompts"),
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
     "trainer.critic_warmup": ((0,), "GRPO has no critic"),
-    "trainer.val_only": ((False,), "validation alone is not part of this release"),
+    "trainer.val_only": ((False,), "`treadle eval` validates without training"),
 }
 
 _PACKED = "micro-batches are packed by tokens: policy.micro_batch_tokens"
