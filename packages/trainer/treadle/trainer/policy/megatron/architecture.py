@@ -6,14 +6,28 @@ model does not compute is rejected when it is read, with the setting and its val
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# docs/models.md has both for users.
 SUPPORTED: Final = ("llama", "qwen2", "qwen3")
+COMPUTED: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "rope_parameters.rope_type": "default",
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }
+)
+"""Settings of a config, with the only value that can be built; a setting left out has it."""
 
 
 class UnsupportedModelError(ValueError):
@@ -98,16 +112,9 @@ class Architecture:
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    wanted: tuple[tuple[str, object, object], ...] = (
-        ("hidden_act", config.hidden_act, "silu"),
-        ("rope_parameters.rope_type", rope_type, "default"),
-        ("attention_dropout", getattr(config, "attention_dropout", 0.0), 0.0),
-        ("attention_bias", getattr(config, "attention_bias", False), False),
-        ("mlp_bias", getattr(config, "mlp_bias", False), False),
-        ("use_sliding_window", getattr(config, "use_sliding_window", False), False),
-    )
-    for name, value, only in wanted:
+    for name, only in COMPUTED.items():
+        section, _, key = name.rpartition(".")
+        value = getattr(config, section).get(key, only) if section else getattr(config, key, only)
         if value != only:
             raise UnsupportedModelError(
                 f"{config.model_type} with {name}={value!r} is not supported by the Megatron "

@@ -1,0 +1,48 @@
+"""The tables of docs/rows.md, docs/models.md and docs/metrics.md are what the code has."""
+
+import re
+from pathlib import Path
+
+from treadle.trainer.data.dataset import REQUIRED_COLUMNS
+from treadle.trainer.demo import MODELS
+from treadle.trainer.policy.megatron.architecture import COMPUTED, SUPPORTED
+
+ROOT = Path(__file__).parents[2]
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Returns the cells of the page's table whose first heading this is, row by row."""
+    text = (ROOT / "docs" / page).read_text()
+    match = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    assert match is not None, f"{page} has no table {heading}"
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in match[1].splitlines()]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_the_required_columns_of_a_row_are_written() -> None:
+    rows = table("rows.md", "column")
+    assert {row[0].strip("`") for row in rows if row[2] == "yes"} == set(REQUIRED_COLUMNS)
+
+
+def test_the_architectures_that_can_be_trained_are_written() -> None:
+    assert [row[0].strip("`") for row in table("models.md", "`model_type`")] == list(SUPPORTED)
+    values = {
+        row[0].strip("`"): row[1].strip("`") for row in table("models.md", "in `config.json`")
+    }
+    assert values == {name: str(value) for name, value in COMPUTED.items()}
+
+
+def test_the_models_that_ship_are_written() -> None:
+    assert [row[0].strip("`") for row in table("models.md", "`model.path`")] == list(MODELS)
+
+
+def test_a_metric_of_some_runs_is_in_the_sources() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text().partition("## Only in some runs")[2]
+    cells = "".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
+    named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+)`", cells)}
+    assert len(named) > 20
+    files = [p for p in (ROOT / "packages").rglob("*.py") if not p.name.endswith("_test.py")]
+    words = set(re.findall(r"[^\W_]+(?:_[^\W_]+)*", "".join(p.read_text() for p in files)))
+    # The code adds these endings to a common name.
+    stems = {re.sub(r"_(mean|p99|max|s)$", "", name) for name in named - words}
+    assert stems - words == set()
