@@ -4,6 +4,9 @@ This folder holds the renderer, the probing of templates, and the placeholders o
 interface is in `tokens/renderer.py`; no other folder of the package may import transformers.
 """
 
-from treadle.agent_loop.hf.chat_renderer import HfRenderer
+from treadle.agent_loop.extras import needs_extra
+
+with needs_extra("hf", __name__):
+    from treadle.agent_loop.hf.chat_renderer import HfRenderer
 
 __all__ = ["HfRenderer"]

@@ -5,9 +5,12 @@ is in `capture/`. No other folder may import starlette or uvicorn. See
 `docs/train_an_existing_agent.md`.
 """
 
-from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
-from treadle.agent_loop.proxy.loop import OnCrash, ProxyAgentLoop
-from treadle.agent_loop.proxy.sessions import AgentSampling
+from treadle.agent_loop.extras import needs_extra
+
+with needs_extra("proxy", __name__):
+    from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
+    from treadle.agent_loop.proxy.loop import OnCrash, ProxyAgentLoop
+    from treadle.agent_loop.proxy.sessions import AgentSampling
 
 __all__ = [
     "Agent",

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(_run(arguments))
-    except (SetupError, ValueError) as error:
+    except (ModuleNotFoundError, SetupError, ValueError) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
     return 0

@@ -24,11 +24,10 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.extras import needs_extra
 from treadle.agent_loop.routing.placement import HashedSession, StickySession
 from treadle.agent_loop.rpc.router.guard import Context, RouterFault, RouterGuard, duration
 from treadle.agent_loop.rpc.router.session_queue import SessionQueue
@@ -36,6 +35,10 @@ from treadle.agent_loop.rpc.router.state import check_address, is_address, read_
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+
+with needs_extra("router", __name__):
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
 
 _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["RoutingService"].full_name
