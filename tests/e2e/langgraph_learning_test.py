@@ -20,8 +20,8 @@ def test_the_example_learns_to_compute_to_the_end(train: Train) -> None:
     assert trainer.mean("reward/mean", last) >= 0.7
     assert trainer.mean("rollout/turns", first) <= 4.5
     assert trainer.mean("rollout/turns", last) >= 5.2
-    assert trainer.mean("val/accuracy", [0]) <= 0.6
-    assert trainer.mean("val/accuracy", [24]) >= 0.7
+    assert trainer.mean("val/reward", [0]) <= 0.6
+    assert trainer.mean("val/reward", [24]) >= 0.7
     assert trainer.mean("rollout/num_failed", range(1, 25)) == 0
     for line in trainer.metrics():
         assert line.get("rollout/logprob_diff_max", 0) < 1e-3

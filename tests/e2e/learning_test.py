@@ -35,8 +35,8 @@ def test_the_default_run_learns_to_use_the_tool(learned: Trainer) -> None:
     assert learned.mean("tool/call_rate", range(1, 6)) <= 0.65
     assert learned.mean("tool/call_rate", range(31, 41)) >= 0.98
     assert learned.mean("reward/mean", range(31, 41)) >= 0.9
-    assert learned.mean("val/accuracy", [0]) <= 0.75
-    assert learned.mean("val/accuracy", [40]) >= 0.95
+    assert learned.mean("val/reward", [0]) <= 0.75
+    assert learned.mean("val/reward", [40]) >= 0.95
 
 
 def test_the_model_of_any_checkpoint_comes_out(learned: Trainer, tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_a_run_begins_with_the_model_of_another(learned: Trainer, tmp_path: Path
         [f"--config={DEMO}", f"model.path={learned.run_dir}", "schedule.total_steps=1"],
     )
     assert more.wait() == 0, more.output
-    assert more.mean("val/accuracy", [0]) == learned.mean("val/accuracy", [40])
+    assert more.mean("val/reward", [0]) == learned.mean("val/reward", [40])

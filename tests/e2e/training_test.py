@@ -34,9 +34,9 @@ def test_a_run_trains_validates_and_writes_its_files(
     trainer = train(*arguments)
     before, first, last = trainer.metrics()
     assert [line["step"] for line in (before, first, last)] == [0, 1, 2]
-    assert "val/accuracy" in before
-    assert "val/accuracy" not in first
-    assert "val/accuracy" in last
+    assert "val/reward" in before
+    assert "val/reward" not in first
+    assert "val/reward" in last
     for line in (first, last):
         assert 0 <= line["reward/mean"] <= 1
         assert 0 <= line["tool/call_rate"] <= 1

@@ -165,7 +165,7 @@ class ValidationSamplingConfig(Section):
     """Sampling settings of validation; training's are in `rollout`."""
 
     samples_per_prompt: Count = 1
-    """Trajectories per validation row; accuracy is the mean over all of them."""
+    """Trajectories per validation row; val/reward is the mean over all of them."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -1,4 +1,4 @@
-"""The curves of a run as one picture: reward, tool-call rate, held-out accuracy, and time by phase.
+"""The curves of a run as one picture: reward, tool-call rate, held-out reward, and time by phase.
 
 Invariant: only the metrics are drawn; a panel without data is labelled so. Each step is a faint
 point, the line is the running mean. Drawn off screen; takes about a second and loads matplotlib.
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from treadle.trainer.report.metrics import (
-    ACCURACY,
     REWARD,
     STEP,
     STEP_S,
     TOOL_RATE,
+    VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
 )
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_REWARD, _TOOL, _ACCURACY = "#2166ac", "#c05621", "#2f7d4f"
+_REWARD, _TOOL, _VALIDATION = "#2166ac", "#c05621", "#2f7d4f"
 _PHASES: Final = ("#4a78b5", "#d98c4a", "#6aa37c", "#9a7bb0", "#c9b458", "#70a9b5", "#b0736f")
 _REST: Final = "#cbd2d9"
 _MAX_BARS: Final = 40
@@ -47,12 +47,12 @@ def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
     figure = Figure(figsize=(12, 7.2), dpi=120, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
-    ((reward, tool), (accuracy, phases)) = figure.subplots(2, 2, sharex=False)
+    ((reward, tool), (validation, phases)) = figure.subplots(2, 2, sharex=False)
     _draw_line(reward, records, REWARD, "Reward, mean per step", _REWARD)
     _draw_line(tool, records, TOOL_RATE, "Tool-call rate, training", _TOOL, share=True)
-    _draw_validation(accuracy, records)
+    _draw_validation(validation, records)
     _draw_phases(phases, records)
-    for axes in (reward, tool, accuracy, phases):
+    for axes in (reward, tool, validation, phases):
         _style(axes, records)
     figure.savefig(path, format="png")
 
@@ -89,9 +89,8 @@ def _draw_line(
     axes.plot(steps, values, "o", markersize=3, color=colour, alpha=0.35, markeredgewidth=0)
     axes.plot(steps, smooth, "-", linewidth=2.2, color=colour)
     _label_end(axes, steps[-1], smooth[-1], colour, share=share)
-    if share or (min(values) >= 0 and max(values) <= 1):
-        axes.set_ylim(-0.03, 1.06)
     if share:
+        axes.set_ylim(-0.03, 1.06)
         _percent(axes)
 
 
@@ -99,22 +98,20 @@ def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
     axes.set_title("Held-out rows")
     drawn = False
     for name, label, colour in (
-        (ACCURACY, "accuracy", _ACCURACY),
+        (VAL_REWARD, "reward", _VALIDATION),
         (VAL_TOOL_RATE, "tool-call rate", _TOOL),
     ):
         steps, values = _points(records, name)
         if not values:
             continue
         drawn = True
-        style = "-o" if name == ACCURACY else "--o"
+        style = "-o" if name == VAL_REWARD else "--o"
         axes.plot(steps, values, style, linewidth=2, markersize=4.5, color=colour, label=label)
-        if name == ACCURACY:
-            _label_end(axes, steps[-1], values[-1], colour, share=True)
+        if name == VAL_REWARD:
+            _label_end(axes, steps[-1], values[-1], colour, share=False)
     if not drawn:
         _say_empty(axes)
         return
-    axes.set_ylim(-0.03, 1.06)
-    _percent(axes)
     axes.legend(loc="best", frameon=False, labelcolor=_INK)
 
 

@@ -28,11 +28,11 @@ def test_a_run_directory_gets_its_picture_and_its_report(tmp_path: Path) -> None
         MetricsLog(tmp_path / "metrics.jsonl") as metrics,
         TrajectoryLog(tmp_path / "trajectories.jsonl") as log,
     ):
-        metrics.append(0, {"val/accuracy": 0.25, "time/validate_s": 1.0})
+        metrics.append(0, {"val/reward": 0.25, "time/validate_s": 1.0})
         for step in range(1, 5):
             log.append(step, trajectories, phase="train", limit=2)
             times = {"time/rollout_s": 1.0, "time/train_s": 0.5, "time/step_s": 2.0}
-            metrics.append(step, {**rollout_metrics(trajectories), **times, "val/accuracy": 0.75})
+            metrics.append(step, {**rollout_metrics(trajectories), **times, "val/reward": 0.75})
     (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "unlikely-name"}}))
     summary = write_reports(tmp_path, title="A run")
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
@@ -41,9 +41,9 @@ def test_a_run_directory_gets_its_picture_and_its_report(tmp_path: Path) -> None
     assert page.count('<details class="trajectory"') == 8
     out = io.StringIO()
     print_summary(summary, tmp_path, console=Console(file=out, width=200))
-    assert "held-out accuracy" in out.getvalue()
-    assert "25.0%" in out.getvalue()
-    assert "75.0%" in out.getvalue()
+    assert "held-out reward" in out.getvalue()
+    assert "0.250" in out.getvalue()
+    assert "0.750" in out.getvalue()
     assert str(tmp_path) in out.getvalue()
 
 

@@ -15,7 +15,6 @@ from importlib import resources
 from pathlib import Path
 
 from treadle.trainer.report.metrics import (
-    ACCURACY,
     KL,
     MISMATCH,
     REWARD,
@@ -27,6 +26,8 @@ from treadle.trainer.report.metrics import (
     STEP_S,
     TOOL_RATE,
     TRAIN_S,
+    VAL_ACCURACY,
+    VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
 )
@@ -37,7 +38,8 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("step", STEP, "{:.0f}"),
     ("reward", REWARD, "{:.3f}"),
     ("tool rate", TOOL_RATE, "{:.1%}"),
-    ("held-out accuracy", ACCURACY, "{:.1%}"),
+    ("held-out reward", VAL_REWARD, "{:.3f}"),
+    ("held-out accuracy", VAL_ACCURACY, "{:.1%}"),
     ("held-out tool rate", VAL_TOOL_RATE, "{:.1%}"),
     ("turns", "rollout/turns", "{:.2f}"),
     ("response tokens", "rollout/response_tokens", "{:.1f}"),

@@ -15,7 +15,7 @@ from treadle.trainer.report.testing import make_task, make_trajectory
 from treadle.trainer.report.trajectories import to_record
 
 RECORDS: list[Record] = [
-    {"step": 0, "val/accuracy": 0.5},
+    {"step": 0, "val/reward": 0.5, "val/accuracy": 0.5},
     {"step": 1, "reward/mean": 0.25, "tool/call_rate": math.nan, "time/step_s": 2.0},
 ]
 

@@ -27,10 +27,10 @@ def steps_of(path: Path) -> list[float]:
 def test_a_line_is_on_the_disk_when_append_returns(path: Path) -> None:
     with MetricsLog(path) as log:
         assert log.last_step == -1
-        log.append(0, {"val/accuracy": 0.5})
+        log.append(0, {"val/reward": 0.5})
         log.append(1, {"reward/mean": 0.25, "tokens/sampled": 12.0})
         assert [json.loads(line) for line in path.read_text().splitlines()] == [
-            {"step": 0, "val/accuracy": 0.5},
+            {"step": 0, "val/reward": 0.5},
             {"step": 1, "reward/mean": 0.25, "tokens/sampled": 12.0},
         ]
         assert log.last_step == 1

@@ -23,12 +23,13 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
 from treadle.trainer.report.metrics import (
-    ACCURACY,
     REWARD,
     ROLLOUT_S,
     SAMPLED_TOKENS,
     STEP_S,
     TOOL_RATE,
+    VAL_ACCURACY,
+    VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
 )
@@ -92,7 +93,8 @@ def step_line(step: int, total_steps: int, values: Record) -> str:
     for label, name, text in (
         ("reward", REWARD, "{:.3f}"),
         ("tool rate", TOOL_RATE, "{:.0%}"),
-        ("held-out accuracy", ACCURACY, "{:.1%}"),
+        ("held-out reward", VAL_REWARD, "{:.3f}"),
+        ("held-out accuracy", VAL_ACCURACY, "{:.1%}"),
         ("held-out tool rate", VAL_TOOL_RATE, "{:.0%}"),
     ):
         value = values.get(name, math.nan)
@@ -228,7 +230,7 @@ class LiveProgress:
         more = f"about {format_seconds(left)} left" if left else ""
         self._bars.update(self._run, completed=step, more=more)
         self._last = step_line(step, self._total, values)
-        if ACCURACY in values:
+        if VAL_REWARD in values:
             self.note(self._last)
 
     def _render(self) -> RenderableType:

@@ -18,7 +18,7 @@ STEP = {
 def run_two_steps(progress: Progress) -> None:
     with progress:
         progress.note("8 rows [left] out")
-        progress.step_done(0, {"val/accuracy": 0.5})
+        progress.step_done(0, {"val/reward": 0.5})
         for step in (1, 2):
             with progress.phase("rollout", total=2):
                 progress.advance()
@@ -35,7 +35,7 @@ def test_without_a_terminal_there_is_a_line_per_step_and_note() -> None:
     run_two_steps(progress)
     note, zero, first, second = out.getvalue().splitlines()
     assert note == "8 rows [left] out"
-    assert zero == "step 0/2  held-out accuracy 50.0%"
+    assert zero == "step 0/2  held-out reward 0.500"
     assert first.startswith(
         "step 1/2  reward 0.750  tool rate 62%  1,500 tok/s  3.2 s  (about 3.2 s left)"
     )
@@ -70,7 +70,7 @@ def test_on_a_terminal_bars_are_drawn_and_notes_stay() -> None:
     run_two_steps(progress)
     shown = out.getvalue()
     assert "8 rows [left] out" in shown
-    assert "step 0/2  held-out accuracy 50.0%" in shown
+    assert "step 0/2  held-out reward 0.500" in shown
     assert "reward 0.750" in shown
     assert "training" in shown
 

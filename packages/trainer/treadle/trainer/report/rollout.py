@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from treadle.agent_loop import Trajectory
 from treadle.tracing import aggregate
 from treadle.trainer.report.metrics import (
-    ACCURACY,
     REWARD,
     SAMPLED_TOKENS,
     TOOL_RATE,
+    VAL_ACCURACY,
+    VAL_REWARD,
     VAL_TOOL_RATE,
 )
+
+_ACCURACY_OF_REWARD = ("reward/accuracy", "reward/acc")
+"""Named so by Treadle's rewards, and by the key that verl's rewards return."""
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -69,11 +73,13 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the metrics of a validation.
 
     A trajectory that failed counts as a wrong answer: otherwise a server that loses the hard ones
-    would raise the accuracy.
+    would raise the numbers.
 
     Returns:
-        `val/accuracy` (mean reward), `val/tool_call_rate`, `val/num_trajectories`,
-        `val/num_failed`.
+        `val/reward` (mean), `val/tool_call_rate`, `val/num_trajectories`, `val/num_failed`;
+        `val/accuracy` where every reward tells right from wrong: it is 0 or 1, or comes with the
+        metric `reward/accuracy` or `reward/acc`. With several data sources, `val/reward/<source>`
+        and `val/accuracy/<source>` too.
     """
     failed = sum(trajectory.error is not None for trajectory in trajectories)
     metrics = {
@@ -81,9 +87,33 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "val/num_failed": float(failed),
     }
     if trajectories:
-        metrics[ACCURACY] = _mean(trajectories, lambda t: t.reward or 0.0)
+        metrics |= _val_scores(trajectories)
         metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
+    by_source: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_source.setdefault(str(trajectory.task.fields.get("data_source")), []).append(trajectory)
+    if len(by_source) > 1:
+        for source, members in by_source.items():
+            scores = _val_scores(members)
+            metrics |= {f"{name}/{source}": value for name, value in scores.items()}
     return metrics
+
+
+def _val_scores(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    scores = {VAL_REWARD: _mean(trajectories, lambda t: t.reward or 0.0)}
+    right = [_accuracy(trajectory) for trajectory in trajectories if trajectory.error is None]
+    known = [value for value in right if value is not None]
+    if known and len(known) == len(right):
+        scores[VAL_ACCURACY] = sum(known) / len(trajectories)
+    return scores
+
+
+def _accuracy(trajectory: Trajectory) -> float | None:
+    """1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell."""
+    for metric in trajectory.metrics:
+        if metric.name in _ACCURACY_OF_REWARD:
+            return metric.value
+    return trajectory.reward if trajectory.reward in (0.0, 1.0) else None
 
 
 def called_a_tool(trajectory: Trajectory) -> bool:

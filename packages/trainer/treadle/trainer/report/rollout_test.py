@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -57,11 +58,47 @@ def test_validation_counts_a_failed_trajectory_as_wrong() -> None:
         ]
     )
     assert metrics == {
+        "val/reward": 0.5,
         "val/accuracy": 0.5,
         "val/tool_call_rate": 0.5,
         "val/num_trajectories": 2,
         "val/num_failed": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("rewards", "right", "accuracy"),
+    [
+        ((1.0, 0.0), (None, None), 0.5),
+        ((0.5, 0.0), (None, None), None),
+        ((-1.0, 1.0), (None, None), None),
+        ((-1.0, 0.9), (0.0, 1.0), 0.5),
+        ((-1.0, 0.9), (0.0, None), None),
+    ],
+)
+def test_accuracy_is_said_only_where_the_reward_tells_right_from_wrong(
+    rewards: Sequence[float], right: Sequence[float | None], accuracy: float | None
+) -> None:
+    trajectories = [
+        make_trajectory(reward=r, metrics=[] if a is None else [Metric("reward/acc", a)])
+        for r, a in zip(rewards, right, strict=True)
+    ]
+    metrics = validation_metrics(trajectories)
+    assert metrics["val/reward"] == pytest.approx(sum(rewards) / 2)
+    assert metrics.get("val/accuracy") == accuracy
+
+
+def test_each_of_several_data_sources_has_its_validation() -> None:
+    task = make_task("val/1")
+    other = replace(task, fields={**task.fields, "data_source": "mine"})
+    metrics = validation_metrics(
+        [make_trajectory(), make_trajectory(task=other, reward=-0.5)],
+    )
+    assert metrics["val/reward"] == 0.25
+    assert metrics["val/reward/treadle/calculator"] == 1.0
+    assert metrics["val/accuracy/treadle/calculator"] == 1.0
+    assert metrics["val/reward/mine"] == -0.5
+    assert "val/accuracy/mine" not in metrics
 
 
 def test_a_call_in_the_given_messages_is_not_the_models() -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.trainer.report.metrics import (
-    ACCURACY,
     FRESH_MISMATCH,
     KL,
     MISMATCH,
@@ -27,6 +26,8 @@ from treadle.trainer.report.metrics import (
     TOOL_RATE,
     TRAIN_S,
     TRAINED_TOKENS,
+    VAL_ACCURACY,
+    VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
 )
@@ -71,7 +72,8 @@ class Summary:
         window: Steps that the start and end of `reward` and `tool_rate` are the mean of.
         reward: Mean reward of the training trajectories.
         tool_rate: Share of the training trajectories, 0 to 1, that called a tool.
-        accuracy: First and last validation.
+        val_reward: First and last validation.
+        val_accuracy: Share of right answers, 0 to 1, likewise; None where a validation has none.
         val_tool_rate: Share of the validation trajectories that called a tool, likewise.
         mismatch: Between servers and policy.
         servers_lost: Rollout servers that died or failed.
@@ -86,7 +88,8 @@ class Summary:
     window: int
     reward: Change
     tool_rate: Change
-    accuracy: Change
+    val_reward: Change
+    val_accuracy: Change
     val_tool_rate: Change
     mismatch: Mismatch | None
     servers_lost: int
@@ -101,12 +104,15 @@ def summarize(records: Sequence[Record]) -> Summary:
     """Sums up the lines of a metrics log, in their order."""
     steps = [record for record in records if record[STEP] > 0]
     window = max(1, min(_WINDOW, len(steps) // 2))
+    # A reward that is not always 0 or 1 can be so in one validation by chance.
+    has_accuracy = all(VAL_ACCURACY in record for record in records if VAL_REWARD in record)
     return Summary(
         num_steps=len(steps),
         window=window,
         reward=_means(steps, REWARD, window),
         tool_rate=_means(steps, TOOL_RATE, window),
-        accuracy=_means(records, ACCURACY, 1),
+        val_reward=_means(records, VAL_REWARD, 1),
+        val_accuracy=_means(records if has_accuracy else (), VAL_ACCURACY, 1),
         val_tool_rate=_means(records, VAL_TOOL_RATE, 1),
         mismatch=_mismatch(steps),
         servers_lost=round(sum(_values(records, SERVERS_LOST))),
@@ -126,6 +132,8 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
         for name, seconds in summary.phases_s.items()
         if summary.total_s and seconds / summary.total_s >= 0.005
     )
+    start, end = summary.val_accuracy.start, summary.val_accuracy.end
+    accuracy = () if end is None else (("held-out accuracy", _share(start), _share(end)),)
     return (
         ("", "start", "end"),
         (f"reward ({per_step})", _number(summary.reward.start), _number(summary.reward.end)),
@@ -134,7 +142,8 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
             _share(summary.tool_rate.start),
             _share(summary.tool_rate.end),
         ),
-        ("held-out accuracy", _share(summary.accuracy.start), _share(summary.accuracy.end)),
+        ("held-out reward", _number(summary.val_reward.start), _number(summary.val_reward.end)),
+        *accuracy,
         (
             "held-out tool-call rate",
             _share(summary.val_tool_rate.start),

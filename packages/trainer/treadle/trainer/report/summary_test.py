@@ -15,7 +15,9 @@ from treadle.trainer.report.summary import (
 
 
 def run_of(num_steps: int) -> list[Record]:
-    records: list[Record] = [{"step": 0, "val/accuracy": 0.5, "time/validate_s": 2.0}]
+    records: list[Record] = [
+        {"step": 0, "val/reward": 0.5, "val/accuracy": 0.5, "time/validate_s": 2.0}
+    ]
     for step in range(1, num_steps + 1):
         records.append(
             {
@@ -29,7 +31,7 @@ def run_of(num_steps: int) -> list[Record]:
                 "time/step_s": 3.5,
             }
         )
-    return [*records[:-1], {**records[-1], "val/accuracy": 0.9}]
+    return [*records[:-1], {**records[-1], "val/reward": 0.9, "val/accuracy": 0.9}]
 
 
 def test_start_and_end_are_means_over_a_window() -> None:
@@ -37,7 +39,7 @@ def test_start_and_end_are_means_over_a_window() -> None:
     assert (summary.num_steps, summary.window) == (20, 5)
     assert summary.reward.start == pytest.approx((1 + 2 + 3 + 4 + 5) / 5 / 20)
     assert summary.reward.end == pytest.approx((16 + 17 + 18 + 19 + 20) / 5 / 20)
-    assert summary.accuracy == Change(start=0.5, end=0.9)
+    assert summary.val_reward == summary.val_accuracy == Change(start=0.5, end=0.9)
 
 
 def test_in_a_short_run_the_windows_do_not_overlap() -> None:
@@ -64,10 +66,10 @@ def test_the_phases_and_the_rest_add_up_to_the_whole() -> None:
 def test_what_was_not_measured_is_a_dash_and_not_a_zero() -> None:
     records: list[Record] = [{"step": 1, "reward/mean": math.nan}]
     summary = summarize(records)
-    assert summary.reward == summary.accuracy == Change(start=None, end=None)
+    assert summary.reward == summary.val_reward == Change(start=None, end=None)
     assert summary.rollout_tokens_per_s is None
     rows = {what: (start, end) for what, start, end in summary_rows(summary, Path("runs/a"))}
-    assert rows["held-out accuracy"] == ("-", "-")
+    assert rows["held-out reward"] == ("-", "-")
     assert rows["rollout"] == ("", "-")
     assert rows["where it went"] == ("", "-")
 
