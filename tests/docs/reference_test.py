@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from treadle.trainer.config.keys import all_leaves, all_sections
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS
 from treadle.trainer.demo import MODELS
 from treadle.trainer.policy.megatron.architecture import COMPUTED, SUPPORTED
@@ -46,3 +47,27 @@ def test_a_metric_of_some_runs_is_in_the_sources() -> None:
     # The code adds these endings to a common name.
     stems = {re.sub(r"_(mean|p99|max|s)$", "", name) for name in named - words}
     assert stems - words == set()
+
+
+def test_the_troubleshooting_page_names_keys_and_metrics_that_exist() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    code = [name.partition("=")[0] for name in re.findall(r"`([^`]+)`", text)]
+    roots = {key.partition(".")[0] for key in all_leaves()}
+    keys = {name for name in code if re.fullmatch(r"[a-z_]+(\.\w+)+", name)}
+    keys = {name for name in keys if name.partition(".")[0] in roots}
+    assert len(keys) > 40
+    assert {key for key in keys if key not in all_leaves() and key not in all_sections()} == set()
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    known = set(re.findall(r"`([a-z_]+/\w+)`", page))
+    metrics = {name for name in code if re.fullmatch(r"[a-z_]+/\w+", name)}
+    assert len(metrics) > 20
+    assert {n for n in metrics - known if not n.startswith(("stop/", "findings/"))} == set()
+
+
+def test_the_links_within_the_troubleshooting_page_lead_to_headings() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in re.findall(r"^## (.+)$", text, re.MULTILINE)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings

@@ -1,0 +1,62 @@
+"""docs/your_own_task.md, followed from an empty directory to the exported model."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.cli.new import TEMPLATE
+from treadle.trainer.launch.process import child_python_path
+
+from .testing import SMALL
+
+pytestmark = pytest.mark.timeout(300)
+
+_PAGE = Path(__file__).parents[2] / "docs" / "your_own_task.md"
+_TRAIN = "treadle --config config.yaml run.dir=runs/first"
+
+
+def _commands(folder: Path) -> Path:
+    """Makes `treadle` and `python` as an installation has them; returns their folder."""
+    folder.mkdir()
+    for name, module in (("treadle", "-m treadle.trainer.main "), ("python", "")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_the_page_leads_from_an_empty_directory_to_a_model(tmp_path: Path) -> None:
+    page = _PAGE.read_text(encoding="utf-8")
+    task = tmp_path / "my_task"
+    path = f"{_commands(tmp_path / 'bin')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": child_python_path()}
+    files, ran = set(), []
+    blocks = r"^(?:`([\w.]+)`[^\n]*:\n\n)?```(\w+)\n(.*?)^```$"
+    for name, language, text in re.findall(blocks, page, re.MULTILINE | re.DOTALL):
+        if name:
+            (task / name).write_text(text, encoding="utf-8")
+            files.add(name)
+            continue
+        if text.strip() == _TRAIN:
+            text = " ".join((_TRAIN, *SMALL, "schedule.total_steps=1", "schedule.val_every=null"))
+        command = ["python", "-c", text] if language == "python" else ["bash", "-euc", text]
+        result = subprocess.run(
+            command,
+            cwd=task if task.exists() else tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, f"{text}\n{result.stdout}{result.stderr}"
+        ran.append(text)
+    assert any(_TRAIN in text for text in ran)
+    assert (task / "model" / "config.json").is_file()
+    assert (task / "runs" / "first" / "report.html").is_file()
+    template = {file.name: file.read_bytes() for file in TEMPLATE.iterdir() if file.is_file()}
+    assert {*files, "README.md", "train.jsonl", "val.jsonl"} == set(template)
+    for name in template.keys() - {"README.md"}:
+        assert (task / name).read_bytes() == template[name], name
