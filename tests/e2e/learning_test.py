@@ -1,5 +1,6 @@
 """The default run learns what the README promises, and its model comes out: one run for all."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.main import main
 
 from .testing import Trainer
+
+METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -63,3 +66,21 @@ def test_a_run_begins_with_the_model_of_another(learned: Trainer, tmp_path: Path
     )
     assert more.wait() == 0, more.output
     assert more.mean("val/reward", [0]) == learned.mean("val/reward", [40])
+
+
+def test_the_metrics_page_has_what_a_run_writes_and_nothing_else(learned: Trainer) -> None:
+    every, _, some = METRICS_PAGE.read_text().partition("## Only in some runs")
+    written = set[str]().union(*learned.metrics())
+    explained: set[str] = set()
+    for pattern in _named_metrics(every):
+        found = {name for name in written if re.fullmatch(pattern, name)}
+        assert found, f"no run writes {pattern}"
+        explained |= found
+    others = _named_metrics(some)
+    assert {n for n in written - explained if not any(re.fullmatch(p, n) for p in others)} == set()
+
+
+def _named_metrics(page: str) -> list[str]:
+    """Returns the names in the first cells of the page's tables, as patterns."""
+    cells = "".join(re.findall(r"^\|([^|]*)\|", page, re.MULTILINE))
+    return [re.sub("<[^>]+>", ".+", name) for name in re.findall(r"`([^`]+)`", cells)]
