@@ -478,9 +478,11 @@ class RunDirConfig(Section):
     """auto: continue from the latest checkpoint in `dir`, if there is one. never: refuse a
     directory that already holds a run."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Number of training trajectories to write to trajectories.jsonl after each step."""
+    """Training trajectories to write to trajectories.jsonl after each step, rounded up to whole
+    groups (all of one row)."""
     val_trajectories: Annotated[int, Field(ge=0)] = 20
-    """Number of validation trajectories to write to trajectories.jsonl after each validation."""
+    """Validation trajectories to write to trajectories.jsonl after each validation, rounded up
+    likewise."""
 
 
 class Config(Section):

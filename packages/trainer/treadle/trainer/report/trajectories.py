@@ -1,13 +1,16 @@
-"""The trajectory log: `trajectories.jsonl`, a limited sample of the trajectories of each step.
+"""The trajectory log: `trajectories.jsonl`, a few whole groups of the trajectories of each step.
 
 Invariant: a line holds everything about one trajectory, so that it can be read without the run:
-task, messages, the tokens' text by who wrote them, spans, reward, stop, metrics. A run that resumes
+task, messages, the tokens' text by who wrote them, spans, reward, stop, metrics; the lines of a
+group (all attempts at one row) follow one another. A run that resumes
 after step s removes later lines, as the metrics log does. The driver writes, from one task.
 
 A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
-"ground_truth", "reward", "tool_rewards", "turn_scores", "stop", "error", "num_turns", "messages",
+"ground_truth", "reward", "advantage", "tool_rewards", "turn_scores", "stop", "error", "num_turns",
+"messages",
 "samples": [{"ids", "logprobs", "spans": [{"origin", "start", "stop", "weight_version", "text"}]}],
 "findings": [{"kind", "text"}], "metrics", "trace"}. The messages are those of the last sample.
+"advantage" is null where the trajectory was not trained on.
 """
 
 from __future__ import annotations
@@ -67,15 +70,18 @@ class TrajectoryLog:
         *,
         phase: Phase,
         limit: int,
+        advantages: Sequence[float | None] | None = None,
         spans: Iterable[FinishedSpan] = (),
     ) -> int:
-        """Writes at most `limit` of the trajectories.
+        """Writes whole groups of the trajectories, as few as hold `limit` of them.
 
         Args:
             step: The step that they belong to; 0 before training.
             trajectories: Of the whole step or validation.
             phase: What they were sampled for.
-            limit: See `choose` for which ones are written.
+            limit: See `choose` for which groups are written.
+            advantages: One per trajectory: what it was trained with, None if it was left out. No
+                sequence: they are not trained on.
             spans: What was recorded while they were sampled; each line gets its own part.
 
         Returns:
@@ -85,11 +91,19 @@ class TrajectoryLog:
             OSError: The disk is full or gone.
         """
         traces = _by_trajectory(spans)
+        trained: dict[int, float | None] = {}
+        if advantages is not None:
+            trained |= zip(map(id, trajectories), advantages, strict=True)
         chosen = choose(trajectories, limit)
         for trajectory in chosen:
             key = (trajectory.task.task_id, trajectory.task.rollout_index)
             record = to_record(
-                trajectory, step=step, phase=phase, decode=self._decode, trace=traces.get(key, ())
+                trajectory,
+                step=step,
+                phase=phase,
+                decode=self._decode,
+                advantage=trained.get(id(trajectory)),
+                trace=traces.get(key, ()),
             )
             # Rows may hold what JSON does not: dates in a parquet column, half a surrogate pair.
             line = json.dumps(record, ensure_ascii=False, default=str)
@@ -113,20 +127,34 @@ class TrajectoryLog:
 
 
 def choose(trajectories: Sequence[Trajectory], limit: int) -> list[Trajectory]:
-    """`limit` of the trajectories, evenly over the range from failed over worst to best reward.
+    """Whole groups of the trajectories, as few as hold `limit` of them.
 
-    The first and the last of that range are always among them; equal ones keep their order.
+    One group: of those with failures, or else of all, the one whose rewards differ most. Several:
+    evenly over the range from groups with failures over the worst to the best mean reward; both
+    ends of that range are always among them, and equal ones keep their order.
     """
-    if limit >= len(trajectories):
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.task.task_id, []).append(trajectory)
+    largest = max(map(len, groups.values()), default=1)
+    count = -(-limit // largest)
+    if count >= len(groups):
         return list(trajectories)
-    ranked = sorted(trajectories, key=_rank)
-    if limit == 1:
-        return ranked[-1:]
-    return [ranked[i * (len(ranked) - 1) // (limit - 1)] for i in range(limit)]
+    if count == 1:
+        return max(groups.values(), key=_interest)
+    ranked = sorted(groups.values(), key=_rank)
+    wanted = [ranked[i * (len(ranked) - 1) // (count - 1)] for i in range(count)]
+    return [trajectory for group in wanted for trajectory in group]
 
 
-def _rank(trajectory: Trajectory) -> tuple[bool, float]:
-    return trajectory.error is None, trajectory.reward or 0.0
+def _interest(group: Sequence[Trajectory]) -> tuple[bool, float]:
+    rewards = [t.reward for t in group if t.reward is not None]
+    return any(t.error for t in group), max(rewards, default=0.0) - min(rewards, default=0.0)
+
+
+def _rank(group: Sequence[Trajectory]) -> tuple[bool, float]:
+    rewards = [t.reward for t in group if t.reward is not None]
+    return all(t.error is None for t in group), sum(rewards) / max(1, len(rewards))
 
 
 def to_record(
@@ -135,6 +163,7 @@ def to_record(
     step: int,
     phase: Phase,
     decode: Decode | None,
+    advantage: float | None = None,
     trace: Iterable[FinishedSpan] = (),
 ) -> dict[str, object]:
     """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
@@ -151,6 +180,7 @@ def to_record(
         if isinstance(reward_model, Mapping)
         else None,
         "reward": trajectory.reward,
+        "advantage": advantage,
         "tool_rewards": list(trajectory.tool_rewards),
         "turn_scores": list(trajectory.turn_scores),
         "stop": trajectory.stop.value,

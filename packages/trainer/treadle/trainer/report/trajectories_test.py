@@ -34,6 +34,7 @@ def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
             "data_source": "treadle/calculator",
             "ground_truth": "42",
             "reward": 1.0,
+            "advantage": None,
             "tool_rewards": [],
             "turn_scores": [],
             "stop": "finished",
@@ -131,24 +132,45 @@ def test_a_resumed_run_removes_what_comes_again(tmp_path: Path) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.none() | st.floats(0, 1), max_size=20), st.integers(0, 25))
-def test_the_choice_is_bounded_and_shows_the_whole_range(
-    rewards: list[float | None], limit: int
+@given(
+    st.lists(st.none() | st.floats(0, 1), max_size=20), st.sampled_from([1, 4]), st.integers(0, 25)
+)
+def test_the_choice_is_of_whole_groups_and_shows_the_whole_range(
+    rewards: list[float | None], size: int, limit: int
 ) -> None:
     trajectories = [
-        Trajectory.failed(make_task(), ToolError("down"))
-        if r is None
-        else make_trajectory(reward=r)
-        for r in rewards
+        Trajectory.failed(task, ToolError("down"))
+        if reward is None
+        else make_trajectory(task=task, reward=reward)
+        for row, reward in enumerate(rewards)
+        for task in (make_task(f"train/{row}", rollout_index=i) for i in range(size))
     ]
     chosen = choose(trajectories, limit)
-    assert len(chosen) == min(limit, len(trajectories))
+    assert len(chosen) == min(-(-limit // size) * size, len(trajectories))
     assert len({id(trajectory) for trajectory in chosen}) == len(chosen)
-    if len(chosen) >= 2:
+    assert [t.task.rollout_index for t in chosen] == [*range(size)] * (len(chosen) // size)
+    if len(chosen) >= 2 * size:
         best = max((r for r in rewards if r is not None), default=None)
         assert any(t.reward == best for t in chosen)
-        if None in rewards:
-            assert any(t.error for t in chosen)
+    if chosen and None in rewards:
+        assert any(t.error for t in chosen)
+
+
+def test_a_single_group_is_one_to_learn_from(tmp_path: Path) -> None:
+    rewards = {"train/0": (1.0, 1.0), "train/1": (1.0, 0.0), "train/2": (0.0, 0.0)}
+    trajectories = [
+        make_trajectory(task=make_task(row, rollout_index=i), reward=reward)
+        for row, group in rewards.items()
+        for i, reward in enumerate(group)
+    ]
+    advantages = [0.0, 0.0, 0.7, -0.7, 0.0, 0.0]
+    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+        written = log.append(1, trajectories, phase="train", limit=1, advantages=advantages)
+    assert written == 2
+    assert [(line["task_id"], line["advantage"]) for line in lines(tmp_path / "t.jsonl")] == [
+        ("train/1", 0.7),
+        ("train/1", -0.7),
+    ]
 
 
 def test_a_limit_of_none_at_all_writes_nothing(tmp_path: Path) -> None:

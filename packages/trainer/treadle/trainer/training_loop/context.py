@@ -25,6 +25,7 @@ from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
+from treadle.trainer.training_loop.groups import trajectory_advantages
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 
 __all__ = ["Timer", "TrainingContext"]
@@ -133,6 +134,11 @@ class TrainingContext:
             trajectories,
             phase=split,
             limit=run.trajectories_per_step if split == "train" else run.val_trajectories,
+            advantages=trajectory_advantages(
+                trajectories, norm_by_std=self.config.algorithm.norm_by_std
+            )
+            if split == "train"
+            else None,
             spans=recorded.spans,
         )
         return trajectories

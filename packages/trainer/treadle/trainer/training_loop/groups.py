@@ -17,7 +17,7 @@ from treadle.agent_loop import Tokens, Trajectory, TrajectoryTimeoutError
 from treadle.trainer.algorithms.advantages import group_advantages
 from treadle.trainer.policy.types import TrainSequence
 
-__all__ = ["NoGroupLeftError", "StepBatch", "make_batch"]
+__all__ = ["NoGroupLeftError", "StepBatch", "make_batch", "trajectory_advantages"]
 
 
 class NoGroupLeftError(RuntimeError):
@@ -72,11 +72,8 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version
     Raises:
         NoGroupLeftError: no group has enough survivors.
     """
-    groups = [
-        list(members)
-        for _, members in itertools.groupby(trajectories, key=lambda t: t.task.task_id)
-    ]
-    needed = 2 if any(len(group) > 1 for group in groups) else 1
+    groups = _groups(trajectories)
+    needed = _survivors_needed(groups)
     survivors = [[t for t in group if t.error is None] for group in groups]
     kept = [group for group in survivors if len(group) >= needed]
     failed = [t for t in trajectories if t.error is not None]
@@ -86,13 +83,11 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version
             f"none of {len(groups)} groups has {needed} trajectories that ended well "
             f"({len(failed)} of {len(trajectories)} failed): " + "; ".join(causes)
         )
-    members = [trajectory for group in kept for trajectory in group]
-    advantages = group_advantages(
-        [_reward(t) for t in members], [t.task.task_id for t in members], norm_by_std=norm_by_std
-    )
+    compared = trajectory_advantages(trajectories, norm_by_std=norm_by_std)
+    members = [(t, a) for t, a in zip(trajectories, compared, strict=True) if a is not None]
     sequences = tuple(
         _sequence(sample, advantage, number if len(trajectory.samples) > 1 else None, version)
-        for number, (trajectory, advantage) in enumerate(zip(members, advantages, strict=True))
+        for number, (trajectory, advantage) in enumerate(members)
         for sample in trajectory.samples
         if sample.num_sampled_tokens
     )
@@ -112,6 +107,35 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version
         num_groups_with_signal=sum(len({_reward(t) for t in group}) > 1 for group in kept),
         causes=causes,
     )
+
+
+def trajectory_advantages(
+    trajectories: Sequence[Trajectory], *, norm_by_std: bool
+) -> list[float | None]:
+    """Returns the advantage of each trajectory; None where it is not trained on.
+
+    Args:
+        trajectories: As for `make_batch`.
+        norm_by_std: See `group_advantages`.
+    """
+    groups = _groups(trajectories)
+    needed = _survivors_needed(groups)
+    advantages: list[float | None] = []
+    for group in groups:
+        rewards = [_reward(t) for t in group if t.error is None]
+        compared = group_advantages(rewards, [0] * len(rewards), norm_by_std=norm_by_std)
+        left = iter(compared if len(rewards) >= needed else [])
+        advantages += [None if t.error is not None else next(left, None) for t in group]
+    return advantages
+
+
+def _groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    grouped = itertools.groupby(trajectories, key=lambda t: t.task.task_id)
+    return [list(members) for _, members in grouped]
+
+
+def _survivors_needed(groups: Sequence[Sequence[Trajectory]]) -> int:
+    return 2 if any(len(group) > 1 for group in groups) else 1
 
 
 def _reward(trajectory: Trajectory) -> float:

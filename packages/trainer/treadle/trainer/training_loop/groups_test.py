@@ -15,7 +15,7 @@ from treadle.agent_loop import (
     TrajectoryTimeoutError,
     Transcript,
 )
-from treadle.trainer.training_loop.groups import NoGroupLeftError, make_batch
+from treadle.trainer.training_loop.groups import NoGroupLeftError, make_batch, trajectory_advantages
 
 
 def _task(row: int, sample: int) -> AgentTask:
@@ -156,3 +156,14 @@ def test_a_step_without_any_group_says_what_happened() -> None:
         make_batch(
             [_good(0, 0, 1.0), _bad(0, 1), _bad(1, 0), _bad(1, 1)], norm_by_std=True, version=3
         )
+
+
+def test_what_is_not_trained_on_has_no_advantage() -> None:
+    trajectories = [
+        *(_good(0, 0, 1.0), _bad(0, 1), _good(0, 2, 0.0)),
+        *(_good(1, 0, 1.0), _bad(1, 1), _bad(1, 2)),
+    ]
+    advantages = trajectory_advantages(trajectories, norm_by_std=False)
+    assert advantages == [0.5, None, -0.5, None, None, None]
+    alone = trajectory_advantages([_good(0, 0, 0.75)], norm_by_std=False)
+    assert alone == [0.75]
