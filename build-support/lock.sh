@@ -18,7 +18,7 @@ unset UV_FIND_LINKS PIP_FIND_LINKS
 user "$d/requirements.txt" -o "$d/default-cuda.lock.txt" "$@"
 # The same without the requirements of the CUDA build of torch; .pants.bootstrap chooses between the two.
 grep -vE '^(cuda-|nvidia-|triton==)' "$d/default-cuda.lock.txt" > "$d/default-cpu.lock.txt"
-for tool in pytest mypy ruff import-linter codespell; do
+for tool in pytest mypy ruff import-linter codespell site; do
   user --constraints "$d/default-cuda.lock.txt" "$d/$tool-requirements.txt" -o "$d/$tool.lock.txt" "$@"
 done
 # Not constrained by the default pins: the oldest tools that work need an older protobuf.

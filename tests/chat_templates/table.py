@@ -9,6 +9,7 @@ when something appended is not what a template writes.
 
 import argparse
 import contextlib
+import html
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -196,7 +197,9 @@ def _reasons(found: Iterable[Finding]) -> list[str]:
 
 
 def _cells(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    """Returns a row of a table; what a cell quotes is neither HTML nor a link."""
+    texts = (html.escape(cell, quote=False).replace("[", "&#91;") for cell in cells)
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
 
 
 def _summary(found: Mapping[str, list[Finding]]) -> str:

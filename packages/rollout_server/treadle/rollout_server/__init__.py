@@ -7,7 +7,8 @@ Start one with ``python -m treadle.rollout_server``, or inside a program:
     async with serve(ServerConfig(engine="fake")) as server:
         ...
 
-`engine.py` is what an engine implements, `treadle.conformance.contracts` what it must pass.
+`treadle.rollout_server.engine` is what an engine implements, `treadle.conformance.contracts` what
+it must pass.
 """
 
 from treadle.rollout_server.config.schema import ServerConfig

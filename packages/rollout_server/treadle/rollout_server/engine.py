@@ -28,7 +28,10 @@ from typing import Protocol
 
 
 class Engine(Protocol):
-    """See the module docstring. `treadle.conformance.contracts` holds every engine to it."""
+    """What a rollout server needs of an engine.
+
+    The docstring of this module has the invariants; `treadle.conformance.contracts` tests them.
+    """
 
     @property
     def info(self) -> "EngineInfo":

@@ -24,7 +24,9 @@ from treadle.agent_loop.loops.single_turn import SingleTurnLoop
 from treadle.agent_loop.loops.tool_loop import OnMalformedCall, ToolAgentLoop
 
 SINGLE_TURN_AGENT = "single_turn_agent"
+"""The name of the loop with one completion."""
 TOOL_AGENT = "tool_agent"
+"""The name of the loop that calls tools."""
 LOOP_ENTRY_POINTS: Final = "treadle.agent_loops"
 """The entry point group in which packages offer agent loops."""
 

@@ -36,6 +36,7 @@ _ARGS_SECTION = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARG_LINE = re.compile(r"^(\w+)(?: \(.*?\))?: (.*)$")
 
 ToolFunction = Callable[..., Awaitable[str | ToolResult]] | Callable[..., str | ToolResult]
+"""A function that `FunctionTool` makes a tool of; plain or async."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
