@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+"""Who a message is from."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
