@@ -61,7 +61,7 @@ class RepositoryLinks(Extension):
     def rewrite(self, link: str) -> str:
         """Returns the link that leads to the same file from the page that is being rendered."""
         parts = urlsplit(link)
-        source = self.page and self.repository_path(self.page)
+        source = self.repository_path(self.page) if self.page else None
         if self.page is None or source is None:
             return link
         if parts.scheme or parts.netloc or not parts.path or parts.path.startswith("/"):
