@@ -105,6 +105,7 @@ NAMED: Final[Mapping[str, NamedReward]] = MappingProxyType(
         "retool": NamedReward(modes=retool.MODES, score=_retool),
     }
 )
+"""The rewards of this package, by the names that `reward.name` takes."""
 
 _SOURCES: Final[Mapping[str, str]] = MappingProxyType(
     {
