@@ -203,9 +203,9 @@ def test_the_contracts_wheel_ships_sources_stubs_and_types() -> None:
     assert {".proto", "_pb2.py", "_pb2.pyi", "_pb2_grpc.py"} <= suffixes
 
 
-def test_the_trainers_wheel_ships_the_demo_and_the_report() -> None:
+def test_the_trainers_wheel_ships_the_demo_the_report_and_the_template() -> None:
     names = read_wheel("trainer").files
-    demo = "treadle/trainer/demo/calculator"
+    demo, template = "treadle/trainer/demo/calculator", "treadle/trainer/template"
     assert {
         f"{demo}/config.yaml",
         f"{demo}/model/model.safetensors",
@@ -214,4 +214,7 @@ def test_the_trainers_wheel_ships_the_demo_and_the_report() -> None:
         f"{demo}/train.jsonl",
         f"{demo}/val.jsonl",
         "treadle/trainer/report/report.html.j2",
+        f"{template}/config.yaml",
+        f"{template}/reward.py",
+        f"{template}/train.jsonl",
     } <= set(names)
