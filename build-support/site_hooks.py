@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: pages from outside docs/, and links as GitHub follows them.
+"""Hooks of the documentation site: pages from outside docs/, links and tables as on GitHub.
 
 `nav` in mkdocs.yml may name what docs/ does not hold: another Markdown file, by its path in the
 repository (`packages/tools/README.md`), or `reference/MODULE.md`, the API reference of a module.
@@ -6,6 +6,8 @@ repository (`packages/tools/README.md`), or `reference/MODULE.md`, the API refer
 A relative link means what it means on GitHub. It leads to the page that the site makes of the file
 or, where there is none, to the file at `repo_url`. A link that leads nowhere stays as it is; a
 strict build fails at it.
+
+In a table, a bar in code is escaped for GitHub; the page has the bar alone.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from markdown import Extension, Markdown
 from markdown.treeprocessors import Treeprocessor
+from markdown.util import AtomicString
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -29,7 +32,7 @@ AFTER_INLINE_BEFORE_MKDOCS = 10
 
 
 class RepositoryLinks(Extension):
-    """Rewrites the relative links of the page that is being rendered.
+    """Makes links and tables of the page that is being rendered mean what they mean on GitHub.
 
     Attributes:
         root: The root of the repository.
@@ -89,6 +92,9 @@ class _Rewriting(Treeprocessor):
             for attribute in ("href", "src"):
                 if link := element.get(attribute):
                     element.set(attribute, self._links.rewrite(link))
+        for cell in root.iter("td"):
+            for code in cell.iter("code"):
+                code.text = AtomicString((code.text or "").replace(r"\|", "|"))
 
 
 def _nav_pages(nav: Any) -> Iterator[str]:

@@ -57,6 +57,10 @@ def test_a_link_leads_to_the_page_or_else_to_the_source(site: Path, page: str, l
     assert link in links(site / page)
 
 
+def test_a_bar_in_the_code_of_a_table_is_a_bar(site: Path) -> None:
+    assert "<code>|handler</code>" in (site / "sandbox.html").read_text(encoding="utf-8")
+
+
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     loads = re.compile(
         r'<(?:script|img|iframe)[^>]* src="https?:'
