@@ -39,6 +39,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.own_code import NOTHING
 from treadle.trainer.plan import make_plan
 from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.report import LiveReport
 from treadle.trainer.report.progress import PlainProgress
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.training_loop.build_context import build_context
@@ -103,6 +104,7 @@ async def _running(
         checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),
         checkpoint=None,
         progress=progress,
+        report=LiveReport(tmp_path),
     ) as context:
         yield context
 

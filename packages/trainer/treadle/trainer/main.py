@@ -32,9 +32,15 @@ def _new(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _report(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.report import main as command
+
+    return command(argv)
+
+
 # A command loads its module only when it is called, so that `--help` stays quick.
 _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
-    {"train": _train, "export": _export, "new": _new}
+    {"train": _train, "export": _export, "new": _new, "report": _report}
 )
 
 

@@ -1,28 +1,34 @@
 """What a run records and shows: metrics, trajectories, progress, summary and report.
 
 While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `rollout_metrics` and
-`validation_metrics`. At its end: `write_reports` and `print_summary`.
+`validation_metrics`, and `live_report`. At its end: `print_summary`. At any time: `write_reports`.
 """
 
 from treadle.trainer.report.console import print_summary
-from treadle.trainer.report.files import write_reports
+from treadle.trainer.report.files import write_page, write_reports
+from treadle.trainer.report.live import LiveReport, live_report
 from treadle.trainer.report.metrics import MetricsLog, read_metrics
 from treadle.trainer.report.progress import Progress, open_progress
 from treadle.trainer.report.rollout import rollout_metrics, validation_metrics
+from treadle.trainer.report.status import read_status
 from treadle.trainer.report.summary import Change, Summary, summarize
 from treadle.trainer.report.trajectories import TrajectoryLog
 
 __all__ = [
     "Change",
+    "LiveReport",
     "MetricsLog",
     "Progress",
     "Summary",
     "TrajectoryLog",
+    "live_report",
     "open_progress",
     "print_summary",
     "read_metrics",
+    "read_status",
     "rollout_metrics",
     "summarize",
     "validation_metrics",
+    "write_page",
     "write_reports",
 ]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from treadle.trainer.report.charts import running_mean
+from treadle.trainer.report.colours import Colour, rgb
 from treadle.trainer.report.metrics import (
     REWARD,
     STEP,
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_REWARD, _TOOL, _VALIDATION = "#2166ac", "#c05621", "#2f7d4f"
-_PHASES: Final = ("#4a78b5", "#d98c4a", "#6aa37c", "#9a7bb0", "#c9b458", "#70a9b5", "#b0736f")
-_REST: Final = "#cbd2d9"
+_REST: Final = (0.8, 0.82, 0.85)
 _MAX_BARS: Final = 40
 """Beyond, the phases are areas: bars would be hairlines, and take 8 s per thousand steps."""
 
@@ -48,22 +48,13 @@ def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
     ((reward, tool), (validation, phases)) = figure.subplots(2, 2, sharex=False)
-    _draw_line(reward, records, REWARD, "Reward, mean per step", _REWARD)
-    _draw_line(tool, records, TOOL_RATE, "Tool-call rate, training", _TOOL, share=True)
+    _draw_line(reward, records, REWARD, "Reward, mean per step")
+    _draw_line(tool, records, TOOL_RATE, "Tool-call rate, training", share=True)
     _draw_validation(validation, records)
     _draw_phases(phases, records)
     for axes in (reward, tool, validation, phases):
         _style(axes, records)
     figure.savefig(path, format="png")
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of each value and of up to `window - 1` before it; [N] to [N]."""
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(sum(recent) / len(recent))
-    return means
 
 
 def _points(records: Sequence[Record], name: str) -> tuple[list[float], list[float]]:
@@ -76,7 +67,6 @@ def _draw_line(
     records: Sequence[Record],
     name: str,
     heading: str,
-    colour: str,
     *,
     share: bool = False,
 ) -> None:
@@ -85,6 +75,7 @@ def _draw_line(
     if not values:
         _say_empty(axes)
         return
+    colour = rgb(name)
     smooth = running_mean(values, max(1, len(values) // 12))
     axes.plot(steps, values, "o", markersize=3, color=colour, alpha=0.35, markeredgewidth=0)
     axes.plot(steps, smooth, "-", linewidth=2.2, color=colour)
@@ -97,14 +88,12 @@ def _draw_line(
 def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
     axes.set_title("Held-out rows")
     drawn = False
-    for name, label, colour in (
-        (VAL_REWARD, "reward", _VALIDATION),
-        (VAL_TOOL_RATE, "tool-call rate", _TOOL),
-    ):
+    for name, label in ((VAL_REWARD, "reward"), (VAL_TOOL_RATE, "tool-call rate")):
         steps, values = _points(records, name)
         if not values:
             continue
         drawn = True
+        colour = rgb(name)
         style = "-o" if name == VAL_REWARD else "--o"
         axes.plot(steps, values, style, linewidth=2, markersize=4.5, color=colour, label=label)
         if name == VAL_REWARD:
@@ -130,7 +119,7 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
     layers = [[phase_seconds(record).get(name, 0.0) for record in timed] for name in names]
     known = [sum(column) for column in zip(*layers, strict=True)]
     layers.append([max(0.0, r[STEP_S] - k) for r, k in zip(timed, known, strict=True)])
-    colours = [*(_PHASES[i % len(_PHASES)] for i in range(len(names))), _REST]
+    colours = [*(rgb(f"time/{name}_s") for name in names), _REST]
     labels = [*names, "other"]
     if len(steps) > _MAX_BARS:
         axes.stackplot(steps, layers, labels=labels, colors=colours, step="mid", linewidth=0)
@@ -143,7 +132,7 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
     axes.legend(loc="upper center", ncols=4, frameon=False, labelcolor=_INK, fontsize=8)
 
 
-def _label_end(axes: Axes, x: float, y: float, colour: str, *, share: bool) -> None:
+def _label_end(axes: Axes, x: float, y: float, colour: Colour, *, share: bool) -> None:
     axes.annotate(
         f"{y:.1%}" if share else f"{y:.2f}",
         (x, y),

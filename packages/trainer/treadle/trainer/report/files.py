@@ -1,8 +1,8 @@
-"""Makes the files at the end of a run from those that it wrote while running.
+"""Makes the files for people, `report.html` and `curves.png`, from those that a run wrote.
 
-Invariant: everything shown is read back from the run directory, so the report of a run that was
-killed, resumed or copied from another machine is made by the same call. Takes seconds; the caller
-chooses the thread.
+Invariant: everything shown is read back from the run directory, so the report of a run that goes
+on, was killed, resumed or copied from another machine is made by the same call. A reader of a file
+sees the one before or the new one. Takes seconds; the caller chooses the thread.
 """
 
 from __future__ import annotations
@@ -10,51 +10,86 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from treadle.trainer.report.curves import draw_curves
-from treadle.trainer.report.html import write_html
+from treadle.trainer.report.html import MAX_TRAJECTORIES, render_html
 from treadle.trainer.report.lines import read_lines
-from treadle.trainer.report.metrics import read_metrics
+from treadle.trainer.report.logged_groups import LoggedGroups, read_groups
+from treadle.trainer.report.metrics import Record, read_metrics
+from treadle.trainer.report.status import read_status
 from treadle.trainer.report.summary import Summary, summarize
 
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
+NOTES = "notes.jsonl"
 CONFIG = "config.json"
 CURVES = "curves.png"
 REPORT = "report.html"
 
 
-def write_reports(run_dir: Path, *, title: str) -> Summary:
-    """Makes `curves.png` and `report.html` of what the run directory holds.
-
-    Args:
-        run_dir: Holds `metrics.jsonl`, and `trajectories.jsonl` and `config.json` if there are.
-        title: Heading of both.
+def write_reports(run_dir: Path) -> Summary:
+    """Makes `curves.png` and `report.html` of what the run directory holds by now.
 
     Returns:
         The summary that the report shows.
 
     Raises:
-        OSError: `metrics.jsonl` cannot be read, or the files cannot be written.
+        OSError: A file cannot be read or written.
+        ValueError: A file is damaged; the text names it.
     """
-    records = read_metrics(run_dir / METRICS)
+    curves = run_dir / f"{CURVES}.partial"
+    draw_curves(_records(run_dir), curves, title=_title(_config(run_dir), run_dir))
+    curves.replace(run_dir / CURVES)
+    return write_page(run_dir, run_dir / REPORT)
+
+
+def write_page(run_dir: Path, out: Path) -> Summary:
+    """Writes the report of a run to `out`; otherwise as `write_reports`."""
+    records, config = _records(run_dir), _config(run_dir)
     summary = summarize(records)
-    curves = run_dir / CURVES
-    draw_curves(records, curves, title=title)
-    trajectories: list[Mapping[str, object]] = []
-    if (run_dir / TRAJECTORIES).exists():
-        trajectories.extend(read_lines(run_dir / TRAJECTORIES))
-    config: Mapping[str, object] = {}
-    if (run_dir / CONFIG).exists():
-        config = json.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
-    write_html(
-        run_dir / REPORT,
-        title=title,
+    log, notes = run_dir / TRAJECTORIES, run_dir / NOTES
+    page = render_html(
+        title=_title(config, run_dir),
         run_dir=run_dir,
+        status=read_status(run_dir),
         summary=summary,
         records=records,
-        trajectories=trajectories,
+        logged=read_groups(log, max_trajectories=MAX_TRAJECTORIES)
+        if log.exists()
+        else LoggedGroups(),
+        notes=[(int(note["step"]), str(note.get("note"))) for note in read_lines(notes)]
+        if notes.exists()
+        else [],
         config=config,
-        curves=curves.read_bytes(),
     )
+    partial = out.with_name(f"{out.name}.partial")
+    partial.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate is not text
+    partial.replace(out)
     return summary
+
+
+def _records(run_dir: Path) -> tuple[Record, ...]:
+    """Returns the lines of the metrics log; none before the run has begun to write it."""
+    path = run_dir / METRICS
+    return read_metrics(path) if path.exists() else ()
+
+
+def _config(run_dir: Path) -> Mapping[str, Any]:
+    path = run_dir / CONFIG
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: not an object")
+    return config
+
+
+def _title(config: Mapping[str, Any], run_dir: Path) -> str:
+    run = config.get("run")
+    if not isinstance(run, Mapping) or not isinstance(run.get("name"), str):
+        return run_dir.absolute().name
+    return f"{run['project']}: {run['name']}" if run.get("project") else run["name"]

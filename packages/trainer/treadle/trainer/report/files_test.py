@@ -16,14 +16,19 @@ from treadle.trainer.report import (
     rollout_metrics,
     write_reports,
 )
-from treadle.trainer.report.curves import draw_curves, running_mean
-from treadle.trainer.report.testing import make_trajectory
+from treadle.trainer.report.charts import running_mean
+from treadle.trainer.report.curves import draw_curves
+from treadle.trainer.report.status import Status, write_status
+from treadle.trainer.report.testing import make_task, make_trajectory
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_run_directory_gets_its_picture_and_its_report(tmp_path: Path) -> None:
-    trajectories = [make_trajectory(reward=1.0), make_trajectory(reward=0.0, calls_tool=False)]
+    trajectories = [
+        make_trajectory(reward=1.0),
+        make_trajectory(task=make_task(rollout_index=1), reward=0.0, calls_tool=False),
+    ]
     with (
         MetricsLog(tmp_path / "metrics.jsonl") as metrics,
         TrajectoryLog(tmp_path / "trajectories.jsonl") as log,
@@ -34,11 +39,14 @@ def test_a_run_directory_gets_its_picture_and_its_report(tmp_path: Path) -> None
             times = {"time/rollout_s": 1.0, "time/train_s": 0.5, "time/step_s": 2.0}
             metrics.append(step, {**rollout_metrics(trajectories), **times, "val/reward": 0.75})
     (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "unlikely-name"}}))
-    summary = write_reports(tmp_path, title="A run")
+    (tmp_path / "notes.jsonl").write_text('{"step": 2, "note": "no group has signal"}\n')
+    summary = write_reports(tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "unlikely-name" in page
     assert page.count('<details class="trajectory"') == 8
+    assert page.count('<details class="group"') == 4
+    assert "no group has signal" in page
     out = io.StringIO()
     print_summary(summary, tmp_path, console=Console(file=out, width=200))
     assert "held-out reward" in out.getvalue()
@@ -47,15 +55,19 @@ def test_a_run_directory_gets_its_picture_and_its_report(tmp_path: Path) -> None
     assert str(tmp_path) in out.getvalue()
 
 
-def test_a_run_that_was_killed_before_its_first_step_has_a_report(tmp_path: Path) -> None:
-    MetricsLog(tmp_path / "metrics.jsonl").close()
-    assert write_reports(tmp_path, title="Nothing yet").num_steps == 0
-    assert (tmp_path / "report.html").exists()
+def test_a_run_that_ended_before_its_first_step_has_a_report(tmp_path: Path) -> None:
+    write_status(tmp_path, Status(state="failed", error="DataError: no rows"))
+    assert write_reports(tmp_path).num_steps == 0
+    assert "DataError: no rows" in (tmp_path / "report.html").read_text()
 
 
-def test_without_metrics_there_is_nothing_to_report(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-        write_reports(tmp_path, title="No run")
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "trajectories.jsonl", "config.json", "status.json"]
+)
+def test_a_damaged_record_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("no json\n")
+    with pytest.raises(ValueError, match=f"{name}.* damaged"):
+        write_reports(tmp_path)
 
 
 def test_curves_are_drawn_of_whatever_was_measured(tmp_path: Path) -> None:

@@ -1,19 +1,24 @@
-"""The report of a run: one self-contained HTML file.
+"""The report of a run: one self-contained HTML file of bounded size.
 
 Invariant: the file refers to nothing outside itself (pictures, styles and script are inline), and
-every text of the run is escaped: a model can write markup, which must be shown, not executed. The
-layout is in `report.html.j2`; this module decides what is shown.
+every text of the run is escaped: a model can write markup, which must be shown, not executed. What
+is left out for its size is counted in the page. The layout is in `report.html.j2`; this module
+decides what is shown.
 """
 
 from __future__ import annotations
 
-import base64
+import datetime
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+from treadle.trainer.report.charts import MAX_PANELS, MORE, make_panels
+from treadle.trainer.report.logged_groups import Line, LoggedGroup, LoggedGroups, thin_out
 from treadle.trainer.report.metrics import (
     KL,
     MISMATCH,
@@ -31,9 +36,16 @@ from treadle.trainer.report.metrics import (
     VAL_TOOL_RATE,
     Record,
 )
+from treadle.trainer.report.status import Status
 from treadle.trainer.report.summary import Summary, summary_rows
 
-_MAX_TRAJECTORIES = 300
+MAX_TRAJECTORIES = 300
+MAX_CHARACTERS = 8_000_000
+"""Of all trajectories; markup and escaped characters come on top."""
+_MAX_STEPS = 500
+_MAX_NOTES = 200
+_PIECE = 200
+"""Characters that a piece of a trajectory costs beside its text: there may be many empty ones."""
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("step", STEP, "{:.0f}"),
     ("reward", REWARD, "{:.3f}"),
@@ -45,9 +57,13 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("response tokens", "rollout/response_tokens", "{:.1f}"),
     ("sampled tokens", SAMPLED_TOKENS, "{:,.0f}"),
     ("failed", "rollout/num_failed", "{:.0f}"),
+    ("with signal", "groups/with_signal", "{:.0%}"),
     ("stragglers", "groups/stragglers", "{:.0f}"),
     ("stalled", "findings/stalled", "{:.0f}"),
     ("drifted turns", "drift/sampled", "{:.0f}"),
+    ("loss", "actor/loss", "{:.2e}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("gradient", "actor/grad_norm", "{:.2e}"),
     ("log-prob diff", f"{MISMATCH}_mean", "{:.1e}"),
     ("p99", f"{MISMATCH}_p99", "{:.1e}"),
     ("max", f"{MISMATCH}_max", "{:.1e}"),
@@ -71,31 +87,28 @@ class TraceBar:
     error: str | None
 
 
-def write_html(
-    path: Path,
+def render_html(
     *,
     title: str,
     run_dir: Path,
+    status: Status,
     summary: Summary,
     records: Sequence[Record],
-    trajectories: Sequence[Mapping[str, object]],
+    logged: LoggedGroups,
+    notes: Sequence[tuple[int, str]],
     config: Mapping[str, object],
-    curves: bytes,
-) -> None:
-    """Writes the report.
+) -> str:
+    """Returns the report.
 
     Args:
-        path: The file.
         title: Its heading.
         run_dir: Named in the summary.
-        summary: Shown at the top.
-        records: The lines of the metrics log, for the table of steps.
-        trajectories: The lines of the trajectory log, the last of which are shown.
+        status: Shown at the top.
+        summary: Shown below it.
+        records: The lines of the metrics log, for the curves and the table of steps.
+        logged: The trajectories to show.
+        notes: What the run said about itself: (step, text).
         config: The resolved configuration, nested.
-        curves: A PNG picture.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -103,19 +116,37 @@ def write_html(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = _number
+    environment.filters["json"] = json.dumps
     source = resources.files("treadle.trainer.report").joinpath("report.html.j2")
-    shown = thin_out(trajectories, _MAX_TRAJECTORIES)
-    page = environment.from_string(source.read_text(encoding="utf-8")).render(
+    columns = [column for column in _COLUMNS if any(column[1] in record for record in records)]
+    num_shown = sum(len(group.lines) for group in logged.groups)
+    share = MAX_CHARACTERS // max(1, num_shown)
+    newest_first = sorted(logged.groups, key=lambda group: (-group.step, group.phase))
+    return environment.from_string(source.read_text(encoding="utf-8")).render(
         title=title,
+        status=status,
+        written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        last_step=max((int(record[STEP]) for record in records), default=None),
         summary=summary_rows(summary, run_dir),
-        curves=base64.b64encode(curves).decode(),
-        columns=_shown_columns(records),
-        steps=[[_cell(record, column) for column in _shown_columns(records)] for record in records],
+        notes=notes[-_MAX_NOTES:],
+        num_notes=len(notes),
+        sections=make_panels(records),
+        more=MORE,
+        max_panels=MAX_PANELS,
+        columns=columns,
+        steps=[
+            [_cell(record, column) for column in columns]
+            for record in thin_out(records, _MAX_STEPS)
+        ],
+        num_records=len(records),
         config=flatten(config),
-        trajectories=[{**trajectory, "bars": trace_bars(trajectory)} for trajectory in shown],
-        num_trajectories=len(trajectories),
+        groups=[_group(group, share) for group in newest_first],
+        logged_steps=sorted({group.step for group in logged.groups}),
+        num_shown=num_shown,
+        logged=logged,
+        max_trajectories=MAX_TRAJECTORIES,
+        max_characters=MAX_CHARACTERS,
     )
-    path.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate is not text
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
@@ -127,16 +158,6 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, s
         else:
             leaves.append((f"{prefix}{key}", "null" if value is None else str(value)))
     return leaves
-
-
-def thin_out(
-    trajectories: Sequence[Mapping[str, object]], limit: int
-) -> list[Mapping[str, object]]:
-    """At most `limit` of them, evenly from the first to the last, in their order."""
-    count = len(trajectories)
-    if count <= limit:
-        return list(trajectories)
-    return [trajectories[i * (count - 1) // (limit - 1)] for i in range(limit)]
 
 
 def trace_bars(trajectory: Mapping[str, object]) -> list[TraceBar]:
@@ -159,9 +180,121 @@ def trace_bars(trajectory: Mapping[str, object]) -> list[TraceBar]:
     ]
 
 
-def _shown_columns(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Returns the columns that at least one step has a value for."""
-    return [column for column in _COLUMNS if any(column[1] in record for record in records)]
+class Allowance:
+    """The characters that may still be shown of something.
+
+    Attributes:
+        is_used_up: Whether anything was left out.
+    """
+
+    def __init__(self, characters: int) -> None:
+        self._left = characters
+        self.is_used_up = False
+
+    def take(self, text: str) -> str:
+        """Returns as much of the text as may be shown."""
+        room = max(0, self._left - _PIECE)
+        shown = text[:room]
+        self.is_used_up |= self._left < _PIECE or len(shown) < len(text)
+        self._left = room - len(shown)
+        return shown
+
+
+def _group(group: LoggedGroup, share: int) -> dict[str, Any]:
+    lines = group.lines
+    rewards = [line["reward"] for line in lines if _is_number(line.get("reward"))]
+    question = next((m["content"] for m in lines[0]["messages"] if m["role"] == "user"), "")
+    return {
+        "step": group.step,
+        "phase": group.phase,
+        "task_id": group.task_id,
+        "data_source": lines[0].get("data_source"),
+        "ground_truth": lines[0].get("ground_truth"),
+        "question": str(question)[:300],
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "spread": max(rewards) - min(rewards) if rewards else 0.0,
+        "length": max(_length(line) for line in lines),
+        "trajectories": [
+            _trajectory(line, share)
+            for line in sorted(lines, key=lambda line: int(line["rollout_index"]))
+        ],
+    }
+
+
+def _trajectory(line: Line, share: int) -> dict[str, Any]:
+    """Returns what the template shows of one; half of its share is kept for the tokens."""
+    said, sampled = Allowance(share // 2), Allowance(share - share // 2)
+    messages: list[tuple[str, str, list[str]]] = []
+    for message in [*_failure_and_findings(line), *line["messages"]]:
+        if said.is_used_up:
+            break
+        name = said.take(str(message.get("name") or ""))
+        messages.append((message["role"], name, [said.take(text) for text in _texts(message)]))
+    samples: list[tuple[int, list[tuple[Mapping[str, Any], str]]]] = []
+    for sample in line.get("samples") or []:
+        spans: list[tuple[Mapping[str, Any], str]] = []
+        for span in sample["spans"]:
+            if sampled.is_used_up:
+                break
+            spans.append((span, sampled.take(_span_text(span))))
+        samples.append((len(sample["ids"]), spans))
+        if sampled.is_used_up:
+            break
+    error = line.get("error")
+    reward = line.get("reward")
+    return {
+        "rollout_index": line["rollout_index"],
+        "stop": line["stop"],
+        "error": error,
+        "reward": reward,
+        "advantage": line.get("advantage"),
+        "outcome": "none" if error else "high" if reward is not None and reward > 0 else "low",
+        "num_turns": line.get("num_turns"),
+        "length": _length(line),
+        "messages": messages,
+        "samples": samples,
+        "bars": trace_bars(line)[: max(10, share // (10 * _PIECE))],
+        "metrics": line.get("metrics") or {},
+        "is_cut": said.is_used_up or sampled.is_used_up,
+    }
+
+
+def _failure_and_findings(line: Line) -> list[dict[str, Any]]:
+    """Returns what was found and what failed, shown as messages."""
+    found = [
+        {"role": str(finding["kind"]).replace("_", " "), "content": finding["text"]}
+        for finding in line.get("findings") or []
+    ]
+    failed = [{"role": "error", "content": line["error"]}] if line.get("error") else []
+    return [*failed, *found]
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    calls = [
+        f"{call['name']}("
+        + ", ".join(
+            f"{key}={json.dumps(value, ensure_ascii=False)}"
+            for key, value in call["arguments"].items()
+        )
+        + ")"
+        for call in message.get("tool_calls") or []
+    ]
+    texts = [message.get("reasoning"), message.get("content"), *calls]
+    return [str(text) for text in texts if text]
+
+
+def _span_text(span: Mapping[str, Any]) -> str:
+    if span["text"] is not None:
+        return str(span["text"])
+    return f" {span['origin']}: {span['stop'] - span['start']} tokens "
+
+
+def _length(line: Line) -> int:
+    return sum(len(sample["ids"]) for sample in line.get("samples") or [])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _cell(record: Record, column: tuple[str, str, str]) -> str:

@@ -22,7 +22,7 @@ from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
 from treadle.trainer.policy.commands import Load
 from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
+from treadle.trainer.report import LiveReport, MetricsLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -46,6 +46,7 @@ async def build_context(
     checkpoints: Checkpoints,
     checkpoint: Checkpoint | None,
     progress: Progress,
+    report: LiveReport,
 ) -> AsyncIterator[TrainingContext]:
     """Starts the processes, reads the inputs, and restores the checkpoint.
 
@@ -60,6 +61,7 @@ async def build_context(
         checkpoints: Where checkpoints are kept.
         checkpoint: What to resume from; None: the model directory.
         progress: What the user sees.
+        report: What the user sees later.
     """
     async with contextlib.AsyncExitStack() as stack:
         # As the logs take it: -1 keeps nothing of a run that never reached a checkpoint.
@@ -123,6 +125,7 @@ async def build_context(
             metrics_log=metrics_log,
             trajectory_log=trajectory_log,
             progress=progress,
+            report=report,
             on_step=own.on_step,
         )
         await servers.connect(

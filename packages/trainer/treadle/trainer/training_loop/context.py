@@ -22,7 +22,7 @@ from treadle.trainer.own_code import OnStep
 from treadle.trainer.policy.commands import Save, SaveHf, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
-from treadle.trainer.report import MetricsLog, Progress, TrajectoryLog
+from treadle.trainer.report import LiveReport, MetricsLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.training_loop.groups import trajectory_advantages
@@ -71,6 +71,7 @@ class TrainingContext:
         metrics_log: Of the run directory.
         trajectory_log: Of the run directory.
         progress: What the user sees.
+        report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
         shown_findings: Kinds of findings of which an example has been shown.
     """
@@ -88,6 +89,7 @@ class TrainingContext:
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
     progress: Progress
+    report: LiveReport
     on_step: OnStep | None = None
     shown_findings: set[str] = field(default_factory=set)
 
@@ -199,6 +201,8 @@ class TrainingContext:
         """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""
         self.metrics_log.append(step, metrics)
         self.progress.step_done(step, metrics)
+        if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
+            self.report.update()
         if self.on_step is None:
             return
         if inspect.iscoroutinefunction(self.on_step):

@@ -26,7 +26,14 @@ from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import make_plan
-from treadle.trainer.report import Progress, Summary, open_progress, write_reports
+from treadle.trainer.report import (
+    Progress,
+    Summary,
+    live_report,
+    open_progress,
+    read_metrics,
+    summarize,
+)
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.server_process import check_server_command
 from treadle.trainer.training_loop.build_context import build_context
@@ -87,24 +94,27 @@ async def run_training(
             elif begun:
                 progress.note("no checkpoint was reached before: beginning again")
             if first_step <= plan.total_steps:
-                async with build_context(
-                    config,
-                    rows,
-                    rules=rules,
-                    own=own,
-                    plan=plan,
-                    run_dir=run_dir,
-                    begun=begun,
-                    checkpoints=checkpoints,
-                    checkpoint=checkpoint,
-                    progress=progress,
-                ) as context:
+                async with (
+                    live_report(run_dir) as report,
+                    build_context(
+                        config,
+                        rows,
+                        rules=rules,
+                        own=own,
+                        plan=plan,
+                        run_dir=run_dir,
+                        begun=begun,
+                        checkpoints=checkpoints,
+                        checkpoint=checkpoint,
+                        progress=progress,
+                        report=report,
+                    ) as context,
+                ):
                     await run_sync(context, first_step=first_step)
             else:
-                progress.note(f"nothing to train: step {plan.total_steps} has been reached")
-        return await asyncio.to_thread(
-            write_reports, run_dir, title=f"{config.run.project}: {config.run.name}"
-        )
+                async with live_report(run_dir):  # whatever the last trainer said of its end
+                    progress.note(f"nothing to train: step {plan.total_steps} has been reached")
+        return summarize(await asyncio.to_thread(read_metrics, run_dir / "metrics.jsonl"))
 
 
 def _begin_or_resume(directory: RunDirectory, config: Config) -> Sequence[str]:

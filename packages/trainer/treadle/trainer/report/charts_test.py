@@ -1,0 +1,59 @@
+import math
+from itertools import pairwise
+
+from treadle.trainer.report.charts import MORE, make_panels
+from treadle.trainer.report.colours import hue, rgb
+from treadle.trainer.report.metrics import Record
+
+
+def names(records: list[Record]) -> dict[str, list[tuple[str, ...]]]:
+    return {
+        section: [tuple(series.name for series in panel.series) for panel in panels]
+        for section, panels in make_panels(records).items()
+    }
+
+
+def test_every_measured_metric_is_in_one_panel() -> None:
+    records: list[Record] = [
+        {"step": 0, "val/reward": 0.5, "val/reward/mine": 0.5},
+        {"step": 1, "reward/mean": -7.0, "reward/format": 0.5, "shop/orders": 3, "x": math.nan},
+        {"step": 2, "reward/min": -9.0, "time/rollout_s": 1.0, "time/step_s": 2.0},
+    ]
+    assert names(records) == {
+        "Reward": [("reward/mean", "reward/min"), ("val/reward", "val/reward/mine")],
+        "Time": [("time/rollout_s", "time/step_s")],
+        "Metrics of rewards": [("reward/format",)],
+        MORE: [("shop/orders",)],
+    }
+    assert make_panels([]) == {}
+
+
+def test_the_axes_follow_the_data() -> None:
+    records: list[Record] = [{"step": s, "reward/mean": -8.4 + s / 10} for s in range(1, 5)]
+    (panel,) = make_panels(records)["Reward"]
+    assert all(-8.4 <= float(text) <= -8.0 for _, text in panel.y_ticks)
+    assert len(panel.y_ticks) >= 2
+    heights = [y for _, y in panel.series[0].dots]
+    assert max(heights) - min(heights) > 100
+    assert all(one > two for one, two in pairwise(heights))
+
+
+def test_one_value_and_equal_values_are_drawn() -> None:
+    for value in (0.0, 3.0, -1e-9):
+        (panel,) = make_panels([{"step": 5, "reward/mean": value}])["Reward"]
+        assert len(panel.series[0].dots) == 1
+        assert panel.y_ticks
+
+
+def test_a_long_series_is_drawn_by_the_means_of_parts() -> None:
+    records: list[Record] = [{"step": step, "reward/mean": step % 2} for step in range(10_000)]
+    (series,) = make_panels(records)["Reward"][0].series
+    assert len(series.values) <= 300
+    assert set(series.values) == {0.5}
+    assert series.steps[-1] == 9_999
+
+
+def test_a_colour_depends_on_the_name_alone() -> None:
+    assert hue("shop/orders") == hue("shop/orders") != hue("shop/returns")
+    assert all(0 <= part <= 1 for part in rgb("time/a_phase_s"))
+    assert len({hue(f"time/{phase}_s") for phase in ("rollout", "train", "sync", "save")}) == 4

@@ -1,0 +1,74 @@
+"""Keeps the report of a run up to date while it runs, and says at its top how it ended.
+
+Invariant: the report never ends or delays a run: it is written in a thread beside it, at most once
+at a time, and what goes wrong with it is logged. The last one is complete before the run returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from treadle.trainer.report.files import REPORT, write_page, write_reports
+from treadle.trainer.report.status import Status, write_status
+
+_log = logging.getLogger(__name__)
+
+
+class LiveReport:
+    """Rewrites the report when asked."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._writing: asyncio.Task[None] | None = None
+        self._outdated = False
+
+    def update(self) -> None:
+        """Rewrites the report soon: now, or after the one that is being written."""
+        self._outdated = True
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def end(self, status: Status) -> None:
+        """Rewrites the report a last time, with the state in which the run ended."""
+        self._outdated = False
+        if self._writing is not None:
+            await self._writing
+        await asyncio.to_thread(_write, self._run_dir, status)
+
+    async def _write(self) -> None:
+        while self._outdated:
+            self._outdated = False
+            await asyncio.to_thread(_write, self._run_dir, None)
+
+
+@asynccontextmanager
+async def live_report(run_dir: Path) -> AsyncIterator[LiveReport]:
+    """Gives the report of the run in this block, whose end it records; the caller has the lock."""
+    report = LiveReport(run_dir)
+    await asyncio.to_thread(_write, run_dir, Status(state="running"))
+    try:
+        yield report
+    except asyncio.CancelledError:
+        await report.end(Status(state="interrupted"))
+        raise
+    except Exception as error:
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        await report.end(Status(state="failed", error=text))
+        raise
+    await report.end(Status(state="finished"))
+
+
+def _write(run_dir: Path, status: Status | None) -> None:
+    try:
+        if status is not None:
+            write_status(run_dir, status)
+        if status is None or status.state == "running":
+            write_page(run_dir, run_dir / REPORT)
+        else:
+            write_reports(run_dir)
+    except Exception as error:  # the run is worth more than its report
+        _log.warning("the report of %s was not written: %s", run_dir, error, exc_info=True)

@@ -1,0 +1,87 @@
+import asyncio
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from treadle.trainer.report import MetricsLog, live_report, read_status
+from treadle.trainer.report.status import Status, write_status
+
+
+def page(run_dir: Path) -> str:
+    return (run_dir / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_report_is_there_from_the_start_and_follows_the_run(tmp_path: Path) -> None:
+    async def run() -> None:
+        with (tmp_path / "lock").open("w") as lock, MetricsLog(tmp_path / "metrics.jsonl") as log:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            async with live_report(tmp_path) as report:
+                assert "The run goes on" in page(tmp_path)
+                assert "No step is logged." in page(tmp_path)
+                log.append(1, {"val/reward": 0.5})
+                report.update()
+                report.update()
+                assert report._writing is not None
+                await report._writing
+                assert "The last step logged is 1." in page(tmp_path)
+                assert "The run goes on" in page(tmp_path)
+                log.append(2, {})
+        assert "The last step logged is 2." in page(tmp_path)
+
+    asyncio.run(run())
+    assert "The run reached its end." in page(tmp_path)
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with live_report(tmp_path):
+            raise RuntimeError("no server is left")
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(run())
+    assert "RuntimeError: no server is left" in page(tmp_path)
+
+
+def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
+    async def run() -> None:
+        begun = asyncio.Event()
+
+        async def training() -> None:
+            async with live_report(tmp_path) as report:
+                report.update()
+                begun.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(training())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert "The run was interrupted." in page(tmp_path)
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+
+    async def run() -> str:
+        async with live_report(tmp_path):
+            return "trained"
+
+    assert asyncio.run(run()) == "trained"
+    assert "metrics.jsonl, line 1 is damaged" in caplog.text
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+    assert read_status(tmp_path).state == "unknown"
+    write_status(tmp_path, Status(state="running"))
+    assert read_status(tmp_path).state == "killed"
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_status(tmp_path).state == "running"
+    assert read_status(tmp_path).state == "killed"

@@ -1,0 +1,133 @@
+"""The groups of a trajectory log that the report shows: evenly chosen, and read alone.
+
+Invariant: memory holds the chosen lines, not the log, which grows to gigabytes. A log that is being
+written is read up to its last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+Line = dict[str, Any]
+
+# As `TrajectoryLog` begins a line; any other line is parsed whole.
+_BEGIN = re.compile(rb'\{"step": (\d+), "phase": "(\w+)", "task_id": ("(?:[^"\\]|\\.)*"), ')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedGroup:
+    """The logged trajectories of one row in one step, as lines of the log."""
+
+    step: int
+    phase: str
+    task_id: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedGroups:
+    """What is shown of a log.
+
+    Attributes:
+        groups: The chosen ones, in the order of the log.
+        num_groups: In the log.
+        num_trajectories: In the log.
+    """
+
+    groups: tuple[LoggedGroup, ...] = ()
+    num_groups: int = 0
+    num_trajectories: int = 0
+
+
+def read_groups(path: Path, *, max_trajectories: int) -> LoggedGroups:
+    """Returns whole groups with at most `max_trajectories` together.
+
+    They are spread evenly over the run. Validation gets at most a third; only a group that is
+    larger than all that may be shown is cut.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line is damaged; the text names it.
+    """
+    with path.open("rb") as file:
+        index = _index(file, path)
+        val = [key for key in index if key[1] == "val"]
+        train = [key for key in index if key[1] != "val"]
+        limit = max_trajectories if not train else max_trajectories // 3
+        chosen = _choose(val, index, limit)
+        used = sum(len(index[key]) for key in chosen)
+        chosen += _choose(train, index, max_trajectories - used)
+        return LoggedGroups(
+            groups=tuple(
+                LoggedGroup(
+                    step=key[0],
+                    phase=key[1],
+                    task_id=key[2],
+                    lines=tuple(
+                        _line_at(file, start, path) for start in index[key][:max_trajectories]
+                    ),
+                )
+                for key in sorted(chosen, key=lambda key: index[key][0])
+            ),
+            num_groups=len(index),
+            num_trajectories=sum(len(starts) for starts in index.values()),
+        )
+
+
+def thin_out(items: Sequence[T], limit: int) -> list[T]:
+    """At most `limit` of them, evenly from the first to the last, in their order."""
+    count = len(items)
+    if count <= limit:
+        return list(items)
+    if limit <= 1:
+        return list(items[count - limit :])
+    return [items[i * (count - 1) // (limit - 1)] for i in range(limit)]
+
+
+_Key = tuple[int, str, str]
+
+
+def _index(file: BinaryIO, path: Path) -> dict[_Key, list[int]]:
+    index: dict[_Key, list[int]] = {}
+    start = 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            break
+        index.setdefault(_key(line, number, path), []).append(start)
+        start += len(line)
+    return index
+
+
+def _key(line: bytes, number: int, path: Path) -> _Key:
+    try:
+        if begin := _BEGIN.match(line):
+            return int(begin[1]), begin[2].decode(), json.loads(begin[3])
+        value = json.loads(line)
+        return int(value["step"]), str(value["phase"]), str(value["task_id"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}, line {number} is damaged: {error!r}") from error
+
+
+def _choose(keys: Sequence[_Key], index: dict[_Key, list[int]], limit: int) -> list[_Key]:
+    count = len(keys)
+    while True:
+        chosen = thin_out(keys, count)
+        if count <= 1 or sum(len(index[key]) for key in chosen) <= limit:
+            return chosen
+        count = count * 9 // 10
+
+
+def _line_at(file: BinaryIO, start: int, path: Path) -> Line:
+    file.seek(start)
+    try:
+        value = json.loads(file.readline())
+    except ValueError as error:
+        raise ValueError(f"{path}, the line at byte {start} is damaged: {error}") from error
+    assert isinstance(value, dict)
+    return value
