@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from treadle.trainer.report import read_status
+
 from .testing import StartTrainer, Trainer
 
 pytestmark = pytest.mark.timeout(600)
@@ -14,6 +16,10 @@ pytestmark = pytest.mark.timeout(600)
 _ENDLESS = "schedule.total_steps=1000"
 _UNVALIDATED = ("schedule.val_every=null", "schedule.val_before_train=false")
 _SAVED = ("schedule.save_every=2", "schedule.val_every=4")
+
+
+def _report(trainer: Trainer) -> str:
+    return (trainer.run_dir / "report.html").read_text(encoding="utf-8")
 
 
 def _curve(trainer: Trainer) -> list[tuple[int, float, float]]:
@@ -28,6 +34,7 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
     rank = os.pidfd_open(killed.pid_of("policy-0"))
     killed.process.kill()
     killed.process.wait()
+    assert read_status(killed.run_dir).state == "killed"
     _await_end(server)
     _await_end(rank)
 
@@ -95,6 +102,7 @@ def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     assert trainer.wait() == 130, trainer.output
     assert f"to go on: run.dir={trainer.run_dir}" in trainer.output
     assert "Traceback" not in trainer.output
+    assert "The run was interrupted." in _report(trainer)
     _await_end(server)
     # The server that was started again sampled with the present weights.
     for line in trainer.trajectories():
@@ -109,3 +117,4 @@ def test_a_policy_rank_that_dies_ends_the_run_and_is_named(start_trainer: StartT
     os.kill(trainer.pid_of("policy-0"), signal.SIGKILL)
     assert trainer.wait() == 1
     assert "policy rank 0 was ended by SIGKILL" in trainer.output
+    assert "policy rank 0 was ended by SIGKILL" in _report(trainer)

@@ -42,6 +42,23 @@ def test_the_default_run_learns_to_use_the_tool(learned: Trainer) -> None:
     assert learned.mean("val/reward", [40]) >= 0.95
 
 
+def test_the_report_shows_the_run_with_its_groups(learned: Trainer, tmp_path: Path) -> None:
+    page = (learned.run_dir / "report.html").read_text()
+    assert "The run reached its end. The last step logged is 40." in " ".join(page.split())
+    for panel in ("Reward, held-out", "Entropy, nats per token", "Norm of the gradient"):
+        assert f"<h3>{panel}</h3>" in page
+    trained = [line for line in learned.trajectories() if line["phase"] == "train"]
+    groups = [trained[start : start + 8] for start in range(0, len(trained), 8)]
+    assert len(groups) == 40
+    for group in groups:
+        assert len({(line["step"], line["task_id"]) for line in group}) == 1
+        assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-5)
+    assert page.count('data-phase="train"') + page.count('data-phase="val"') >= 100
+    anew = tmp_path / "anew.html"
+    assert main(["report", str(learned.run_dir), "--out", str(anew)]) == 0
+    assert anew.read_text().partition("Summary")[2] == page.partition("Summary")[2]
+
+
 def test_the_model_of_any_checkpoint_comes_out(learned: Trainer, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -40,7 +40,7 @@ from treadle.trainer.report.status import Status
 from treadle.trainer.report.summary import Summary, summary_rows
 
 MAX_TRAJECTORIES = 300
-MAX_CHARACTERS = 8_000_000
+MAX_CHARACTERS = 4_000_000
 """Of all trajectories; markup and escaped characters come on top."""
 _MAX_STEPS = 500
 _MAX_NOTES = 200
@@ -237,7 +237,7 @@ def _trajectory(line: Line, share: int) -> dict[str, Any]:
             if sampled.is_used_up:
                 break
             spans.append((span, sampled.take(_span_text(span))))
-        samples.append((len(sample["ids"]), spans))
+        samples.append((sample["num_tokens"], spans))
         if sampled.is_used_up:
             break
     error = line.get("error")
@@ -265,7 +265,9 @@ def _failure_and_findings(line: Line) -> list[dict[str, Any]]:
         {"role": str(finding["kind"]).replace("_", " "), "content": finding["text"]}
         for finding in line.get("findings") or []
     ]
-    failed = [{"role": "error", "content": line["error"]}] if line.get("error") else []
+    failed = [
+        {"role": role, "content": line[role]} for role in ("error", "traceback") if line.get(role)
+    ]
     return [*failed, *found]
 
 
@@ -290,7 +292,7 @@ def _span_text(span: Mapping[str, Any]) -> str:
 
 
 def _length(line: Line) -> int:
-    return sum(len(sample["ids"]) for sample in line.get("samples") or [])
+    return sum(sample["num_tokens"] for sample in line.get("samples") or [])
 
 
 def _is_number(value: object) -> bool:

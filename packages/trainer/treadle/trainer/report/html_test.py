@@ -11,7 +11,7 @@ from treadle.agent_loop import Finding, Message, ToolError, Trajectory
 from treadle.tracing import Metric
 from treadle.trainer.report import html, summarize
 from treadle.trainer.report.html import flatten, render_html, trace_bars
-from treadle.trainer.report.logged_groups import LoggedGroup, LoggedGroups
+from treadle.trainer.report.logged_groups import LoggedGroup, LoggedGroups, without_ids
 from treadle.trainer.report.metrics import Record
 from treadle.trainer.report.status import Status
 from treadle.trainer.report.testing import make_task, make_trajectory
@@ -55,7 +55,8 @@ def read(
     notes: Sequence[tuple[int, str]] = (),
 ) -> tuple[str, Reader]:
     """Returns the page of a run with one group of these lines, and what a browser reads in it."""
-    groups = [LoggedGroup(step=3, phase="train", task_id="t", lines=tuple(map(dict, lines)))]
+    slim = tuple(without_ids(dict(line)) for line in lines)
+    groups = [LoggedGroup(step=3, phase="train", task_id="t", lines=slim)]
     page = render_html(
         title="A run & more",
         run_dir=Path("runs/a"),
@@ -170,8 +171,10 @@ def test_what_a_run_writes_is_shown_and_never_run() -> None:
 
 def test_a_failed_trajectory_and_one_without_reward_are_shown() -> None:
     failed = Trajectory.failed(make_task(), ToolError("sandbox down"))
-    page, reader = read(line(failed), line(make_trajectory(reward=None)))
+    place = 'File "my_tool.py", line 7, in run'
+    page, reader = read({**line(failed), "traceback": place}, line(make_trajectory(reward=None)))
     assert "ToolError: sandbox down" in reader.text
+    assert place in reader.text
     assert 'data-outcome="none"' in page
     assert "mean reward none" in reader.text
     assert "not trained on" in reader.text

@@ -1,7 +1,7 @@
 """The groups of a trajectory log that the report shows: evenly chosen, and read alone.
 
-Invariant: memory holds the chosen lines, not the log, which grows to gigabytes. A log that is being
-written is read up to its last whole line.
+Invariant: memory holds the chosen lines without ids, not the log, which grows to gigabytes. A log
+that is being written is read up to its last whole line.
 """
 
 from __future__ import annotations
@@ -80,6 +80,18 @@ def read_groups(path: Path, *, max_trajectories: int) -> LoggedGroups:
         )
 
 
+def without_ids(line: Line) -> Line:
+    """Returns a line of the log with the number of tokens in the place of their ids.
+
+    As Python objects, ids and log-probabilities take most of the memory, and nobody reads them.
+    """
+    samples = [
+        {"num_tokens": len(sample["ids"]), "spans": sample["spans"]}
+        for sample in line.get("samples") or []
+    ]
+    return {**line, "samples": samples}
+
+
 def thin_out(items: Sequence[T], limit: int) -> list[T]:
     """At most `limit` of them, evenly from the first to the last, in their order."""
     count = len(items)
@@ -130,4 +142,4 @@ def _line_at(file: BinaryIO, start: int, path: Path) -> Line:
     except ValueError as error:
         raise ValueError(f"{path}, the line at byte {start} is damaged: {error}") from error
     assert isinstance(value, dict)
-    return value
+    return without_ids(value)
