@@ -40,7 +40,9 @@ def pair(template: str) -> tuple[HfRenderer, Any]:
     )
     tokenizer.add_tokens(["<|user|>", "<|model|>"], special_tokens=True)
     tokenizer.chat_template = template
-    return HfRenderer(tokenizer, parser="hermes"), tokenizer
+    renderer = HfRenderer(tokenizer, parser="hermes")
+    renderer.template.shows_tools = True  # whether it does is not compared
+    return renderer, tokenizer
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.name)

@@ -95,7 +95,7 @@ rendered twice: turn by turn, as `HfRenderer` does it around what was sampled, a
 | split | the template writes a part of a turn behind the turn's end: no model samples it as one |
 
 The parser is the one that `parser_for_template` finds; "none" means that no parser reads the calls,
-and that a conversation with tools is refused for that reason.
+or that the template does not show tools; a conversation with tools is refused for that reason.
 
 """
 
@@ -177,6 +177,7 @@ def row(name: str, directory: Path, template: str) -> tuple[str, list[Finding]]:
         renderer = HfRenderer(tokenizer, parser=_AnyParser())
     except SetupError as error:
         return _cells(name, parser, "", "", "all", "", str(error)), []
+    renderer.template.shows_tools = True  # whether it does is not compared
     found = list(findings(renderer, tokenizer))
     shapes = [
         ", ".join(f.conversation for f in found if f.verdict is verdict)

@@ -1,9 +1,11 @@
 """Bad input that only a started run can detect: one message, and an unchanged run directory."""
 
 import contextlib
+import json
 import resource
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,24 @@ def test_a_full_disk_ends_the_run_and_the_previous_checkpoint_stays(
     assert (checkpoints / "latest").read_text() == "step-00000001\n"
     assert (checkpoints / "step-00000001" / "state.json").exists()
     assert [line["step"] for line in trainer.metrics()] == [1]
+
+
+def test_an_error_in_the_users_reward_is_told_with_file_and_line(
+    start_trainer: StartTrainer, tmp_path: Path
+) -> None:
+    reward = tmp_path / "my_reward.py"
+    reward.write_text("def score(trajectory):\n    return undefined_name\n")
+    trainer = start_trainer(*_ONE_STEP, f"reward.name={reward}:score")
+    said = _end(trainer, 1)
+    assert f'File "{reward}", line 2, in score\n    return undefined_name' in said
+    last = said[said.rindex("error: none of") :]
+    assert f"NameError: name 'undefined_name' is not defined ({reward}:2, in score)" in last
+    log = (trainer.run_dir / "logs" / "trainer.log").read_text()
+    assert "the run failed: none of" in log
+    assert "    return undefined_name" in log
+    record = json.loads((trainer.run_dir / "trajectories.jsonl").read_text().splitlines()[0])
+    assert "return undefined_name" in record["traceback"]
+    assert "return undefined_name" in (trainer.run_dir / "report.html").read_text()
 
 
 @contextlib.contextmanager

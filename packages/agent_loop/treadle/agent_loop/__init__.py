@@ -95,6 +95,7 @@ from treadle.agent_loop.types import (
     ToolCall,
     ToolSpec,
 )
+from treadle.agent_loop.user_code import user_frame, user_place
 
 __all__ = [
     "IMAGE_MARK",
@@ -199,4 +200,6 @@ __all__ = [
     "function_tool",
     "selected_interaction",
     "selected_tools",
+    "user_frame",
+    "user_place",
 ]

@@ -17,6 +17,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from treadle.agent_loop.user_code import user_place
+
 
 class AgentLoopError(Exception):
     """The base of all errors that this package raises on purpose."""
@@ -125,7 +127,8 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
 
     Args:
         error: The branch of the tree that this boundary belongs to.
-        what: Names the thing that may fail; the error's message begins with it.
+        what: Names the thing that may fail; the error's message begins with it, and ends with
+            the place in the user's code, if there is one.
 
     Raises:
         RolloutError: One raised inside passes unchanged; a foreign exception becomes `error`.
@@ -140,7 +143,9 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
             raise
         raise error(f"{what}: CancelledError, though nobody cancelled it") from cause
     except Exception as cause:
-        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+        place = user_place(cause)
+        at = "" if place is None else f" ({place})"
+        raise error(f"{what}: {type(cause).__name__}: {cause}{at}") from cause
 
 
 def _is_stray() -> bool:

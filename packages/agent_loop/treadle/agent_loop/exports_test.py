@@ -164,4 +164,6 @@ PUBLIC = [
     "function_tool",
     "selected_interaction",
     "selected_tools",
+    "user_frame",
+    "user_place",
 ]

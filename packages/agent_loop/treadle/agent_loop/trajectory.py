@@ -23,7 +23,8 @@ class Finding:
     """An observation about a trajectory that deserves attention and is not an error.
 
     Attributes:
-        kind: Findings of one kind are counted together (`drift`, `malformed_call`, `stalled`).
+        kind: Findings of one kind are counted together (`drift`, `malformed_call`,
+            `unknown_tool`, `stalled`).
         text: A description for people.
     """
 

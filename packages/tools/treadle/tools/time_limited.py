@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
+from treadle.agent_loop import user_place
+
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -229,4 +231,5 @@ def _end_with_parent() -> None:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    place = user_place(error)  # the traceback stays in this process
+    return f"{type(error).__name__}: {error}" + ("" if place is None else f" ({place})")

@@ -135,8 +135,16 @@ class HfRenderer:
 
         Raises:
             RenderError: The template refuses these messages, or images cannot be rendered.
-            SetupError: There are tools, and the parser cannot parse this template's calls.
+            SetupError: There are tools, and the template does not show them, or the parser cannot
+                parse this template's calls.
         """
+        if tools and not self.template.shows_tools:
+            raise SetupError(
+                f"the chat template does not show tools to the model: {[t.name for t in tools]} "
+                "would be missing from every prompt. Take a model whose template has tools, put "
+                "such a template into its directory as chat_template.jinja, or use a loop "
+                "without tools"
+            )
         if tools and self._unread_call is not None:
             raise SetupError(self._unread_call)
         text = self.template.text(messages, tools, open_turn=True)

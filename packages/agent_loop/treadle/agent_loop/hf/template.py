@@ -212,6 +212,7 @@ class ChatTemplate:
         probe_call: How the template writes a turn with `PROBE_CALL`. None if it writes no calls,
             because it expects them in the content or has no tools.
         tool_problem: Why tool results cannot be shown to the model; None if they can.
+        shows_tools: Whether a prompt with tools differs from one without.
 
     Raises:
         SetupError: There is no template, it does not use one of `kwargs`, it cannot render a
@@ -237,6 +238,7 @@ class ChatTemplate:
         self._parallel = self._counts_results = False
         self._plain_end, implied = self._probe_plain()
         self._tool_end = self._probe_tools(implied=implied)
+        self.shows_tools = self._shows_tools()
         ends = (self._plain_end, self._tool_end)
         self.stops = tuple(dict.fromkeys(end.stop for end in ends if end is not None))
 
@@ -346,6 +348,20 @@ class ChatTemplate:
                 )
             return end, not self._added.any_in(closed)
         raise SetupError(f"the chat template cannot render a plain chat: {problem}") from problem
+
+    def _shows_tools(self) -> bool:
+        same = False
+        for chat in ([_QUESTION], [_SYSTEM, _QUESTION]):
+            try:
+                plain, shown = (
+                    self.text(chat, tools, open_turn=True) for tools in ((), (PROBE_TOOL,))
+                )
+            except RenderError:
+                continue  # some templates refuse a chat without tools, or with a system message
+            if plain != shown:
+                return True
+            same = True
+        return not same
 
     def _probe_tools(self, *, implied: bool) -> TurnEnd | None:
         """Returns the end of a turn with calls; sets `tool_problem` and returns None if none."""

@@ -52,7 +52,8 @@ def make_tokenizer(template: str, *, eos: str = "<eos>") -> PreTrainedTokenizerF
 
 def renderer_of(template: str, *, eos: str = "<eos>") -> HfRenderer:
     renderer = HfRenderer(make_tokenizer(template, eos=eos))
-    renderer._unread_call = None  # these templates write calls that no parser reads
+    # These templates show no tools, and write calls that no parser reads.
+    renderer.template.shows_tools, renderer._unread_call = True, None
     return renderer
 
 
@@ -341,14 +342,23 @@ def test_a_system_message_that_holds_our_marker_is_refused() -> None:
         renderer_of(PLAIN).extend((0,), [ASK], tools=(), history=[odd, ASK, SAYS])
 
 
+def test_a_template_that_drops_the_tools_is_refused_where_there_are_tools() -> None:
+    renderer = HfRenderer(make_tokenizer(PLAIN), parser="hermes")
+    renderer.render([ASK], tools=())
+    with pytest.raises(SetupError, match=r"does not show tools to the model: \['calc'\] would be"):
+        renderer.render([ASK], tools=[TOOL])
+
+
 def test_a_parser_of_another_family_is_refused_where_there_are_tools() -> None:
     renderer = HfRenderer(make_tokenizer(PLAIN), parser="hermes")
+    renderer.template.shows_tools = True
     renderer.render([ASK], tools=())
     with pytest.raises(SetupError, match=r"a call as '\[.*the parser does not read; it asks for"):
         renderer.render([ASK], tools=[TOOL])
 
 
 HERMES = """
+{% if tools %}{{ tools | tojson }}{% endif %}
 {% for m in messages %}<|{{ m.role | replace('assistant', 'model') }}|>
   {{ m.content }}
   {% for c in m.tool_calls %}

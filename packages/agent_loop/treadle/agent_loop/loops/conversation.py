@@ -210,6 +210,14 @@ class Conversation:
             Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
             for bad in parsed.malformed
         )
+        shown = sorted(tool.name for tool in self._tools)
+        self._findings.extend(
+            Finding(
+                kind="unknown_tool", text=f"the model called {call.name!r}; it was shown {shown}"
+            )
+            for call in parsed.message.tool_calls
+            if call.name not in shown
+        )
         self._activity = "between turns"
         return Turn(parsed=parsed, finish=completion.finish)
 
@@ -274,6 +282,7 @@ class Conversation:
             for c in (*spoken, self)
         ]
         findings = [finding for c in everyone for finding in c._findings]
+        malformed = sum(finding.kind == "malformed_call" for finding in findings)
         generate_s = sum(c._sampler.generate_s for c in everyone)
         interruptions = sum(c._sampler.num_interruptions for c in everyone)
         own = (
@@ -281,7 +290,7 @@ class Conversation:
             Metric("agent_loop/interruptions", interruptions, Reduce.SUM),
             Metric("agent_loop/assistant_turns", self.all_assistant_turns, Reduce.MEAN),
             Metric("agent_loop/user_turns", self.all_user_turns, Reduce.MEAN),
-            Metric("tool/parse_errors", len(findings), Reduce.SUM),
+            Metric("tool/parse_errors", malformed, Reduce.SUM),
         )
         drift = measure_drift(recorded, self._services.renderer)
         return Trajectory(

@@ -245,6 +245,8 @@ async def test_14_an_unknown_tool_is_answered() -> None:
     kit, _ = services([call, "sorry"], ScriptedTool())
     trajectory = await ToolAgentLoop().run(TASK, kit)
     assert answers(trajectory) == ["Unknown function 'nope'. Available tools: ['lookup']"]
+    (found,) = [f for f in trajectory.findings if f.kind == "unknown_tool"]
+    assert found.text == "the model called 'nope'; it was shown ['lookup']"
     assert trajectory.tool_rewards == (0.0,)
 
 

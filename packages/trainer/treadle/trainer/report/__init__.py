@@ -8,6 +8,7 @@ from treadle.trainer.report.console import print_summary
 from treadle.trainer.report.files import write_page, write_reports
 from treadle.trainer.report.live import LiveReport, live_report
 from treadle.trainer.report.metrics import MetricsLog, read_metrics
+from treadle.trainer.report.notes import NotesLog
 from treadle.trainer.report.progress import Progress, open_progress
 from treadle.trainer.report.rollout import rollout_metrics, validation_metrics
 from treadle.trainer.report.status import read_status
@@ -18,6 +19,7 @@ __all__ = [
     "Change",
     "LiveReport",
     "MetricsLog",
+    "NotesLog",
     "Progress",
     "Summary",
     "TrajectoryLog",

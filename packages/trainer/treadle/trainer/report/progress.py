@@ -26,6 +26,7 @@ from treadle.trainer.report.metrics import (
     REWARD,
     ROLLOUT_S,
     SAMPLED_TOKENS,
+    SIGNAL,
     STEP_S,
     TOOL_RATE,
     VAL_ACCURACY,
@@ -92,6 +93,7 @@ def step_line(step: int, total_steps: int, values: Record) -> str:
     parts = [f"step {step:>{width}}/{total_steps}"]
     for label, name, text in (
         ("reward", REWARD, "{:.3f}"),
+        ("signal", SIGNAL, "{:.0%}"),
         ("tool rate", TOOL_RATE, "{:.0%}"),
         ("held-out reward", VAL_REWARD, "{:.3f}"),
         ("held-out accuracy", VAL_ACCURACY, "{:.1%}"),

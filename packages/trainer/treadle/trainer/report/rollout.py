@@ -72,8 +72,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the metrics of a validation.
 
-    A trajectory that failed counts as a wrong answer: otherwise a server that loses the hard ones
-    would raise the numbers.
+    A trajectory that failed counts as one of the worst, with 0 at most: otherwise a server that
+    loses the hard ones would raise the numbers.
 
     Returns:
         `val/reward` (mean), `val/tool_call_rate`, `val/num_trajectories`, `val/num_failed`;
@@ -86,21 +86,23 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "val/num_trajectories": float(len(trajectories)),
         "val/num_failed": float(failed),
     }
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    worst = min(0.0, *rewards) if rewards else 0.0
     if trajectories:
-        metrics |= _val_scores(trajectories)
+        metrics |= _val_scores(trajectories, worst)
         metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
     by_source: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_source.setdefault(str(trajectory.task.fields.get("data_source")), []).append(trajectory)
     if len(by_source) > 1:
         for source, members in by_source.items():
-            scores = _val_scores(members)
+            scores = _val_scores(members, worst)
             metrics |= {f"{name}/{source}": value for name, value in scores.items()}
     return metrics
 
 
-def _val_scores(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    scores = {VAL_REWARD: _mean(trajectories, lambda t: t.reward or 0.0)}
+def _val_scores(trajectories: Sequence[Trajectory], worst: float) -> dict[str, float]:
+    scores = {VAL_REWARD: _mean(trajectories, lambda t: worst if t.reward is None else t.reward)}
     right = [_accuracy(trajectory) for trajectory in trajectories if trajectory.error is None]
     known = [value for value in right if value is not None]
     if known and len(known) == len(right):

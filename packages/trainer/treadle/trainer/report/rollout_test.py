@@ -101,6 +101,14 @@ def test_each_of_several_data_sources_has_its_validation() -> None:
     assert "val/accuracy/mine" not in metrics
 
 
+def test_a_failed_trajectory_is_never_better_than_a_wrong_one() -> None:
+    wrong, right = make_trajectory(reward=-1.0), make_trajectory(reward=0.5)
+    failed = Trajectory.failed(make_task(), ToolError("down"))
+    assert validation_metrics([wrong, right, failed])["val/reward"] == -0.5
+    assert validation_metrics([right, failed])["val/reward"] == 0.25
+    assert validation_metrics([failed])["val/reward"] == 0.0
+
+
 def test_a_call_in_the_given_messages_is_not_the_models() -> None:
     given = make_trajectory(calls_tool=True)
     task = make_task(messages=given.messages)

@@ -31,6 +31,7 @@ from treadle.trainer.report.metrics import (
     VAL_TOOL_RATE,
     Record,
 )
+from treadle.trainer.report.warning_signs import run_signs
 
 _WINDOW = 5
 
@@ -81,6 +82,7 @@ class Summary:
         rollout_tokens_per_s: Sampled tokens over the seconds of the rollout phases.
         train_tokens_per_s: Trained tokens over the seconds of the training phases.
         total_s: Seconds of all steps and of the validation before them.
+        signs: Warning signs, one line each; see `warning_signs`.
         phases_s: Phase to seconds, the longest first; "other" is what no phase accounts for.
     """
 
@@ -97,6 +99,7 @@ class Summary:
     rollout_tokens_per_s: float | None
     train_tokens_per_s: float | None
     total_s: float
+    signs: tuple[str, ...]
     phases_s: Mapping[str, float]
 
 
@@ -120,6 +123,7 @@ def summarize(records: Sequence[Record]) -> Summary:
         rollout_tokens_per_s=_rate(steps, SAMPLED_TOKENS, ROLLOUT_S),
         train_tokens_per_s=_rate(steps, TRAINED_TOKENS, TRAIN_S),
         total_s=sum(map(_duration, records)),
+        signs=run_signs(records),
         phases_s=_phases(records),
     )
 
@@ -151,6 +155,7 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
         ),
         ("servers and policy", "", _apart(summary.mismatch)),
         ("rollout servers", "", _lost(summary)),
+        *(("look at this", "", sign) for sign in summary.signs),
         ("rollout", "", _per_second(summary.rollout_tokens_per_s)),
         ("training", "", _per_second(summary.train_tokens_per_s)),
         ("time", "", f"{format_seconds(summary.total_s)} for {summary.num_steps} steps"),

@@ -6,8 +6,8 @@ group (all attempts at one row) follow one another. A run that resumes
 after step s removes later lines, as the metrics log does. The driver writes, from one task.
 
 A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
-"ground_truth", "reward", "advantage", "tool_rewards", "turn_scores", "stop", "error", "num_turns",
-"messages",
+"ground_truth", "reward", "advantage", "tool_rewards", "turn_scores", "stop", "error", "traceback",
+"num_turns", "messages",
 "samples": [{"ids", "logprobs", "spans": [{"origin", "start", "stop", "weight_version", "text"}]}],
 "findings": [{"kind", "text"}], "metrics", "trace"}. The messages are those of the last sample.
 "advantage" is null where the trajectory was not trained on.
@@ -31,6 +31,7 @@ from treadle.tracing import (
     current_sink,
     use_sink,
 )
+from treadle.trainer.report.failures import whole_traceback
 from treadle.trainer.report.lines import keep_lines
 
 Phase = Literal["train", "val"]
@@ -187,6 +188,7 @@ def to_record(
         "error": None
         if trajectory.error is None
         else f"{type(trajectory.error).__name__}: {trajectory.error}",
+        "traceback": None if trajectory.error is None else whole_traceback(trajectory.error),
         "num_turns": trajectory.num_turns,
         "messages": [_message(message) for message in trajectory.messages],
         "samples": [_tokens(sample, decode) for sample in trajectory.samples],

@@ -39,6 +39,7 @@ def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
             "turn_scores": [],
             "stop": "finished",
             "error": None,
+            "traceback": None,
             "num_turns": 4,
             "messages": [
                 {"role": "user", "content": "What is 6 * 7?"},

@@ -22,7 +22,7 @@ from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
 from treadle.trainer.policy.commands import Load
 from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.report import LiveReport, MetricsLog, Progress, TrajectoryLog
+from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -124,6 +124,7 @@ async def build_context(
             checkpoints=checkpoints,
             metrics_log=metrics_log,
             trajectory_log=trajectory_log,
+            notes_log=NotesLog(run_dir / "notes.jsonl", resume_after=resume_after),
             progress=progress,
             report=report,
             on_step=own.on_step,

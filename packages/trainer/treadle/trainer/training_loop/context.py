@@ -8,6 +8,7 @@ retried is retried where it failed.
 import asyncio
 import contextlib
 import inspect
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,17 @@ from treadle.trainer.own_code import OnStep
 from treadle.trainer.policy.commands import Save, SaveHf, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
-from treadle.trainer.report import LiveReport, MetricsLog, Progress, TrajectoryLog
+from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
+from treadle.trainer.report.failures import FirstFailures, whole_traceback
+from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.training_loop.groups import trajectory_advantages
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 
 __all__ = ["Timer", "TrainingContext"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -70,10 +75,13 @@ class TrainingContext:
         checkpoints: Where checkpoints are kept.
         metrics_log: Of the run directory.
         trajectory_log: Of the run directory.
+        notes_log: Of the run directory.
         progress: What the user sees.
         report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
         shown_findings: Kinds of findings of which an example has been shown.
+        first_failures: Kinds of failures of which an example has been shown.
+        watch: Finds warning signs in the metrics.
     """
 
     config: Config
@@ -88,10 +96,13 @@ class TrainingContext:
     checkpoints: Checkpoints
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
+    notes_log: NotesLog
     progress: Progress
     report: LiveReport
     on_step: OnStep | None = None
     shown_findings: set[str] = field(default_factory=set)
+    first_failures: FirstFailures = field(default_factory=FirstFailures)
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def version(self) -> int:
@@ -129,6 +140,7 @@ class TrainingContext:
                 min_weight_version=self.version,
                 on_end=self.progress.advance,
             )
+        self._note_failures(step, trajectories)
         self._note_findings(step, trajectories)
         run = self.config.run
         self.trajectory_log.append(
@@ -152,10 +164,28 @@ class TrainingContext:
                 if finding.kind not in self.shown_findings:
                     self.shown_findings.add(finding.kind)
                     task = trajectory.task
-                    self.progress.note(
-                        f"step {step}: first {finding.kind} of the run, in {task.task_id}, rollout "
-                        f"{task.rollout_index}: {finding.text}"
+                    self.note(
+                        step,
+                        f"first {finding.kind} of the run, in {task.task_id}, rollout "
+                        f"{task.rollout_index}: {finding.text}",
                     )
+
+    def _note_failures(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Shows the first failure of each kind with its line of code; the log has its traceback."""
+        for trajectory, code in self.first_failures.take(trajectories):
+            task, error = trajectory.task, trajectory.error
+            assert error is not None, "only failures are taken"
+            text = (
+                f"first {type(error).__name__} of its kind, in {task.task_id}, rollout "
+                f"{task.rollout_index}: {error}"
+            )
+            self.note(step, f"{text}\n{code}" if code else text)
+            _logger.info("its traceback:\n%s", whole_traceback(error))
+
+    def note(self, step: int, text: str) -> None:
+        """Says something about a step: on the console, in the log and in the report."""
+        self.progress.note(f"step {step}: {text}")
+        self.notes_log.append(step, text)
 
     async def release_memory(self) -> None:
         """Lends the servers' device memory to the policy until `sync_weights`, if configured."""
@@ -201,6 +231,9 @@ class TrainingContext:
         """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""
         self.metrics_log.append(step, metrics)
         self.progress.step_done(step, metrics)
+        if step > 0:
+            for sign in self.watch.step(metrics):
+                self.note(step, sign)
         if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
             self.report.update()
         if self.on_step is None:

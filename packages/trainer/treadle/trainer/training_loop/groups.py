@@ -10,12 +10,13 @@ sequence with the trajectory's advantage; together they count as one in the loss
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle.agent_loop import Tokens, Trajectory, TrajectoryTimeoutError
 from treadle.trainer.algorithms.advantages import group_advantages
 from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.report.failures import causes as causes_of
 
 __all__ = ["NoGroupLeftError", "StepBatch", "make_batch", "trajectory_advantages"]
 
@@ -77,7 +78,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version
     survivors = [[t for t in group if t.error is None] for group in groups]
     kept = [group for group in survivors if len(group) >= needed]
     failed = [t for t in trajectories if t.error is not None]
-    causes = tuple(_causes(failed))
+    causes = tuple(causes_of(failed))
     if not kept:
         raise NoGroupLeftError(
             f"none of {len(groups)} groups has {needed} trajectories that ended well "
@@ -172,13 +173,3 @@ def _stale(tokens: Tokens, version: int) -> tuple[bool, ...] | None:
         stale[span.start : span.stop] = [older or goes_on] * (span.stop - span.start)
         last_stop = span.stop
     return tuple(stale) if any(stale) else None
-
-
-def _causes(failed: Iterable[Trajectory]) -> Iterable[str]:
-    """Yields `3 x GenerationTimeoutError, as: ...`, the most frequent first."""
-    by_kind: dict[str, list[str]] = {}
-    for trajectory in failed:
-        error = trajectory.error
-        by_kind.setdefault(type(error).__name__, []).append(str(error))
-    for kind, texts in sorted(by_kind.items(), key=lambda item: -len(item[1])):
-        yield f"{len(texts)} x {kind}, as: {texts[0]}"

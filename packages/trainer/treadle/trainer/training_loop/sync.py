@@ -55,9 +55,10 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     with timer.phase("train"):
         stats = await context.update_policy(batch.sequences)
     if skipped := sum(update.skipped for update in stats.steps):
-        context.progress.note(
-            f"step {step}: {skipped} of {len(stats.steps)} updates were skipped, because their "
-            "gradient was not finite"
+        context.note(
+            step,
+            f"{skipped} of {len(stats.steps)} updates were skipped, because their gradient was not "
+            "finite",
         )
 
     # Weight sync: from here on the servers sample from version `step`.
@@ -95,9 +96,8 @@ def _due(every: int | None, step: int, *, or_now: bool = False) -> bool:
 def _report_failures(context: TrainingContext, step: int, batch: StepBatch) -> None:
     if not batch.num_failed:
         return
-    context.progress.note(
-        f"step {step}: {batch.num_failed} trajectories failed and are left out, with them "
+    text = (
+        f"{batch.num_failed} trajectories failed and are left out, with them "
         f"{batch.num_dropped_groups} of {batch.num_groups} groups"
     )
-    for cause in batch.causes:
-        context.progress.note(f"  {cause}")
+    context.note(step, "\n  ".join([text, *batch.causes]))

@@ -34,12 +34,15 @@ from treadle.trainer.report import (
     read_metrics,
     summarize,
 )
+from treadle.trainer.report.logged_progress import LoggedProgress
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.server_process import check_server_command
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.sync import run_sync
 
 __all__ = ["run_training"]
+
+_logger = logging.getLogger(__name__)
 
 
 async def run_training(
@@ -82,10 +85,11 @@ async def run_training(
         directory.write_config(given.model_dump(mode="json"))
         first_step = checkpoint.step + 1 if checkpoint is not None else 1
         with (
-            open_progress(total_steps=plan.total_steps, first_step=first_step) as progress,
-            _logging(run_dir / "logs" / "trainer.log", progress),
+            open_progress(total_steps=plan.total_steps, first_step=first_step) as display,
+            _logging(run_dir / "logs" / "trainer.log", display),
             _tracing(config, run_dir),
         ):
+            progress = LoggedProgress(display, total_steps=plan.total_steps)
             progress.note(f"run directory  {run_dir}\n{plan.text()}")
             for change in changes:
                 progress.note(f"changed since the run began: {change}")
@@ -145,19 +149,23 @@ def _tracing(config: Config, run_dir: Path) -> Iterator[None]:
 
 
 class _Notes(logging.Handler):
-    """Shows warnings in the progress display."""
+    """Shows warnings in the progress display, but not the error that the command will report."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress.note(record.getMessage())
+        if record.name != __name__:
+            self._progress.note(record.getMessage())
 
 
 @contextlib.contextmanager
 def _logging(path: Path, progress: Progress) -> Iterator[None]:
-    """Sends the log of `treadle` to a file, and its warnings to the display too."""
+    """Sends the log of `treadle` to a file, and its warnings to the display too.
+
+    What ends the run is logged with its traceback.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -170,6 +178,14 @@ def _logging(path: Path, progress: Progress) -> Iterator[None]:
         ours.addHandler(handler)
     try:
         yield
+    except Exception as error:
+        _logger.error("the run failed: %s", error, exc_info=True)
+        raise
+    except BaseException:
+        _logger.info("the run was interrupted")
+        raise
+    else:
+        _logger.info("the run ended")
     finally:
         for handler in handlers:
             ours.removeHandler(handler)

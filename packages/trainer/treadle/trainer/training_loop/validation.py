@@ -1,6 +1,7 @@
 """Validation: samples the validation rows from the present weights, with separate settings."""
 
 from treadle.trainer.report import validation_metrics
+from treadle.trainer.report.failures import causes
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 
 __all__ = ["validate"]
@@ -19,5 +20,6 @@ async def validate(context: TrainingContext, *, step: int, timer: Timer) -> dict
         trajectories = await context.sample("val", step, tasks)
     metrics = validation_metrics(trajectories)
     if failed := metrics["val/num_failed"]:
-        context.progress.note(f"validation at step {step}: {failed:.0f} trajectories failed")
+        text = f"{failed:.0f} of {len(trajectories)} trajectories of the validation failed"
+        context.note(step, "\n  ".join([text, *causes(trajectories)]))
     return metrics

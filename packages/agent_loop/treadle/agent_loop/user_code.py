@@ -1,0 +1,57 @@
+"""Where in the user's code an error was raised: what a user needs first, in one line.
+
+The user's code is every frame outside Treadle's packages, the standard library and installed
+packages: their reward, tool or loop, whatever it called.
+"""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+__all__ = ["user_frame", "user_place"]
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of the user's code; None if the error crossed none.
+
+    Args:
+        error: Its causes are searched first, since the innermost one was raised first.
+    """
+    for each in reversed(causes(error)):
+        theirs = [
+            (frame, line)
+            for frame, line in traceback.walk_tb(each.__traceback__)
+            if _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+        ]
+        if theirs:
+            return traceback.StackSummary.extract(theirs)[-1]
+    return None
+
+
+def user_place(error: BaseException) -> str | None:
+    """Returns `FILE:LINE, in FUNCTION` of `user_frame`; the file as a path that can be opened."""
+    frame = user_frame(error)
+    if frame is None:
+        return None
+    path = Path(frame.filename)
+    here = Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{shown}:{frame.lineno}, in {frame.name}"
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """Returns the error, its cause, the cause of that, and so on."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__
+    return chain
+
+
+def _is_users(file: str, module: str) -> bool:
+    if module.split(".")[0] == "treadle" or file.startswith("<"):
+        return False
+    return not file.startswith(_INSTALLED)
