@@ -36,6 +36,7 @@ from treadle.agent_loop.errors import (
     boundary,
 )
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
+from treadle.agent_loop.import_path import cannot_load, load_import_path
 from treadle.agent_loop.loops.conversation import Conversation, Turn
 from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Score, Services
@@ -195,9 +196,11 @@ __all__ = [
     "Watchdog",
     "WeightVersionBehindError",
     "boundary",
+    "cannot_load",
     "default_loops",
     "derive_seed",
     "function_tool",
+    "load_import_path",
     "selected_interaction",
     "selected_tools",
     "user_frame",

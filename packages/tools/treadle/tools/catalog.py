@@ -27,9 +27,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
 
-from treadle.agent_loop import FunctionTool, SetupError, Tool, ToolSpec, function_tool
+from treadle.agent_loop import (
+    FunctionTool,
+    SetupError,
+    Tool,
+    ToolSpec,
+    function_tool,
+    load_import_path,
+)
 from treadle.tools.arguments import require_extra
-from treadle.tools.import_path import load_import_path
 from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, string
 
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
@@ -72,18 +78,18 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     tools: dict[str, Tool] = {}
     for index, entry in enumerate(entries):
         where = f"{path}: tools[{index}]"
-        for tool in _tools(entry, where):
+        for tool in _tools(entry, where, path.parent):
             if tool.spec.name in tools:
                 raise SetupError(f"{where}: there already is a tool {tool.spec.name!r}")
             tools[tool.spec.name] = tool
     return MappingProxyType(tools)
 
 
-def _tools(entry: object, where: str) -> Sequence[Tool]:
+def _tools(entry: object, where: str, base: Path) -> Sequence[Tool]:
     """Returns the tools of one entry: one, or those of MCP servers."""
     keys = mapping(entry, where)
     if "function" in keys:
-        return [_function(keys, where)]
+        return [_function(keys, where, base)]
     fields = section(
         entry, where, required=("class_name",), optional=("config", "tool_schema", "mcp")
     )
@@ -116,11 +122,11 @@ def _native(fields: Mapping[str, object], settings: Mapping[str, object], where:
     return cast(Tool, tool)
 
 
-def _function(fields: Mapping[str, object], where: str) -> Tool:
+def _function(fields: Mapping[str, object], where: str, base: Path) -> Tool:
     section(fields, where, required=("function",))
     reference = string(fields["function"], f"{where}.function")
     try:
-        function = load_import_path(reference, "tool")
+        function = load_import_path(reference, "tool", base=base)
         if isinstance(function, FunctionTool):
             return function
         if not callable(function):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from treadle.agent_loop import load_import_path
 from treadle.tools import time_limited
-from treadle.tools.import_path import load_import_path
 from treadle.tools.time_limited import TimeLimited, TimeLimitedError
 
 FUNCTIONS = """
@@ -128,7 +128,7 @@ import asyncio, sys
 from functools import partial
 from pathlib import Path
 from treadle.tools.time_limited import TimeLimited
-from treadle.tools.import_path import load_import_path
+from treadle.agent_loop import load_import_path
 
 def make():
     return load_import_path({reference!r}, "function")

@@ -1,4 +1,4 @@
-"""The command line: `treadle COMMAND ...`; without a command, it trains.
+"""The command line: `treadle [COMMAND] ...`; without a command, it trains.
 
 Exit status: 0, it succeeded; 2, the user's input is wrong, as one message says; 1, the work failed;
 130 or 143, it was interrupted.
@@ -47,8 +47,13 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    named = bool(arguments) and arguments[0] in _COMMANDS
-    command = _COMMANDS[arguments.pop(0) if named else "train"]
+    first = arguments[0] if arguments else ""
+    if first and first not in _COMMANDS and "=" not in first and not first.startswith("-"):
+        from treadle.trainer.cli.help import unknown_command
+
+        say(f"error: {unknown_command(first)}", error=True)
+        return 2
+    command = _COMMANDS[arguments.pop(0) if first in _COMMANDS else "train"]
     try:
         return command(arguments)
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 """The loop registry: a mapping from names to agent loops.
 
 Invariant: nothing registers itself at import. A run can use the loops in its registry, and those
-that a task names in full as "module:Class". Resolving an unknown name is an error that lists the
-known names, and no name stands for two loops.
+that a task names in full as "module:Class" or "path/to/file.py:Class". Resolving an unknown name is
+an error that lists the known names, and no name stands for two loops.
 
     loops = default_loops().adding("ask_twice", AskTwice())
 
@@ -13,12 +13,11 @@ imported at its first use:
     ask_twice = "my_package.loops:AskTwice"
 """
 
-import importlib
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Final, cast
 
 from treadle.agent_loop.errors import SetupError, UnknownLoopError
+from treadle.agent_loop.import_path import load_import_path
 from treadle.agent_loop.loops.loop import AgentLoop
 from treadle.agent_loop.loops.single_turn import SingleTurnLoop
 from treadle.agent_loop.loops.tool_loop import OnMalformedCall, ToolAgentLoop
@@ -35,8 +34,9 @@ class LoopRegistry:
     """Agent loops by name; immutable.
 
     Args:
-        loops: By the name in a row's `agent_name`: the loop, or "module:Class", which is imported
-            and instantiated without arguments at its first use.
+        loops: By the name in a row's `agent_name`: the loop, or "module:Class" or
+            "path/to/file.py:Class", which is imported and instantiated without arguments at its
+            first use.
     """
 
     def __init__(self, loops: Mapping[str, AgentLoop | str]) -> None:
@@ -57,7 +57,9 @@ class LoopRegistry:
         if name in self._loops:
             raise SetupError(f"the agent loop {name!r} is already registered")
         if isinstance(loop, str) and ":" not in loop:
-            raise SetupError(f'agent loop {name!r} is {loop!r}; it must be "module:Class"')
+            raise SetupError(
+                f'agent loop {name!r} is {loop!r}; it must be "path.py:Class" or "module:Class"'
+            )
         return LoopRegistry({**self._loops, name: loop})
 
     def resolve(self, name: str) -> AgentLoop:
@@ -72,7 +74,7 @@ class LoopRegistry:
         if ":" not in target:
             raise UnknownLoopError(
                 f"agent loop {name!r} is not registered; registered agent loops: "
-                f'{", ".join(self.names)}; or name one in full as "module:Class"'
+                f'{", ".join(self.names)}; or name one in full as "path.py:Class" or "module:Class"'
             )
         if name not in self._imported:
             shown = repr(name) if name == target else f"{name!r} ({target})"
@@ -108,13 +110,10 @@ def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER
 
 
 def _import_loop(target: str, shown: str) -> AgentLoop:
-    module_name, _, attribute = target.partition(":")
-    try:  # the user's module may raise anything
-        factory = attrgetter(attribute)(importlib.import_module(module_name))
-    except Exception as error:
-        raise UnknownLoopError(
-            f"agent loop {shown} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    try:
+        factory = load_import_path(target, "agent loop")
+    except SetupError as error:
+        raise UnknownLoopError(str(error)) from error
     try:
         loop = factory() if isinstance(factory, type) else factory
     except Exception as error:

@@ -27,8 +27,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 
-from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
-from treadle.tools.import_path import cannot_load, load_import_path
+from treadle.agent_loop import (
+    RewardError,
+    RewardFn,
+    Score,
+    SetupError,
+    Trajectory,
+    cannot_load,
+    load_import_path,
+)
 from treadle.tracing import Metric
 
 ENTRY_POINTS = "treadle.rewards"

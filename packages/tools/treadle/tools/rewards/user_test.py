@@ -109,7 +109,7 @@ def test_a_reward_of_an_installed_package_is_known_by_its_name(
         ("length", "neither path.py:name nor module:name"),
         ("{mine}:", "neither path.py:name nor module:name"),
         ("{mine}.missing.py:length", "does not exist"),
-        ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
+        ("no_such_module_at_all:f", "from no_such_module_at_all: no such module is installed"),
         (
             "{mine}:three",
             "three' is 3, which is not a function",

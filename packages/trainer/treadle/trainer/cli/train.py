@@ -7,6 +7,7 @@ latest checkpoint.
 import argparse
 import asyncio
 import errno
+import importlib.metadata
 import signal
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -34,7 +35,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="this text and all keys")
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="this text, or the keys of a section as rollout, or of all",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument(
         "--config",
         action="append",
@@ -57,12 +66,29 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
-    if args.help:
-        from treadle.trainer.config.describe import key_listing
-
-        say(f"{parser.format_help()}\n{key_listing()}")
+    if args.help is not None:
+        return _help(parser, args.help or None)
+    if args.version:
+        say(f"treadle-trainer {_version()}")
         return 0
     return _run(args)
+
+
+def _help(parser: argparse.ArgumentParser, topic: str | None) -> int:
+    from treadle.trainer.cli.help import help_text
+
+    try:
+        say(help_text(parser.format_help(), topic))
+    except ConfigError as error:
+        return fail(error)
+    return 0
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("treadle-trainer")
+    except importlib.metadata.PackageNotFoundError:
+        return "from source, not installed"
 
 
 def _run(args: argparse.Namespace) -> int:

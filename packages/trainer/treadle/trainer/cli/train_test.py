@@ -65,7 +65,10 @@ def _row(**columns: object) -> dict[str, object]:
             {"agent_name": "tool_agnt"},
             "line 1: agent loop 'tool_agnt' is not registered; registered",
         ),
-        ({"agent_name": "no.such:Loop"}, "line 1: agent loop 'no.such:Loop' cannot be imported"),
+        (
+            {"agent_name": "no.such:Loop"},
+            "line 1: cannot load the agent loop from no.such: no such module",
+        ),
         (
             {"extra_info": {"tool_selection": ["x"]}},
             "which are not configured; configured tools: [",

@@ -18,17 +18,49 @@ from pydantic import JsonValue
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, flatten
 from treadle.trainer.config.load import LoadedConfig
 
-__all__ = ["document", "key_listing", "value_listing"]
+__all__ = ["document", "key_listing", "section_listing", "value_listing"]
+
+_VERL = "verl's keys are accepted where Treadle has an equivalent."
 
 
 def key_listing() -> str:
-    """Returns every key with type, default, bounds and doc, for a terminal."""
-    lines = ["keys:"]
+    """Returns every key with type, default, bounds and doc, section by section, for a terminal."""
+    lines: list[str] = []
+    section = None
     for leaf in all_leaves().values():
-        lines.append(f"  {leaf.key}  ({_type(leaf)}; {_default(leaf)})")
-        lines += textwrap.wrap(leaf.doc, 92, initial_indent="      ", subsequent_indent="      ")
-    lines.append("\nverl's keys are accepted where Treadle has an equivalent.")
-    return "\n".join(lines)
+        name = leaf.key.rpartition(".")[0]
+        if name != section:
+            section = name
+            lines += ["", *_section_head(name)]
+        lines += _key_lines(leaf)
+    return "\n".join([*lines[1:], "", _VERL])
+
+
+def section_listing(name: str) -> str:
+    """Returns the keys of a section and of those below it, as `key_listing` does."""
+    lines: list[str] = _section_head(name)
+    section = name
+    for leaf in all_leaves().values():
+        if not leaf.key.startswith(f"{name}."):
+            continue
+        own = leaf.key.rpartition(".")[0]
+        if own != section:
+            section = own
+            lines += ["", *_section_head(own)]
+        lines += _key_lines(leaf)
+    return "\n".join([*lines, "", _VERL])
+
+
+def _section_head(name: str) -> list[str]:
+    return textwrap.wrap(f"{name}: {' '.join(all_sections()[name].doc.split())}", 92)
+
+
+def _key_lines(leaf: Leaf) -> list[str]:
+    only = f" Only with kind {' or '.join(leaf.variants)}." if leaf.variants else ""
+    return [
+        f"  {leaf.key}  ({_type(leaf)}; {_default(leaf)})",
+        *textwrap.wrap(leaf.doc + only, 92, initial_indent="      ", subsequent_indent="      "),
+    ]
 
 
 def value_listing(loaded: LoadedConfig) -> str:

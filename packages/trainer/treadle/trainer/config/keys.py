@@ -170,7 +170,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(key: str, among: Iterable[str], *, limit: int = 3) -> list[str]:
-    """Returns the known keys most similar to `key`, by the whole key or by its last part."""
+    """Returns the known keys most similar to `key`, by the whole key or by its last part.
+
+    A key that is nearly right has one suggestion.
+    """
     tail = key.rpartition(".")[2]
 
     def likeness(known: str) -> float:
@@ -179,4 +182,7 @@ def nearest(key: str, among: Iterable[str], *, limit: int = 3) -> list[str]:
         return max(whole, 0.95 * last)
 
     ranked = sorted(((likeness(known), known) for known in among), reverse=True)
-    return [known for ratio, known in ranked[:limit] if ratio >= 0.6]
+    best = ranked[0][0] if ranked else 0.0
+    # Beside a typing error of one or two letters, the others are noise.
+    floor = 0.6 if best < 0.9 else best - 0.02
+    return [known for ratio, known in ranked[:limit] if ratio >= floor]

@@ -15,16 +15,20 @@ from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
+from treadle.trainer.config.verl_table import ABSENT
 from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
 
 __all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
 
+_CODE_KEYS = ("reward.name", "agent.loops")
+"""Keys whose values may name the user's own code."""
 _MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
 
 
@@ -59,8 +63,12 @@ def load_config(
     layers: list[list[Assignment]] = []
     notes: list[str] = []
     written: dict[str, Any] = {}
-    for layer in (*(list(_read_file(path)) for path in files), arguments):
-        translated, layer_notes = translate(layer, below=written)
+    given = [*(list(_read_file(path)) for path in files), arguments]
+    for number, layer in enumerate(given):
+        later = {assignment.key for after in given[number + 1 :] for assignment in after}
+        # What a later layer replaces is not checked: verl's keys may be wrong by themselves.
+        kept = [each for each in layer if each.key not in later or each.key in all_leaves()]
+        translated, layer_notes = translate(kept, below=written)
         layers.append(translated)
         notes += layer_notes
         written |= {assignment.key: assignment.value for assignment in layer}
@@ -79,7 +87,7 @@ def _parse_argument(text: str) -> Assignment:
     key, equals, raw = text.partition("=")
     key = key.removeprefix("+").removeprefix("+").strip()
     if not equals or not key:
-        raise ConfigError(f"{text!r} is not key=value; `--help` lists the keys")
+        raise ConfigError(f"{text!r} is not key=value; `treadle --help SECTION` lists the keys")
     try:
         value = parse_value(raw)
     except ScalarError as error:
@@ -163,9 +171,15 @@ def _assign(merged: dict[str, Assignment], assignment: Assignment, below: Set[st
 
 def _unknown(assignment: Assignment) -> str:
     root = assignment.key.partition(".")[0]
+    if root in ABSENT:
+        return f"{assignment.key} is not available: {ABSENT[root]}"
     theirs = [key for key in known_keys() if key.partition(".")[0] == root]
     known = nearest(assignment.key, [*all_leaves(), *theirs])
-    hint = f"; did you mean {' or '.join(known)}?" if known else "; `--help` lists the keys"
+    hint = (
+        f"; did you mean {' or '.join(known)}?"
+        if known
+        else "; `treadle --help SECTION` lists the keys"
+    )
     where = (
         ""
         if assignment.source.startswith(("+", assignment.key))
@@ -177,6 +191,8 @@ def _unknown(assignment: Assignment) -> str:
 def _fit(assignment: Assignment, leaf: Leaf) -> Any:
     """Returns the value in the form of the leaf's type, where the spelling is ambiguous."""
     value = assignment.value
+    if leaf.key in _CODE_KEYS and isinstance(value, str):
+        return _code(assignment.base, value)
     if leaf.is_table:
         return value
     section = all_sections().get(leaf.key.removesuffix(".kind"))
@@ -203,6 +219,12 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
             item if is_data_uri(str(item)) else _path(assignment.base, str(item)) for item in value
         ]
     return value
+
+
+def _code(base: Path, reference: str) -> str:
+    """Returns a reference to the user's code, `path.py:name` with an absolute path."""
+    file, _, name = reference.rpartition(":")
+    return f"{_path(base, file)}:{name}" if file.endswith(".py") else reference
 
 
 def _path(base: Path, text: str) -> Path:
@@ -239,7 +261,7 @@ def _explain(error: ValidationError, merged: Mapping[str, Assignment]) -> str:
     for detail in error.errors(include_url=False):
         path = [str(part) for part in detail["loc"]]
         key = _existing_key(path)
-        message = detail["msg"].removeprefix("Value error, ")
+        message = _plain(detail)
         leaf = leaf_of(key)
         if detail["type"] == "missing" and leaf is None:
             required = [k for k, v in all_leaves().items() if v.required and k.startswith(key)]
@@ -255,6 +277,35 @@ def _explain(error: ValidationError, merged: Mapping[str, Assignment]) -> str:
         else:
             lines.append(f"{key}: {message}" if key else message)
     return "\n".join(lines)
+
+
+def _plain(detail: ErrorDetails) -> str:
+    """Returns what is wrong with a value in the words of a configuration, not of a library."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    for ending, symbol in (
+        ("greater_than", ">"),
+        ("greater_than_equal", ">="),
+        ("less_than", "<"),
+        ("less_than_equal", "<="),
+    ):
+        if kind == ending:
+            return f"must be {symbol} {next(iter(context.values())):g}"
+    if kind == "too_short":
+        return f"needs at least {context['min_length']}"
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    for stem, expected in (
+        ("int_", "an integer"),
+        ("float_", "a number"),
+        ("bool_", "true or false"),
+        ("string_", "text"),
+        ("path_", "a path"),
+        ("tuple_", "a list"),
+        ("dict_", "a table"),
+    ):
+        if kind.startswith(stem):
+            return f"must be {expected}"
+    return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def _existing_key(path: Sequence[str]) -> str:

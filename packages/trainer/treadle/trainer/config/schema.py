@@ -103,10 +103,10 @@ class AgentConfig(Section):
 
     default_loop: str = "single_turn_agent"
     """Agent loop of rows without an `agent_name`: single_turn_agent, tool_agent, one of `loops`,
-    one that an installed package provides, or package.module:Class."""
+    one that an installed package provides, path.py:Class or package.module:Class."""
     loops: Mapping[str, str] = {}
-    """Your own agent loops as package.module:Class, by the name that rows give in `agent_name`.
-    Installed packages add theirs by entry points (treadle.agent_loops)."""
+    """Your own agent loops as path.py:Class or package.module:Class, by the name that rows give in
+    `agent_name`. Installed packages add theirs by entry points (treadle.agent_loops)."""
     tool_catalogue: Path | None = None
     """YAML list of tools (verl's tool_config format). Null: no tools."""
     interaction_catalogue: Path | None = None
@@ -498,6 +498,7 @@ class Config(Section):
     sync: WeightSyncConfig = WeightSyncConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     launch: LaunchConfig = LocalLaunchConfig()
+    """Where the processes run."""
     tracing: TracingConfig = TracingConfig()
     run: RunDirConfig = RunDirConfig()
 

@@ -220,6 +220,8 @@ def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment
         ConfigError: One of verl's keys asks for an unsupported behaviour.
     """
     values = {**below, **{assignment.key: assignment.value for assignment in layer}}
+    last = {assignment.key: assignment for assignment in layer}
+    layer = [assignment for assignment in layer if last[assignment.key] is assignment]
     ours: list[Assignment] = []
     notes: list[str] = []
     for assignment in layer:
@@ -241,6 +243,8 @@ def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment
             if value not in accepted:
                 wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
                 raise ConfigError(f"{key}={value} is not available, only {wanted}: {reason}")
+        elif key in NOTED and value is False and key.endswith("_offload"):
+            pass  # nothing is moved to the host, as asked
         elif key in NOTED:
             notes.append(f"{key}={value} has no effect: {NOTED[key]}")
         elif key in REFUSED and value is not None:

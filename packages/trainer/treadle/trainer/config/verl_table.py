@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["IMPLIED", "NOTED", "REFUSED", "RENAMED"]
+__all__ = ["ABSENT", "IMPLIED", "NOTED", "REFUSED", "RENAMED"]
 
 RENAMED = {
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_dual",
@@ -170,4 +170,15 @@ REFUSED = {
     ),
     "data.custom_cls.name": "write the rows to .jsonl or .parquet first",
     "data.custom_cls.path": "write the rows to .jsonl or .parquet first",
+}
+
+# First part of a key -> why there is nothing like it.
+ABSENT = {
+    "critic": "there is no critic: GRPO compares the trajectories of a row",
+    "reward_model": "there is no reward model: a reward is reward.name=path.py:function",
+    "reward_manager": "there are no reward managers: a reward is reward.name=path.py:function",
+    "defaults": "files are not composed as by Hydra: repeat --config, later files win",
+    "hydra": "there is no Hydra: give files by --config and keys as key=value",
+    "ray_init": "Ray is set up by launch.kind=ray and the keys of launch",
+    "ray_kwargs": "Ray is set up by launch.kind=ray and the keys of launch",
 }

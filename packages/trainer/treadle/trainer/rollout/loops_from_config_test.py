@@ -40,7 +40,10 @@ def test_each_loop_is_made_once() -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("agent.loops.mine=no.such:Loop", "agent.loops.mine=no.such:Loop: .* cannot be imported"),
+        (
+            "agent.loops.mine=no.such:Loop",
+            "agent.loops.mine=no.such:Loop: .*no such module",
+        ),
         (f"agent.loops.tool_agent={_LOOP}", "agent.loops.tool_agent=.*is already registered"),
         (
             "agent.default_loop=tool_agnt",

@@ -1,5 +1,7 @@
 """Loads a user's own code by its import path: "path/to/file.py:name" or "package.module:name".
 
+The name may be dotted, as "Outer.Inner".
+
 Invariant: the code is loaded at start; an import path that cannot be resolved raises a `SetupError`
 that says what exists instead. A file is executed once per process, like a module, however many
 import paths name it.
@@ -12,28 +14,35 @@ import importlib
 import importlib.util
 import os
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
-from treadle.agent_loop import SetupError
+from treadle.agent_loop.errors import SetupError
 
 
-def load_import_path(reference: str, what: str) -> object:
+def load_import_path(reference: str, what: str, *, base: Path | None = None) -> object:
     """Returns what `reference` names.
 
     Args:
         reference: "path/to/file.py:name" or "package.module:name".
         what: Names it in errors, as "reward".
+        base: The folder that a relative path starts from. None: the working directory.
 
     Raises:
         SetupError: The import path is malformed, the file or module cannot be loaded, or it has no
             such name.
     """
     where, _, name = reference.rpartition(":")
-    if not where or not name.isidentifier():
+    if not where or not all(part.isidentifier() for part in name.split(".")):
         raise SetupError(f"the {what} {reference!r} is neither path.py:name nor module:name")
-    module = _load_file(Path(where), what) if where.endswith(".py") else _load_module(where, what)
-    if not hasattr(module, name):
+    if where.endswith(".py"):
+        module = _load_file((base or Path.cwd()) / where, what)
+    else:
+        module = _load_module(where, what)
+    try:
+        found: object = attrgetter(name)(module)
+    except AttributeError:
         own = sorted(
             key
             for key, value in vars(module).items()
@@ -41,8 +50,7 @@ def load_import_path(reference: str, what: str) -> object:
         )
         raise SetupError(
             f"the {what} {reference!r}: {where} has no {name!r}; it has: {', '.join(own) or 'none'}"
-        )
-    found: object = getattr(module, name)
+        ) from None
     return found
 
 
@@ -53,7 +61,7 @@ def cannot_load(where: str, what: str, error: Exception) -> SetupError:
 
 def _load_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise SetupError(f"the {what} file {path} does not exist (looked in {Path.cwd()})")
+        raise SetupError(f"the {what} file {path} does not exist")
     # Two files of one name are two modules.
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
     name = f"treadle_user_{path.stem}_{place}"
@@ -75,5 +83,12 @@ def _load_file(path: Path, what: str) -> ModuleType:
 def _load_module(name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise cannot_load(name, what, error) from error
+        raise SetupError(
+            f"cannot load the {what} from {name}: no such module is installed; code of your own "
+            "is named by its file, as path/to/file.py:name"
+        ) from error
     except Exception as error:
         raise cannot_load(name, what, error) from error

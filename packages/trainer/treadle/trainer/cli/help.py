@@ -1,0 +1,73 @@
+"""`treadle --help`: the front page, and the keys of the configuration by section."""
+
+import textwrap
+from types import MappingProxyType
+
+from treadle.trainer.config.describe import key_listing, section_listing
+from treadle.trainer.config.keys import all_sections, nearest
+from treadle.trainer.config.verl_keys import ConfigError
+
+__all__ = ["COMMANDS", "help_text", "unknown_command"]
+
+COMMANDS = MappingProxyType(
+    {
+        "train": "train a model; the command if none is named",
+        "export": "write the model of a run as a Hugging Face directory",
+        "new": "write a folder with a task of your own, which trains as it stands",
+        "report": "make the report of a run anew",
+    }
+)
+"""What each command does; `treadle COMMAND --help` says how."""
+
+_EVERYTHING = "all"
+
+
+def help_text(options: str, topic: str | None) -> str:
+    """Returns what `--help` or `--help TOPIC` prints.
+
+    Args:
+        options: The usage and the options of `treadle train`.
+        topic: None for the front page; a section of the configuration, as "rollout" or
+            "policy.optimizer"; or "all".
+
+    Raises:
+        ConfigError: There is no such section.
+    """
+    if topic == _EVERYTHING:
+        return key_listing()
+    sections = all_sections()
+    if topic is None:
+        return f"{options}\n{_commands()}\n\n{_sections()}"
+    if topic not in sections:
+        near = nearest(topic, sections, limit=1)
+        known = f"did you mean {near[0]}?" if near else f"sections: {', '.join(_top())}"
+        raise ConfigError(f"--help {topic}: there is no such section; {known}")
+    return section_listing(topic)
+
+
+def unknown_command(word: str) -> str:
+    """Returns the message for a first word that is neither a command nor key=value."""
+    if word.endswith((".yaml", ".yml")):
+        return f"{word!r} is a configuration file: give it as --config {word}"
+    near = nearest(word, COMMANDS, limit=1)
+    meant = f"did you mean `treadle {near[0]}`?" if near else "`treadle --help` lists the commands"
+    return f"{word!r} is neither a command ({', '.join(COMMANDS)}) nor key=value; {meant}"
+
+
+def _top() -> list[str]:
+    return [name for name in all_sections() if name and "." not in name]
+
+
+def _commands() -> str:
+    lines = [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(["commands (`treadle COMMAND --help` for more):", *lines])
+
+
+def _sections() -> str:
+    lines = ["configuration (`treadle --help SECTION` lists its keys, `--help all` every key):"]
+    for name in _top():
+        first = " ".join(all_sections()[name].doc.split()).partition(". ")[0].removesuffix(".")
+        lines += textwrap.wrap(
+            first, 92, initial_indent=f"  {name:<11} ", subsequent_indent=" " * 14
+        )
+    return "\n".join(lines)
