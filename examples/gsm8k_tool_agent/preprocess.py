@@ -1,10 +1,10 @@
 """GSM8K as it is published -> training rows for the tool agent.
 
-    python preprocess.py --source DIRECTORY_WITH_TRAIN_AND_TEST_JSONL --output data
+    python examples/gsm8k_tool_agent/preprocess.py --output examples/gsm8k_tool_agent/data
 
-Reads `train.jsonl` and `test.jsonl`, one {"question", "answer"} a line, and writes `train` and
-`test` with the columns that verl's `examples/data_preprocess/gsm8k_tool_agent_loop.py` gives: the
-question with an instruction, the tool's ground truth in `extra_info.tools_kwargs`, and
+Downloads `openai/gsm8k` from the Hugging Face Hub, or reads its files in `--source`, and writes
+`train` and `test` with the columns that verl's `examples/data_preprocess/gsm8k_tool_agent_loop.py`
+gives: the question with an instruction, the tool's ground truth in `extra_info.tools_kwargs`, and
 `agent_name`, without which the tool would never be called.
 """
 
@@ -16,6 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from treadle.trainer.data import DataError
+from treadle.trainer.data import read_rows as read_published_rows
+
 SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. "
     "Reasoning step by step before any tool call. "
@@ -24,11 +27,8 @@ SYSTEM = (
     "Put your final answer in the format of `#### <answer>`."
 )
 INSTRUCTION = "Let's think step by step and output the final answer after `####`."
+_HUB = "hf://datasets/openai/gsm8k/main"
 _MARK = "#### "
-
-
-class PreprocessError(ValueError):
-    """The source is not GSM8K; the text names file and line."""
 
 
 def solution_of(answer: str) -> str | None:
@@ -65,27 +65,37 @@ def make_row(
     }
 
 
-def read_rows(path: Path, *, split: str) -> Iterator[dict[str, object]]:
-    """Yields the rows of one published file.
+def read_rows(file: Path, *, split: str) -> Iterator[dict[str, object]]:
+    """Yields the rows of one published file, `.parquet` or `.jsonl`, here or on the Hub.
 
     Raises:
-        PreprocessError: A line is not a question with an answer that ends in `#### number`.
-        OSError: The file cannot be read.
+        DataError: It cannot be had, or a row is not a question with an answer that ends in
+            `#### number`.
     """
-    with path.open(encoding="utf-8") as file:
-        for index, line in enumerate(file):
-            where = f"{path}, line {index + 1}"
-            try:
-                record = json.loads(line)
-                question, answer = record["question"], record["answer"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise PreprocessError(
-                    f"{where}: not a question with an answer: {error!r}"
-                ) from error
-            solution = solution_of(answer)
-            if solution is None:
-                raise PreprocessError(f"{where}: the answer has no {_MARK!r}")
-            yield make_row(question, answer, solution=solution, split=split, index=index)
+    for row in read_published_rows([file], required=("question", "answer")):
+        question, answer = str(row.columns["question"]), str(row.columns["answer"])
+        solution = solution_of(answer)
+        if solution is None:
+            raise DataError(f"{row.place}: the answer has no {_MARK!r}")
+        yield make_row(question, answer, solution=solution, split=split, index=row.index)
+
+
+def file_of(split: str, source: Path | None) -> Path:
+    """Returns the published file of a split: the only one in `source` of its name, or the Hub's.
+
+    Raises:
+        DataError: `source` has none, or several.
+    """
+    if source is None:
+        return Path(f"{_HUB}/{split}-*.parquet")
+    kinds = ("jsonl", "parquet")
+    files = sorted(file for kind in kinds for file in source.glob(f"{split}*.{kind}"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise DataError(
+            f"--source {source} must hold one file {split}*.jsonl or {split}*.parquet, has: {found}"
+        )
+    return files[0]
 
 
 def write_rows(rows: Sequence[dict[str, object]], path: Path) -> None:
@@ -105,20 +115,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Converts both splits; returns 0 on success."""
     parser = argparse.ArgumentParser(description="GSM8K -> training rows for the tool agent")
     parser.add_argument(
-        "--source", type=Path, required=True, help="directory of train.jsonl and test.jsonl"
+        "--source",
+        type=Path,
+        metavar="DIRECTORY",
+        help="where train and test lie, .jsonl or .parquet (default: download them from the Hub)",
     )
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet")
     options = parser.parse_args(arguments)
-    for split in ("train", "test"):
-        try:
-            rows = list(read_rows(options.source / f"{split}.jsonl", split=split))
-        except (PreprocessError, OSError) as error:
-            sys.stderr.write(f"error: {error}\n")
-            return 2
-        target = options.output / f"{split}.{options.format}"
-        write_rows(rows, target)
-        sys.stdout.write(f"{target}: {len(rows)} rows\n")
+    try:
+        for split in ("train", "test"):
+            rows = list(read_rows(file_of(split, options.source), split=split))
+            target = options.output / f"{split}.{options.format}"
+            write_rows(rows, target)
+            sys.stdout.write(f"{target}: {len(rows)} rows\n")
+    except (DataError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     return 0
 
 

@@ -2,7 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
-from gsm8k_tool_agent.preprocess import INSTRUCTION, PreprocessError, main, read_rows, solution_of
+from gsm8k_tool_agent.preprocess import INSTRUCTION, file_of, main, read_rows, solution_of
+
+from treadle.trainer.data import DataError
 
 QUESTION = "Natalia sold clips to 48 friends in April and 48,000 in May. How many is that?"
 ANSWER = "48+48000 = <<48+48000=48048>>48048 clips.\n#### 48,048"
@@ -74,8 +76,8 @@ def test_what_is_written_is_what_the_trainer_reads(
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("not json", r"train\.jsonl, line 1: not a question with an answer"),
-        ('{"question": "a"}', "KeyError"),
+        ("not json", r"train\.jsonl, line 1: not a JSON object"),
+        ('{"question": "a"}', "line 1: the column 'answer' is missing"),
         ('{"question": "a", "answer": "42"}', "the answer has no '#### '"),
     ],
 )
@@ -83,7 +85,7 @@ def test_what_is_not_gsm8k_is_named(
     source: Path, tmp_path: Path, line: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (source / "train.jsonl").write_text(line + "\n")
-    with pytest.raises(PreprocessError, match=why):
+    with pytest.raises(DataError, match=why):
         list(read_rows(source / "train.jsonl", split="train"))
     assert main(["--source", str(source), "--output", str(tmp_path / "data")]) == 2
     assert "error:" in capsys.readouterr().err
@@ -92,3 +94,42 @@ def test_what_is_not_gsm8k_is_named(
 def test_the_solution_is_the_last_number_without_separators() -> None:
     assert solution_of("#### 1\n#### -1,234,567 ") == "-1234567"
     assert solution_of("none") is None
+
+
+def test_files_of_the_hub_give_the_same_rows(source: Path, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    directory = tmp_path / "main"
+    directory.mkdir()
+    for split, count in (("train", 3), ("test", 1)):
+        table = pyarrow.Table.from_pylist([{"question": QUESTION, "answer": ANSWER}] * count)
+        parquet.write_table(table, directory / f"{split}-00000-of-00001.parquet")
+    for directory_of_source in (source, directory):
+        out = tmp_path / f"{directory_of_source.name}-rows"
+        options = ["--output", str(out), "--format", "jsonl"]
+        assert main(["--source", str(directory_of_source), *options]) == 0
+    for split in ("train", "test"):
+        ours, theirs = (tmp_path / f"{name}-rows" / f"{split}.jsonl" for name in ("gsm8k", "main"))
+        assert ours.read_text() == theirs.read_text()
+
+
+def test_a_source_must_be_of_one_spelling(source: Path) -> None:
+    (source / "test-00000-of-00001.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"must hold one file test\*\.jsonl or .*test\.jsonl$"):
+        file_of("test", source)
+    with pytest.raises(DataError, match="has: none"):
+        file_of("train", source / "none")
+
+
+def test_where_the_hub_is_out_of_reach_the_command_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["--output", str(tmp_path / "data")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "run `hf download openai/gsm8k --repo-type dataset --include 'main/train-*.parquet'" in said
+    )
+    assert not (tmp_path / "data").exists()

@@ -2,11 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
-from hotpotqa_search.preprocess import PreprocessError, main, read
+from hotpotqa_search.preprocess import main, read
 
 from treadle.agent_loop import AgentTask, Message
 from treadle.tools import load_catalogue
 from treadle.trainer.config.load import load_config
+from treadle.trainer.data import DataError
 
 HERE = Path(__file__).parent
 QUESTION = {"question": "Which hills?", "answer": "seven"}
@@ -25,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_both_spellings_give_each_paragraph_once(source: Path) -> None:
-    records, corpus = read(source)
+    records, corpus = read([source])
     assert len(records) == 3
     assert corpus == {"Rome": "It has hills. Seven.", "Paris": "No.", "Oslo": "Fjords."}
 
@@ -44,10 +45,31 @@ def test_what_is_not_hotpotqa_is_named(
     source: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source.write_text(text)
-    with pytest.raises(PreprocessError, match=why):
-        read(source)
+    with pytest.raises(DataError, match=why):
+        read([source])
     assert main(["--source", str(source), "--output", str(source.parent / "out")]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_files_of_the_hub_give_the_same_questions(source: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    of_the_hub = source.parent / "train-00000-of-00001.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([HUB] * 3), of_the_hub)
+    source.write_text(json.dumps([HUB] * 3))
+    assert read([of_the_hub]) == read([source])
+    assert read([of_the_hub, source], limit=4) == ([QUESTION] * 4, read([source])[1])
+
+
+def test_where_the_hub_is_out_of_reach_the_command_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["--output", str(tmp_path / "data")]) == 2
+    assert "run `hf download hotpotqa/hotpot_qa --repo-type dataset" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
 
 
 def test_some_questions_are_left_on_either_side(

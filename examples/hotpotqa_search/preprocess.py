@@ -1,29 +1,30 @@
 """HotpotQA as it is published -> training rows and a corpus for the search agent.
 
-    python preprocess.py --source hotpot_train_v1.1.json --output data
+    python examples/hotpotqa_search/preprocess.py --output examples/hotpotqa_search/data
 
-Reads the questions with their paragraphs (the `distractor` setting; the list of the authors' site
-or of the Hugging Face hub, whose `context` is written differently) and writes `train`, `test` and
-`corpus.jsonl`: every paragraph once, so that a question must be looked up among those of all.
+Downloads the questions with their paragraphs (`distractor`) from the Hugging Face Hub, or reads
+`--source`: the list of the authors' site or files of the Hub, which write `context` differently.
+Writes `train`, `test` and `corpus.jsonl`: every paragraph once, so that a question must be looked
+up among those of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from treadle.trainer.data import DataError, read_rows
+
+_HUB = Path("hf://datasets/hotpotqa/hotpot_qa/distractor/train-*.parquet")
 SYSTEM = (
     "Answer the given question. Call the `search` tool as often as you need to look up facts; "
     "it takes several queries at once. Put your final answer, and nothing else of it, between "
     "<answer> and </answer>, for example <answer> Beijing </answer>."
 )
-
-
-class PreprocessError(ValueError):
-    """The source is not HotpotQA; the text names file and question."""
 
 
 def paragraphs(context: object) -> Iterator[tuple[str, str]]:
@@ -59,47 +60,81 @@ def make_row(record: Mapping[str, object], *, split: str, index: int) -> dict[st
     }
 
 
-def read(path: Path) -> tuple[list[Mapping[str, object]], dict[str, str]]:
-    """Returns the questions of a published file, and its paragraphs by title.
+def read(
+    files: Sequence[Path], *, limit: int | None = None
+) -> tuple[list[Mapping[str, object]], dict[str, str]]:
+    """Returns the questions of published files, and their paragraphs by title.
+
+    Args:
+        files: The authors' `.json`, or `.parquet` and `.jsonl`, here or on the Hub.
+        limit: How many questions are read. None: all.
 
     Raises:
-        PreprocessError: The file is not a list of questions with paragraphs.
-        OSError: The file cannot be read.
+        DataError: A file cannot be had, or is not a list of questions with paragraphs.
+        OSError: The authors' file cannot be read.
     """
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PreprocessError(f"{path}: not JSON: {error}") from error
-    if not isinstance(records, list) or not records:
-        raise PreprocessError(f"{path}: not a list of questions")
     corpus: dict[str, str] = {}
-    for number, record in enumerate(records):
+    records = []
+    published = itertools.chain.from_iterable(_published(file, limit) for file in files)
+    for place, record in itertools.islice(published, limit):
         try:
-            if not isinstance(record["question"], str) or not isinstance(record["answer"], str):
+            question, answer = record["question"], record["answer"]
+            if not isinstance(question, str) or not isinstance(answer, str):
                 raise TypeError("question and answer must be texts")
             corpus.update(paragraphs(record["context"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise PreprocessError(f"{path}, question {number}: {error!r}") from error
+            raise DataError(f"{place}: {error!r}") from error
+        records.append({"question": question, "answer": answer})
     return records, corpus
+
+
+def _published(file: Path, limit: int | None) -> Iterator[tuple[str, Mapping[str, object]]]:
+    if file.suffix != ".json":
+        for row in read_rows([file], required=("question", "answer", "context"), limit=limit):
+            yield row.place, row.columns
+        return
+    try:
+        records = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON: {error}") from error
+    if not isinstance(records, list) or not records:
+        raise DataError(f"{file}: not a list of questions")
+    for number, record in enumerate(records[:limit]):
+        yield f"{file}, question {number}", record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Converts a file; returns 0 on success."""
     parser = argparse.ArgumentParser(description="HotpotQA -> rows and corpus of the search agent")
-    parser.add_argument("--source", type=Path, required=True, help="the published JSON file")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        nargs="+",
+        default=[_HUB],
+        metavar="FILE",
+        help="the published questions: .json, .jsonl or .parquet (default: from the Hub, 360 MB)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
     parser.add_argument("--test", type=int, default=100, help="questions kept for validation")
+    parser.add_argument("--limit", type=int, metavar="N", help="read the first N questions only")
     options = parser.parse_args(arguments)
+    if options.limit is not None and options.limit < 1:
+        parser.error(f"--limit is {options.limit}: it must be at least 1")
     try:
-        records, corpus = read(options.source)
-        if not 0 < options.test < len(records):
-            raise PreprocessError(
-                f"--test is {options.test}, of {len(records)} questions: some must be left on "
-                "either side"
-            )
-    except (PreprocessError, OSError) as error:
+        _convert(options)
+    except (DataError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> None:
+    records, corpus = read(options.source, limit=options.limit)
+    if not 0 < options.test < len(records):
+        raise DataError(
+            f"--test is {options.test}, of {len(records)} questions: some must be left on either "
+            "side"
+        )
     cut = len(records) - options.test
     options.output.mkdir(parents=True, exist_ok=True)
     for split, part in (("train", records[:cut]), ("test", records[cut:])):
@@ -107,7 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options.output / f"{split}.jsonl", rows)
     entries = [{"title": title, "text": text} for title, text in corpus.items()]
     _write(options.output / "corpus.jsonl", entries)
-    return 0
 
 
 def _write(path: Path, entries: Sequence[Mapping[str, object]]) -> None:

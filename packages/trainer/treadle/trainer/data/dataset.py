@@ -41,7 +41,8 @@ def read_rows(
 
     Args:
         paths: `.jsonl` and `.parquet` files, here or on the Hub (hf://datasets/ORG/NAME/PATH).
-        required: Columns that every row must have, with a value other than null.
+        required: Columns that every row must have, with a value other than null. What the trainer
+            reads has those of `REQUIRED_COLUMNS`; data as it is published has others.
         limit: Maximum number of rows, at least 1. None: read all.
 
     Returns:
@@ -85,8 +86,17 @@ def _read(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         case _:
             raise DataError(f"{path}: datasets are .jsonl or .parquet files, got {path.suffix!r}")
     if not path.is_file():
-        raise DataError(f"{path} does not exist")
+        raise DataError(f"{path} does not exist{_how_to_make(path)}")
     return reader(path)
+
+
+def _how_to_make(path: Path) -> str:
+    """Returns a hint at the script of the example that the file belongs to, or nothing."""
+    for directory in path.parents[:2]:
+        script = directory / "preprocess.py"
+        if script.is_file():
+            return f": run `python {script} --output {path.parent}` first"
+    return ""
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -128,7 +138,8 @@ def _check(place: str, columns: Mapping[str, object], required: Sequence[str]) -
                 f"{place}: the column {column!r} {what}{nearest(column, columns)}; "
                 f"columns present: {present}"
             )
-    _check_prompt(place, columns.get("prompt"))
+    if (prompt := columns.get("prompt")) is not None:
+        _check_prompt(place, prompt)
     for column in ("reward_model", "extra_info"):
         value = columns.get(column)
         if value is not None and not isinstance(value, Mapping):

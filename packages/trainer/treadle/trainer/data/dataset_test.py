@@ -123,6 +123,18 @@ def test_a_file_that_cannot_be_used_is_named(
         read_rows([tmp_path / name])
 
 
+def test_data_of_an_example_comes_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    missing = tmp_path / "example" / "data" / "train.jsonl"
+    with pytest.raises(DataError, match=r"train\.jsonl does not exist$"):
+        read_rows([missing])
+    missing.parent.parent.mkdir()
+    script = missing.parent.parent / "preprocess.py"
+    script.touch()
+    with pytest.raises(DataError) as error:
+        read_rows([missing])
+    assert str(error.value).endswith(f": run `python {script} --output {missing.parent}` first")
+
+
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_columns())
     path.write_bytes(path.read_bytes() + b'{"prompt": "\xff"}\n')
