@@ -74,7 +74,7 @@ def read(
         OSError: The authors' file cannot be read.
     """
     corpus: dict[str, str] = {}
-    records = []
+    records: list[Mapping[str, object]] = []
     published = itertools.chain.from_iterable(_published(file, limit) for file in files)
     for place, record in itertools.islice(published, limit):
         try:

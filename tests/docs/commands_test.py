@@ -47,15 +47,19 @@ def of_the_trainer() -> Iterator[tuple[str, str, list[str]]]:
         yield page, line, shlex.split(match["arguments"], comments=True)
 
 
+def trains(arguments: list[str]) -> bool:
+    return not arguments or arguments[0].startswith("-") or "=" in arguments[0]
+
+
 TRAINING = [
     pytest.param(arguments, id=f"{page}: {line}")
     for page, line, arguments in of_the_trainer()
-    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]
+    if trains(arguments)
 ]
 OTHERS = [
-    pytest.param(arguments, id=f"{page}: {line}")
+    pytest.param(arguments[0], arguments[1:], id=f"{page}: {line}")
     for page, line, arguments in of_the_trainer()
-    if arguments and not arguments[0].startswith("-") and "=" not in arguments[0]
+    if not trains(arguments)
 ]
 SCRIPTS = [
     pytest.param(match["script"], match["arguments"], id=f"{page}: {line}")
@@ -66,7 +70,7 @@ SCRIPTS = [
 def test_commands_of_each_kind_are_found() -> None:
     # Otherwise a change of the pages could leave the tests below without a case.
     assert len(TRAINING) >= 15
-    assert {param.values[0][0] for param in OTHERS} >= {"export", "new", "report"}
+    assert {param.values[0] for param in OTHERS} >= {"export", "new", "report"}
     assert len(SCRIPTS) >= 2
 
 
@@ -84,15 +88,15 @@ def test_the_trainer_understands_a_command(
     assert main([*given, "--print-config"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", OTHERS)
+@pytest.mark.parametrize(("command", "arguments"), OTHERS)
 def test_a_command_has_the_options_of_the_page(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main([arguments[0], "--help"])
+        main([command, "--help"])
     assert exit_.value.code == 0
     known = capsys.readouterr().out
-    for argument in arguments[1:]:
+    for argument in arguments:
         assert not argument.startswith("--") or re.search(rf"{argument}\b", known), known
 
 
