@@ -8,20 +8,17 @@ import argparse
 import asyncio
 import errno
 import importlib.metadata
-import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from treadle.trainer.cli.console import fail, new_run_dir, say
+from treadle.trainer.cli.interrupt import Interrupted, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
 from treadle.trainer.demo import DEMO
 
 __all__ = ["main"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-T = TypeVar("T")
 
 _USAGE = """\
 Trains a language model by reinforcement learning with tools. Without --config and model.path it
@@ -155,7 +152,7 @@ def _train(loaded: LoadedConfig) -> int:
     config = loaded.config
     run_dir = config.run.dir or new_run_dir(config.run.name)
     try:
-        summary = asyncio.run(_until_signal(run_training(config, read_all_rows(config), run_dir)))
+        summary = asyncio.run(until_signal(run_training(config, read_all_rows(config), run_dir)))
     except (ConfigError, DataError, SetupError, RunDirectoryError) as error:
         return fail(error)
     except PolicyError as error:
@@ -166,37 +163,9 @@ def _train(loaded: LoadedConfig) -> int:
         if error.errno not in _FULL:
             raise
         return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
-    except _Ended as ended:
+    except Interrupted as ended:
         keeps = config.schedule.save_every is not None
         say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
         return 128 + ended.number
     print_summary(summary, run_dir)
     return 0
-
-
-class _Ended(Exception):
-    """A signal ended the run."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits the work; SIGINT and SIGTERM cancel it, so that it can clean up."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work)
-    received: list[int] = []
-
-    def end(number: int) -> None:
-        received.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if received:
-            raise _Ended(received[0]) from None
-        raise

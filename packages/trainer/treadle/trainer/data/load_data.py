@@ -23,7 +23,7 @@ __all__ = ["Inputs", "Rows", "prepare", "read_all_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a run."""
+    """The rows of a run; those of an evaluation are in `val`."""
 
     train: Sequence[Row]
     val: Sequence[Row]
@@ -84,17 +84,17 @@ def prepare(config: Config, rows: Rows, rules: PromptRules, own: OwnCode = NOTHI
         every = [*rows.train, *rows.val]
         sources = (row.columns.get("data_source") for row in every)
         rewards.check_data_sources(sources, mode=config.reward.mode)
-    train = make_prompts(rows.train, split="train", rules=rules, renderer=renderer)
-    val = None
-    if rows.val:
-        val = make_prompts(rows.val, split="val", rules=rules, renderer=renderer)
+    train, val = (
+        make_prompts(of_split, split=split, rules=rules, renderer=renderer) if of_split else None
+        for split, of_split in (("train", rows.train), ("val", rows.val))
+    )
     return Inputs(
         renderer=renderer,
         rules=rules,
         reward=reward,
-        train=train.prompts,
+        train=() if train is None else train.prompts,
         val=() if val is None else val.prompts,
-        notes=(*train.notes, *(() if val is None else val.notes)),
+        notes=tuple(note for split in (train, val) if split is not None for note in split.notes),
     )
 
 

@@ -86,8 +86,7 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "val/num_trajectories": float(len(trajectories)),
         "val/num_failed": float(failed),
     }
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    worst = min(0.0, *rewards) if rewards else 0.0
+    worst = worst_reward(trajectories)
     if trajectories:
         metrics |= _val_scores(trajectories, worst)
         metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
@@ -103,15 +102,22 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _val_scores(trajectories: Sequence[Trajectory], worst: float) -> dict[str, float]:
     scores = {VAL_REWARD: _mean(trajectories, lambda t: worst if t.reward is None else t.reward)}
-    right = [_accuracy(trajectory) for trajectory in trajectories if trajectory.error is None]
+    right = [accuracy(trajectory) for trajectory in trajectories if trajectory.error is None]
     known = [value for value in right if value is not None]
     if known and len(known) == len(right):
         scores[VAL_ACCURACY] = sum(known) / len(trajectories)
     return scores
 
 
-def _accuracy(trajectory: Trajectory) -> float | None:
-    """1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell."""
+def worst_reward(trajectories: Sequence[Trajectory]) -> float:
+    """Returns what a failed trajectory of a validation counts as: the least reward, 0 at most."""
+    return min(
+        (t.reward for t in trajectories if t.reward is not None and t.reward < 0), default=0.0
+    )
+
+
+def accuracy(trajectory: Trajectory) -> float | None:
+    """Returns 1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell."""
     for metric in trajectory.metrics:
         if metric.name in _ACCURACY_OF_REWARD:
             return metric.value

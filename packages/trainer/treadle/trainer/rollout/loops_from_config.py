@@ -1,15 +1,17 @@
-"""Makes the loops, tools, interactions and limits of a run from its configuration, once.
+"""Makes the loops, tools, interactions, limits and sampling of a run from its configuration.
 
 Invariant: what the configuration names exists; otherwise a `SetupError` names what does. Nothing
 here needs the tokenizer or the model, or waits.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from treadle.agent_loop import (
     LoopLimits,
     LoopRegistry,
     OnMalformedCall,
+    SamplingParams,
     SetupError,
     Tool,
     TruncateSide,
@@ -21,7 +23,7 @@ from treadle.trainer.config.schema import AgentConfig, Config
 from treadle.trainer.data import PromptRules
 from treadle.trainer.own_code import NOTHING, OwnCode
 
-__all__ = ["loop_limits", "prompt_rules"]
+__all__ = ["loop_limits", "prompt_rules", "sampling_params"]
 
 
 def prompt_rules(config: Config, own: OwnCode = NOTHING) -> PromptRules:
@@ -60,6 +62,17 @@ def loop_limits(config: Config) -> LoopLimits:
         max_tool_response_tokens=agent.max_tool_response_tokens,
         tool_response_truncate_side=TruncateSide(agent.tool_response_truncate_side),
         tool_timeout_s=agent.tool_timeout_s,
+    )
+
+
+def sampling_params(config: Config, split: Literal["train", "val"]) -> SamplingParams:
+    """Returns how completions are sampled; seeds come with the tasks."""
+    settings = config.rollout if split == "train" else config.rollout.val
+    return SamplingParams(
+        max_tokens=config.rollout.response_length,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
     )
 
 

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 from treadle.agent_loop import (
     AgentTask,
@@ -35,13 +35,38 @@ from treadle.agent_loop import (
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import PromptRules
 from treadle.trainer.rollout.loops_from_config import loop_limits
-from treadle.trainer.rollout.server_pool import ServerPool
 
-__all__ = ["Rollout"]
+__all__ = ["Rollout", "Servers"]
 
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
+
+
+class Servers(Protocol):
+    """What a rollout samples on: the run's `ServerPool`, or an `AttachedServer`."""
+
+    @property
+    def generator(self) -> TokenGenerator:
+        """Samples on the servers."""
+        ...
+
+    @property
+    def live(self) -> Sequence[object]:
+        """The servers that are sampled from."""
+        ...
+
+    async def ensure_healthy(self) -> bool:
+        """Replaces dead servers where it can; returns whether a server died or was restarted.
+
+        Raises:
+            NoServerLeftError: no server is left.
+        """
+        ...
+
+    async def wait_until_all_ended(self) -> None:
+        """Returns when no server is running any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +75,14 @@ class Rollout:
 
     Attributes:
         config: Of the run.
-        servers: The pool, connected.
+        servers: Connected.
         renderer: The model's chat format.
         rules: Have the loops, tools and interactions.
         reward: Scores each trajectory.
     """
 
     config: Config
-    servers: ServerPool
+    servers: Servers
     renderer: ChatRenderer
     rules: PromptRules
     reward: RewardFn
@@ -68,9 +93,9 @@ class Rollout:
         sampling: SamplingParams,
         *,
         min_weight_version: int,
-        on_end: Callable[[], None],
+        on_end: Callable[[Trajectory], None],
     ) -> list[Trajectory]:
-        """Runs every task; calls `on_end` for each trajectory that ends.
+        """Runs every task; calls `on_end` once for each trajectory, when it has ended.
 
         Raises:
             NoServerLeftError: no server is left.
@@ -84,7 +109,7 @@ class Rollout:
             async def keep(trajectory: Trajectory) -> None:
                 ended[_key(trajectory.task)] = trajectory
                 if not _may_be_retried(trajectory):
-                    on_end()
+                    on_end(trajectory)
 
             await self._run_until_lost(waiting, sampling, keep, min_weight_version)
             if not await self.servers.ensure_healthy():
@@ -98,7 +123,7 @@ class Rollout:
                 _log.warning("attempting %d trajectories again", len(waiting))
         for trajectory in ended.values():
             if _may_be_retried(trajectory):  # but was not
-                on_end()
+                on_end(trajectory)
         return [ended[_key(task)] for task in tasks]
 
     async def _run_until_lost(

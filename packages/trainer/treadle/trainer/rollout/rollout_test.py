@@ -85,16 +85,16 @@ async def test_each_trajectory_ends_once_however_often_it_was_attempted(
         story=story,
     )
     tasks = _tasks(4)
-    ends: list[None] = []
+    ends: list[Trajectory] = []
     trajectories = await rollout.run(
         tasks,
         SamplingParams(max_tokens=1),
         min_weight_version=0,
-        on_end=lambda: ends.append(None),
+        on_end=ends.append,
     )
     assert [trajectory.task for trajectory in trajectories] == tasks
     assert story.num_attempts == num_attempts
-    assert len(ends) == len(tasks)
+    assert sorted(t.task.rollout_index for t in ends) == [t.rollout_index for t in tasks]
 
 
 class Careless:
@@ -141,7 +141,7 @@ def _rollout(pool: Pool) -> Rollout:
 async def test_sessions_that_a_loop_left_open_are_finished_with_the_batch() -> None:
     pool = Pool(ScriptedGenerator([[2], [2]]))
     await _rollout(pool).run(
-        _tasks(2), SamplingParams(max_tokens=1), min_weight_version=0, on_end=lambda: None
+        _tasks(2), SamplingParams(max_tokens=1), min_weight_version=0, on_end=lambda _: None
     )
     assert sorted(pool.generator.finished_sessions) == ["0", "1"]
 
@@ -152,7 +152,7 @@ async def test_tasks_in_flight_when_no_server_is_left_are_attempted_again() -> N
     pool.generator.hold()
     running = asyncio.create_task(
         _rollout(pool).run(
-            _tasks(2), SamplingParams(max_tokens=1), min_weight_version=0, on_end=lambda: None
+            _tasks(2), SamplingParams(max_tokens=1), min_weight_version=0, on_end=lambda _: None
         )
     )
     await pool.generator.until_running(2)

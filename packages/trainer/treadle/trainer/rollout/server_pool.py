@@ -83,15 +83,21 @@ class ServerPool:
     """How long after its connections break a process may take to end."""
 
     def __init__(
-        self, launcher: Launcher, config: Config, *, publish: Publish, weights_directory: Path
+        self,
+        launcher: Launcher,
+        config: Config,
+        *,
+        publish: Publish | None = None,
+        weights_directory: Path | None = None,
     ) -> None:
         """Starts nothing yet.
 
         Args:
             launcher: Starts the processes.
             config: Of the run.
-            publish: Gives the policy's weights to servers.
-            weights_directory: Where the files of the file transport are.
+            publish: Gives the policy's weights to servers. None: they keep those of the model
+                directory, and `sync_weights` is not called.
+            weights_directory: Where the files of the file transport are; None: there are none.
         """
         self._launcher = launcher
         self._config = config
@@ -273,7 +279,7 @@ class ServerPool:
         clients = [server.client for server in self.live if server.name in names]
         if self._weight_version:  # servers load version 0 from the model directory
             try:
-                failed = (await self._publish(self._weight_version, clients)).failed
+                failed = (await self._publisher(self._weight_version, clients)).failed
             except WeightSyncError as error:
                 if error.outcome is Outcome.FATAL or len(clients) == len(self._rotation):
                     raise
@@ -305,7 +311,7 @@ class ServerPool:
             if prepare is not None:
                 await prepare()
             try:
-                report = await self._publish(version, self.clients)
+                report = await self._publisher(version, self.clients)
             except WeightSyncError as error:
                 await self.check_health(after_failure=True)
                 if error.outcome is Outcome.FATAL or self._rotation:
@@ -317,6 +323,11 @@ class ServerPool:
         self._weight_version = version
         await self._route_to_new()
         return report
+
+    @property
+    def _publisher(self) -> Publish:
+        assert self._publish is not None, "the pool was made without weights to publish"
+        return self._publish
 
     def _start_dead(self) -> None:
         for name in self._dead:

@@ -45,13 +45,13 @@ def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
     return {key: value for key, value in values.items() if value != fields[key].default}
 
 
-def server_spec(config: Config, name: str, *, weights_directory: Path) -> ProcessSpec:
+def server_spec(config: Config, name: str, *, weights_directory: Path | None) -> ProcessSpec:
     """Returns the process specification of one replica's server.
 
     Args:
         config: The run's configuration.
         name: The name of the process.
-        weights_directory: Where the files of the file transport are.
+        weights_directory: Where the files of the file transport are; None: no weights will come.
     """
     arguments = dict(_arguments(config, weights_directory))
     return ProcessSpec(
@@ -128,7 +128,7 @@ def ask_server_command(config: Config) -> str:
     return f"`{shown}` knows all {len(wanted)} settings that a server of this run is given"
 
 
-def _arguments(config: Config, weights_directory: Path) -> Iterator[tuple[str, str]]:
+def _arguments(config: Config, weights_directory: Path | None) -> Iterator[tuple[str, str]]:
     rollout = config.rollout
     yield "engine", rollout.name
     yield "address", "{host}:0"
@@ -142,7 +142,7 @@ def _arguments(config: Config, weights_directory: Path) -> Iterator[tuple[str, s
     yield "admission.max_in_flight", str(rollout.max_in_flight)
     # One server must be able to queue what all servers have in flight: the others may die.
     yield "admission.max_queued", str(rollout.max_in_flight * rollout.num_replicas)
-    if isinstance(config.sync.transport, FileTransportConfig):
+    if weights_directory is not None and isinstance(config.sync.transport, FileTransportConfig):
         yield "weights.directory", str(weights_directory)
     for option in ("tls_certificate", "tls_key", "token_file"):
         if (path := getattr(rollout, option)) is not None:

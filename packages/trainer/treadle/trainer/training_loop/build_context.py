@@ -16,7 +16,7 @@ from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import Config, FileTransportConfig
 from treadle.trainer.data import DataOrder, PromptRules
 from treadle.trainer.data.load_data import Inputs, Rows, prepare
-from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.process import Launcher
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
@@ -71,7 +71,7 @@ async def build_context(
         )
         if checkpoint is not None and metrics_log.last_step < checkpoint.step:
             metrics_log.append(checkpoint.step, checkpoint.metrics)
-        launcher = await stack.enter_async_context(_launcher(config, run_dir / "logs"))
+        launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
         policy = _policy(config, launcher, threads=plan.policy_threads)
         publisher = WeightPublisher(
@@ -151,15 +151,6 @@ def total_steps(plan: Plan, num_train_rows: int, progress: Progress) -> int:
             f"of {plan.num_train_rows} training rows are left"
         )
     return actual.total_steps
-
-
-def _launcher(config: Config, logs: Path) -> Launcher:
-    launch = config.launch
-    if launch.kind == "local":
-        return LocalLauncher(logs)
-    from treadle.trainer.launch.ray import RayLauncher
-
-    return RayLauncher(launch, logs)
 
 
 def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:

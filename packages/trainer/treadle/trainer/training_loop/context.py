@@ -8,14 +8,13 @@ retried is retried where it failed.
 import asyncio
 import contextlib
 import inspect
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from treadle.agent_loop import AgentTask, SamplingParams, Trajectory
+from treadle.agent_loop import AgentTask, Trajectory
 from treadle.trainer.checkpoint.run_directory import HF, POLICY, Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
@@ -24,16 +23,15 @@ from treadle.trainer.policy.commands import Save, SaveHf, Update, UpdateStats
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
-from treadle.trainer.report.failures import FirstFailures, whole_traceback
 from treadle.trainer.report.warning_signs import Watch
+from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
+from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.groups import trajectory_advantages
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 
 __all__ = ["Timer", "TrainingContext"]
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -79,8 +77,7 @@ class TrainingContext:
         progress: What the user sees.
         report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
-        shown_findings: Kinds of findings of which an example has been shown.
-        first_failures: Kinds of failures of which an example has been shown.
+        first_of_kind: Knows the kinds of failures and findings that were shown.
         watch: Finds warning signs in the metrics.
     """
 
@@ -100,8 +97,7 @@ class TrainingContext:
     progress: Progress
     report: LiveReport
     on_step: OnStep | None = None
-    shown_findings: set[str] = field(default_factory=set)
-    first_failures: FirstFailures = field(default_factory=FirstFailures)
+    first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
     watch: Watch = field(default_factory=Watch)
 
     @property
@@ -122,13 +118,6 @@ class TrainingContext:
         self, split: Literal["train", "val"], step: int, tasks: Sequence[AgentTask]
     ) -> list[Trajectory]:
         """Returns one scored trajectory per task, from the present weights; logs some of them."""
-        settings = self.config.rollout if split == "train" else self.config.rollout.val
-        sampling = SamplingParams(  # seeds come with the tasks
-            max_tokens=self.config.rollout.response_length,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-        )
         phase = "rollout" if split == "train" else "validate"
         with (
             self.progress.phase(phase, total=len(tasks)),
@@ -136,12 +125,12 @@ class TrainingContext:
         ):
             trajectories = await self.rollout.run(
                 tasks,
-                sampling,
+                sampling_params(self.config, split),
                 min_weight_version=self.version,
-                on_end=self.progress.advance,
+                on_end=lambda _: self.progress.advance(),
             )
-        self._note_failures(step, trajectories)
-        self._note_findings(step, trajectories)
+        for text in self.first_of_kind.take(trajectories):
+            self.note(step, text)
         run = self.config.run
         self.trajectory_log.append(
             step,
@@ -156,31 +145,6 @@ class TrainingContext:
             spans=recorded.spans,
         )
         return trajectories
-
-    def _note_findings(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Shows the first finding of each kind; the metrics `findings/*` count them all."""
-        for trajectory in trajectories:
-            for finding in trajectory.findings:
-                if finding.kind not in self.shown_findings:
-                    self.shown_findings.add(finding.kind)
-                    task = trajectory.task
-                    self.note(
-                        step,
-                        f"first {finding.kind} of the run, in {task.task_id}, rollout "
-                        f"{task.rollout_index}: {finding.text}",
-                    )
-
-    def _note_failures(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Shows the first failure of each kind with its line of code; the log has its traceback."""
-        for trajectory, code in self.first_failures.take(trajectories):
-            task, error = trajectory.task, trajectory.error
-            assert error is not None, "only failures are taken"
-            text = (
-                f"first {type(error).__name__} of its kind, in {task.task_id}, rollout "
-                f"{task.rollout_index}: {error}"
-            )
-            self.note(step, f"{text}\n{code}" if code else text)
-            _logger.info("its traceback:\n%s", whole_traceback(error))
 
     def note(self, step: int, text: str) -> None:
         """Says something about a step: on the console, in the log and in the report."""

@@ -6,12 +6,9 @@ found before the first step.
 """
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.tracing import JsonlSink, use_sink
 from treadle.trainer.checkpoint.resume_check import compare
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
@@ -27,7 +24,6 @@ from treadle.trainer.model_source import with_local_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import make_plan
 from treadle.trainer.report import (
-    Progress,
     Summary,
     live_report,
     open_progress,
@@ -38,11 +34,10 @@ from treadle.trainer.report.logged_progress import LoggedProgress
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.server_process import check_server_command
 from treadle.trainer.training_loop.build_context import build_context
+from treadle.trainer.training_loop.run_log import run_log, run_tracing
 from treadle.trainer.training_loop.sync import run_sync
 
 __all__ = ["run_training"]
-
-_logger = logging.getLogger(__name__)
 
 
 async def run_training(
@@ -86,8 +81,8 @@ async def run_training(
         first_step = checkpoint.step + 1 if checkpoint is not None else 1
         with (
             open_progress(total_steps=plan.total_steps, first_step=first_step) as display,
-            _logging(run_dir / "logs" / "trainer.log", display),
-            _tracing(config, run_dir),
+            run_log(run_dir / "logs" / "trainer.log", display),
+            run_tracing(config, run_dir),
         ):
             progress = LoggedProgress(display, total_steps=plan.total_steps)
             progress.note(f"run directory  {run_dir}\n{plan.text()}")
@@ -137,58 +132,3 @@ def _begin_or_resume(directory: RunDirectory, config: Config) -> Sequence[str]:
             "Choose another directory, or set what the run began with"
         )
     return changes.allowed
-
-
-@contextlib.contextmanager
-def _tracing(config: Config, run_dir: Path) -> Iterator[None]:
-    if config.tracing.backend == "none":
-        yield
-        return
-    with JsonlSink(run_dir / "traces.jsonl") as sink, use_sink(sink):
-        yield
-
-
-class _Notes(logging.Handler):
-    """Shows warnings in the progress display, but not the error that the command will report."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__(logging.WARNING)
-        self._progress = progress
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name != __name__:
-            self._progress.note(record.getMessage())
-
-
-@contextlib.contextmanager
-def _logging(path: Path, progress: Progress) -> Iterator[None]:
-    """Sends the log of `treadle` to a file, and its warnings to the display too.
-
-    What ends the run is logged with its traceback.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handlers = [to_file, _Notes(progress)]
-    ours = logging.getLogger("treadle")
-    level, propagate = ours.level, ours.propagate
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
-    for handler in handlers:
-        ours.addHandler(handler)
-    try:
-        yield
-    except Exception as error:
-        _logger.error("the run failed: %s", error, exc_info=True)
-        raise
-    except BaseException:
-        _logger.info("the run was interrupted")
-        raise
-    else:
-        _logger.info("the run ended")
-    finally:
-        for handler in handlers:
-            ours.removeHandler(handler)
-        to_file.close()
-        ours.setLevel(level)
-        ours.propagate = propagate

@@ -1,21 +1,29 @@
 """Validation: samples the validation rows from the present weights, with separate settings."""
 
+from collections.abc import Sequence
+
+from treadle.agent_loop import AgentTask
+from treadle.trainer.config.schema import Config
+from treadle.trainer.data import Prompt
 from treadle.trainer.report import validation_metrics
 from treadle.trainer.report.failures import causes
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 
-__all__ = ["validate"]
+__all__ = ["validate", "validation_tasks"]
 
 
-async def validate(context: TrainingContext, *, step: int, timer: Timer) -> dict[str, float]:
-    """Returns the metrics of one validation; its trajectories go to the log.
+def validation_tasks(config: Config, prompts: Sequence[Prompt]) -> list[AgentTask]:
+    """Returns the tasks of a validation: `rollout.val.samples_per_prompt` per row, adjacent.
 
     The seeds do not depend on the step, so that a change in the numbers is a change of the model.
     """
-    samples, seed = context.config.rollout.val.samples_per_prompt, context.config.run.seed
-    tasks = [
-        task for prompt in context.val for task in prompt.tasks(samples=samples, seed=seed, step=0)
-    ]
+    samples, seed = config.rollout.val.samples_per_prompt, config.run.seed
+    return [task for prompt in prompts for task in prompt.tasks(samples=samples, seed=seed, step=0)]
+
+
+async def validate(context: TrainingContext, *, step: int, timer: Timer) -> dict[str, float]:
+    """Returns the metrics of one validation; its trajectories go to the log."""
+    tasks = validation_tasks(context.config, context.val)
     with timer.phase("validate"):
         trajectories = await context.sample("val", step, tasks)
     metrics = validation_metrics(trajectories)

@@ -1,0 +1,70 @@
+"""What a run leaves beside its results: our modules' log, and the spans if they are wanted."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from treadle.tracing import JsonlSink, use_sink
+from treadle.trainer.config.schema import Config
+from treadle.trainer.report import Progress
+
+__all__ = ["run_log", "run_tracing"]
+
+_logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def run_tracing(config: Config, run_dir: Path) -> Iterator[None]:
+    """Writes the spans to `traces.jsonl` of the directory, if the configuration wants them."""
+    if config.tracing.backend == "none":
+        yield
+        return
+    with JsonlSink(run_dir / "traces.jsonl") as sink, use_sink(sink):
+        yield
+
+
+class _Notes(logging.Handler):
+    """Shows warnings in the progress display, but not the error that the command will report."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != __name__:
+            self._progress.note(record.getMessage())
+
+
+@contextlib.contextmanager
+def run_log(path: Path, progress: Progress) -> Iterator[None]:
+    """Sends the log of `treadle` to a file, and its warnings to the display too.
+
+    What ends the run is logged with its traceback.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers = [to_file, _Notes(progress)]
+    ours = logging.getLogger("treadle")
+    level, propagate = ours.level, ours.propagate
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    for handler in handlers:
+        ours.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        _logger.error("the run failed: %s", error, exc_info=True)
+        raise
+    except BaseException:
+        _logger.info("the run was interrupted")
+        raise
+    else:
+        _logger.info("the run ended")
+    finally:
+        for handler in handlers:
+            ours.removeHandler(handler)
+        to_file.close()
+        ours.setLevel(level)
+        ours.propagate = propagate
