@@ -1,6 +1,5 @@
-"""The descriptor sets that the tests compare: today's contract and its releases."""
+"""The descriptor sets that the tests compare: today's contract, its record and its releases."""
 
-import re
 from pathlib import Path
 
 from google.protobuf.descriptor import FileDescriptor
@@ -15,6 +14,7 @@ from treadle.rollout.v1 import (
 )
 
 RELEASED = Path(__file__).parent / "released"
+RECORDED = Path(__file__).parent / "recorded.binpb"
 CONTRACT_FILES: tuple[FileDescriptor, ...] = (
     errors_pb2.DESCRIPTOR,
     generation_service_pb2.DESCRIPTOR,
@@ -40,9 +40,21 @@ def current_set() -> FileDescriptorSet:
     return FileDescriptorSet(file=files.values())
 
 
+def recorded_set() -> FileDescriptorSet:
+    """Returns the contract as it was last recorded (record.py)."""
+    return FileDescriptorSet.FromString(RECORDED.read_bytes())
+
+
+def release_folders() -> dict[str, Path]:
+    """Returns every release's folder by version, oldest first."""
+    folders = (path.parent for path in RELEASED.glob("*/contract.binpb"))
+    by_version = sorted(folders, key=lambda path: [int(n) for n in path.name.split(".")])
+    return {path.name: path for path in by_version}
+
+
 def released_sets() -> dict[str, FileDescriptorSet]:
     """Returns every release's descriptor set by version, oldest first."""
-    paths = sorted(
-        RELEASED.glob("*.binpb"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)]
-    )
-    return {path.stem: FileDescriptorSet.FromString(path.read_bytes()) for path in paths}
+    return {
+        version: FileDescriptorSet.FromString((folder / "contract.binpb").read_bytes())
+        for version, folder in release_folders().items()
+    }
