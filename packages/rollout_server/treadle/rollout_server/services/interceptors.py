@@ -4,23 +4,31 @@ Invariant: a handler of our services runs only for a caller with the right token
 deadline, and every `RolloutServerError` it raises leaves as a status with details. Reflection
 needs the token only, and health not even that, so that a probe without credentials works.
 
+Nothing is decoded before these checks, because decoding takes many times the memory of the
+message: gRPC gets no deserializer and passes the bytes on, which are decoded here. To refuse a
+caller without the token, not even the message is read. A message that does not parse is an error
+of the caller like any other.
+
 Any other exception is a bug: it is logged with its trace and leaves as INTERNAL without details.
 Cancellation passes through untouched.
 """
 
 import hmac
+import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from treadle.rollout_server.errors import (
     DeadlineRequired,
+    InvalidField,
     RolloutServerError,
     Unauthenticated,
 )
@@ -32,6 +40,7 @@ _OURS = "/treadle.rollout."
 _OPEN = "/grpc.health.v1.Health/"
 # For a call without a deadline, time_remaining() returns years.
 _NO_DEADLINE_S = 365 * 24 * 3600.0
+_OPEN_MESSAGE_BYTES = 1024  # Anyone may send one; the name of a service fits.
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
 _MaybeHandler: TypeAlias = "_Handler | None"
@@ -57,13 +66,13 @@ class Guard(grpc.aio.ServerInterceptor):
         """Wraps the method's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(_OPEN):
-            return handler
-        problem = self._problem(handler_call_details)
+        if handler is None:
+            return None
+        problem = None if method.startswith(_OPEN) else self._problem(handler_call_details)
         if problem is not None:
-            return _wrapped(handler, method, problem)
+            return _refusing(method, problem)
         if method not in self._admitting:
-            self._admitting[method] = _wrapped(handler, method, None)
+            self._admitting[method] = _wrapped(handler, method)
         return self._admitting[method]
 
     def _problem(self, details: grpc.HandlerCallDetails) -> Unauthenticated | None:
@@ -78,38 +87,104 @@ class Guard(grpc.aio.ServerInterceptor):
         return None
 
 
-def _wrapped(handler: _Handler, method: str, problem: Unauthenticated | None) -> _Handler:
-    codec = (handler.request_deserializer, handler.response_serializer)
-    if handler.unary_unary:
-        call = _guard_unary(handler.unary_unary, method, problem)
-        return grpc.unary_unary_rpc_method_handler(call, *codec)
-    if handler.stream_unary:
-        call = _guard_unary(handler.stream_unary, method, problem)
-        return grpc.stream_unary_rpc_method_handler(call, *codec)
-    if handler.unary_stream:
-        stream = _guard_stream(handler.unary_stream, method, problem)
-        return grpc.unary_stream_rpc_method_handler(stream, *codec)
-    stream = _guard_stream(handler.stream_stream, method, problem)
-    return grpc.stream_stream_rpc_method_handler(stream, *codec)
-
-
-def _guard_unary(inner: Any, method: str, problem: Unauthenticated | None) -> Any:
-    async def call(request: Any, context: _Context) -> Any:
-        name_call(request)
+def _refusing(method: str, problem: Unauthenticated) -> _Handler:
+    async def refuse(requests: object, context: _Context) -> None:
         async with _Guarded(method, problem, context):
+            raise AssertionError("a refused call ends where it is entered")
+
+    # On the wire all methods look alike. Of a stream gRPC reads nothing before the handler asks.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _wrapped(handler: _Handler, method: str) -> _Handler:
+    decoder = _Decoder(method, handler.request_deserializer)
+    encode = handler.response_serializer
+    if handler.unary_unary:
+        call = _guard_unary(handler.unary_unary, method, decoder.message)
+        return grpc.unary_unary_rpc_method_handler(call, None, encode)
+    if handler.stream_unary:
+        call = _guard_unary(handler.stream_unary, method, decoder.messages)
+        return grpc.stream_unary_rpc_method_handler(call, None, encode)
+    if handler.unary_stream:
+        stream = _guard_stream(handler.unary_stream, method, decoder.message)
+        return grpc.unary_stream_rpc_method_handler(stream, None, encode)
+    stream = _guard_stream(handler.stream_stream, method, decoder.messages)
+    return grpc.stream_stream_rpc_method_handler(stream, None, encode)
+
+
+def _guard_unary(inner: Any, method: str, decode: Callable[[Any], Any]) -> Any:
+    async def call(raw: Any, context: _Context) -> Any:
+        async with _Guarded(method, None, context):
+            request = decode(raw)
+            name_call(request)
             return await inner(request, context)
 
     return call
 
 
-def _guard_stream(inner: Any, method: str, problem: Unauthenticated | None) -> Any:
-    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
-        name_call(request)
-        async with _Guarded(method, problem, context), aclosing(inner(request, context)) as stream:
-            async for response in stream:
-                yield response
+def _guard_stream(inner: Any, method: str, decode: Callable[[Any], Any]) -> Any:
+    async def write(raw: Any, context: _Context) -> None:
+        async with _Guarded(method, None, context):
+            request = decode(raw)
+            name_call(request)
+            await inner(request, context)
 
-    return call
+    async def call(raw: Any, context: _Context) -> AsyncIterator[Any]:
+        async with _Guarded(method, None, context):
+            request = decode(raw)
+            name_call(request)
+            async with aclosing(inner(request, context)) as stream:
+                async for response in stream:
+                    yield response
+
+    # gRPC knows two kinds of handlers: those that write to the context, as health does, and those
+    # that yield.
+    return write if inspect.iscoroutinefunction(inner) else call
+
+
+class _Decoder:
+    """Decodes the requests of one method; raises `InvalidField` for bytes that are none."""
+
+    __slots__ = ("_decode", "_max_bytes", "_method")
+
+    def __init__(self, method: str, decode: Callable[[bytes], Any] | None) -> None:
+        self._method = method
+        self._decode = decode
+        self._max_bytes = _OPEN_MESSAGE_BYTES if method.startswith(_OPEN) else None
+
+    def message(self, raw: bytes) -> Any:
+        """Returns a message."""
+        if self._decode is None:
+            return raw
+        if self._max_bytes is not None and len(raw) > self._max_bytes:
+            expected = f"at most {self._max_bytes} bytes for {self._method}"
+            raise InvalidField("request", f"{len(raw)} bytes long", expected)
+        try:
+            return self._decode(raw)
+        except DecodeError:
+            received = f"{len(raw)} bytes that do not parse"
+            expected = f"the serialized request message of {self._method}"
+            raise InvalidField("request", received, expected) from None
+
+    def messages(self, raw: AsyncIterable[bytes]) -> "_DecodedMessages":
+        """Returns the messages of a stream, each decoded when it is asked for."""
+        return _DecodedMessages(aiter(raw), self.message)
+
+
+class _DecodedMessages:
+    """A stream of requests. A class: a generator in the middle would have to be closed."""
+
+    __slots__ = ("_decode", "_raw")
+
+    def __init__(self, raw: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
+        self._raw = raw
+        self._decode = decode
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._decode(await anext(self._raw))
 
 
 class _Guarded:
@@ -140,6 +215,12 @@ class _Guarded:
     ) -> None:
         if isinstance(error, RolloutServerError):
             await self._refuse(error)
+        unimplemented = grpc.StatusCode.UNIMPLEMENTED
+        if isinstance(error, NotImplementedError) and self._context.code() is unimplemented:
+            # Generated code says so of a method that is in the .proto and not in the servicer.
+            self._note("unimplemented")
+            text = f"this server does not implement {self._method}"
+            await self._context.abort(unimplemented, text)
         # gRPC handles its own errors: an abort, or a write to a caller that has gone.
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
             self._note("bug")
