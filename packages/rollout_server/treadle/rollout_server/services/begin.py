@@ -81,11 +81,11 @@ def decode_begin(
 
 
 def _decode_delta(request: pb.BeginUpdateRequest, tensors: Sequence[TensorSpec]) -> Delta:
-    encoded_bytes = tuple(request.delta.encoded_bytes)
     if not request.delta.base_weight_version:
         raise InvalidField("delta.base_weight_version", 0, "the version that changed")
-    _check_length("delta.encoded_bytes", len(encoded_bytes), len(tensors))
+    _check_length("delta.encoded_bytes", len(request.delta.encoded_bytes), len(tensors))
     _check_length("delta.crc32", len(request.delta.crc32), len(tensors))
+    encoded_bytes = tuple(request.delta.encoded_bytes)
     for index, (spec, size) in enumerate(zip(tensors, encoded_bytes, strict=True)):
         if encoded_elements(spec, size) is None:
             expected = f"0, or the bytes of a count, of positions and of elements of {spec.label}"
@@ -108,8 +108,8 @@ def _decode_group(
         raise InvalidField("collective.group_name", "empty", "a name that no other group has")
     if not transport.bucket_bytes:
         raise InvalidField("collective.bucket_bytes", 0, "at least 1")
+    _check_length("collective.senders", len(transport.senders), num_tensors)
     senders = tuple(transport.senders)
-    _check_length("collective.senders", len(senders), num_tensors)
     num_senders = len(set(senders))
     if max(senders) != num_senders - 1:
         expected = f"the {num_senders} ranks from 0 on"

@@ -3,10 +3,13 @@
 Invariant: a message that decodes is valid; the error for an invalid one names the field, the
 value and what is accepted. An unset optional scalar becomes the default of `engine.Sampling`; a
 set one is used as it is, 0 included. The zero of every enum is refused.
+
+The number of values of a repeated field is checked before they are looked at: a message of
+`max_request_bytes` holds tens of millions, and Python takes seconds to walk over them.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from treadle.rollout.v1 import generation_service_pb2 as gen
@@ -34,6 +37,10 @@ from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 
 MAX_ID_BYTES = 128
+MAX_TENSORS = 1 << 20
+"""Of an update, and of the parts of a bucket; the largest models have a tenth."""
+_MAX_DIMENSIONS = 64
+_MAX_KINDS = 16
 
 _IN_FLIGHT: Mapping[int, InFlightPolicy] = {
     sync.IN_FLIGHT_POLICY_DRAIN: InFlightPolicy.DRAIN,
@@ -122,6 +129,7 @@ def decode_in_flight(value: int, *, field: str = "in_flight") -> InFlightPolicy:
 
 def decode_memory_kinds(values: Sequence[int]) -> frozenset[MemoryKind]:
     """Returns the memory kinds, at least one."""
+    check_count("kinds", values, at_most=_MAX_KINDS)
     unknown = [value for value in values if value not in _MEMORY_KINDS]
     if unknown or not values:
         raise InvalidField("kinds", list(values), "at least one of WEIGHTS (1), KV_CACHE (2)")
@@ -132,6 +140,7 @@ def decode_tensors(specs: Sequence[sync.TensorSpec]) -> tuple[TensorSpec, ...]:
     """Returns the announced tensors, at least one."""
     if not specs:
         raise InvalidField("tensors", "empty", "every tensor of the model")
+    check_count("tensors", specs, at_most=MAX_TENSORS)
     return tuple(_decode_tensor(index, spec) for index, spec in enumerate(specs))
 
 
@@ -149,6 +158,12 @@ def decode_lease(request: sync.BeginUpdateRequest, *, max_s: float) -> float:
         shown = "unset" if lease_s is None else f"{lease_s} s"
         raise InvalidField("lease", shown, f"above 0 and at most {max_s} s")
     return lease_s
+
+
+def check_count(field: str, values: Sized, *, at_most: int) -> None:
+    """Raises `InvalidField` if a repeated field has more values than are accepted."""
+    if len(values) > at_most:
+        raise InvalidField(field, f"{len(values)} values", f"at most {at_most}")
 
 
 def encode_model(model: ModelInfo) -> srv.ModelInfo:
@@ -189,6 +204,7 @@ def _decode_sampling(params: gen.SamplingParams, model: ModelInfo, prompt_tokens
     if "max_tokens" not in values:
         raise InvalidField("sampling.max_tokens", "unset", "at least 1")
     values["max_tokens"] = min(values["max_tokens"], model.context_length - prompt_tokens)
+    check_count("sampling.stop_token_ids", params.stop_token_ids, at_most=model.vocab_size)
     stops = params.stop_token_ids[:]
     _check_tokens("sampling.stop_token_ids", stops, model.vocab_size, least=0)
     return Sampling(**values, stop_token_ids=frozenset(stops))
@@ -241,6 +257,7 @@ def _decode_logprob_mode(mode: int) -> bool:
 def _decode_tensor(index: int, spec: sync.TensorSpec) -> TensorSpec:
     if not spec.name:
         raise InvalidField(f"tensors[{index}].name", "empty", "a parameter's name")
+    check_count(f"tensors[{index}].shape", spec.shape, at_most=_MAX_DIMENSIONS)
     if spec.element_type not in _ELEMENT_TYPES:
         expected = ", ".join(f"{t.name} ({n})" for n, t in _ELEMENT_TYPES.items())
         raise InvalidField(f"tensors[{index}].element_type", spec.element_type, expected)

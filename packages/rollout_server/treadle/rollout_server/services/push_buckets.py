@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.replica import Replica
-from treadle.rollout_server.services.codec import decode_update_id
+from treadle.rollout_server.services.codec import MAX_TENSORS, check_count, decode_update_id
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
 from treadle.rollout_server.updates.weight_update import UpdateState
 
@@ -45,6 +45,7 @@ async def push_buckets(
             request = await anext(requests, None)
             if request is None or not request.HasField("bucket"):
                 raise InvalidField("payload", "no bucket", "buckets up to an empty one")
+            check_count("bucket.parts", request.bucket.parts, at_most=MAX_TENSORS)
             parts = [_decode(part) for part in request.bucket.parts]
             for part in parts:
                 segment.check(part)
