@@ -34,14 +34,11 @@ from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
 from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import InFlight
-from treadle.trainer.data.load_data import read_all_rows
 from treadle.trainer.demo import DEMO
-from treadle.trainer.own_code import NOTHING
-from treadle.trainer.plan import make_plan
 from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.preflight import check_run
 from treadle.trainer.report import LiveReport
 from treadle.trainer.report.progress import PlainProgress
-from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import make_batch
@@ -92,13 +89,12 @@ async def _running(
         "policy.optimizer.warmup_steps=0",
     ]
     config = load_config([DEMO], arguments).config
-    rows = read_all_rows(config)
+    run = check_run(config, tmp_path)
     async with build_context(
         config,
-        rows,
-        rules=prompt_rules(config),
-        own=NOTHING,
-        plan=make_plan(config, num_train_rows=len(rows.train), num_val_rows=0, cpus=2),
+        run.inputs,
+        own=run.own,
+        plan=run.plan,
         run_dir=tmp_path,
         begun=False,
         checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),

@@ -77,21 +77,22 @@ def train(
         ConfigError: The configuration cannot be carried out on this machine.
         DataError: A row cannot be used.
         SetupError: An object or a name in the configuration cannot be used.
+        SeveralProblems: More than one thing is wrong; its `errors` are of the types above.
         RunDirectoryError: The run directory is in use, holds another run, or cannot be written.
         KeyboardInterrupt: It was interrupted; every process has ended, and a run with a checkpoint
             can be resumed.
         Exception: The run failed; see `run_training`.
     """
     from treadle.trainer.cli.console import new_run_dir
-    from treadle.trainer.data.load_data import read_all_rows
     from treadle.trainer.model_source import exported_model
     from treadle.trainer.own_code import collect
+    from treadle.trainer.preflight import check_run
     from treadle.trainer.report import read_metrics
     from treadle.trainer.training_loop.train import run_training
 
     own = collect(config, reward=reward, tools=tools, loops=loops, on_step=on_step)
     run_dir = config.run.dir or new_run_dir(config.run.name)
-    summary = _wait(run_training(config, read_all_rows(config), run_dir, own))
+    summary = _wait(run_training(check_run(config, run_dir, own)))
     return TrainingResult(
         run_dir=run_dir,
         summary=summary,

@@ -25,7 +25,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.demo import MODELS, is_demo_model
 from treadle.trainer.hub import download_model, is_model_id
 
-__all__ = ["exported_model", "resolve_model", "with_local_model"]
+__all__ = ["exported_model", "resolve_model", "with_local_model", "with_model"]
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
@@ -34,7 +34,11 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     Raises:
         SetupError: See `resolve_model`.
     """
-    path = resolve_model(config.model.path, weights=weights)
+    return with_model(config, resolve_model(config.model.path, weights=weights))
+
+
+def with_model(config: Config, path: Path) -> Config:
+    """Returns the configuration with this `model.path`."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 

@@ -4,7 +4,7 @@ It is printed at the start of a run and by `--dry-run`.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treadle.trainer.config.schema import Config
@@ -16,12 +16,21 @@ __all__ = ["Plan", "make_plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Processes and sizes of a run."""
+    """Processes and sizes of a run.
+
+    Attributes:
+        config: Of the run.
+        num_train_rows: Number of training rows.
+        num_val_rows: Number of validation rows.
+        cpus: Number of CPUs of this machine.
+        details: Lines about what the run uses, as (what, which).
+    """
 
     config: Config
     num_train_rows: int
     num_val_rows: int
     cpus: int
+    details: Sequence[tuple[str, str]] = ()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,6 +63,7 @@ class Plan:
         updates = algorithm.updates_per_batch
         per_update = self.trajectories_per_step // algorithm.mini_batches
         yield "model", str(config.model.path)
+        yield from self.details
         yield (
             "training rows",
             f"{self.num_train_rows} ({self.steps_per_epoch} steps of "

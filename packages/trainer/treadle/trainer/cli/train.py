@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import errno
 import importlib.metadata
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-config", action="store_true", help="print every key, its value and its source"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="make every check, print the plan and stop",
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="as rollout.top_p=0.9; wins over files"
     )
@@ -105,55 +110,46 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(loaded: LoadedConfig) -> int:
-    from treadle.agent_loop import SetupError
-    from treadle.trainer.data import DataError, check_rows, read_rows
-    from treadle.trainer.launch.environment import cpu_count
-    from treadle.trainer.plan import make_plan
-    from treadle.trainer.rollout.loops_from_config import prompt_rules
-    from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
+    from treadle.trainer.preflight import check_run
 
-    data, answer = loaded.config.data, None
+    sys.dont_write_bytecode = True  # beside the user's reward.py
     try:
-        train_rows = read_rows(data.train_files)
-        val_rows = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
-        rules = prompt_rules(loaded.config)
-        check_rows(train_rows, split="train", rules=rules)
-        check_rows(val_rows, split="val", rules=rules)
-        plan = make_plan(
-            loaded.config,
-            num_train_rows=len(train_rows),
-            num_val_rows=len(val_rows),
-            cpus=cpu_count(),
-        )
-        check_server_command(loaded.config)
-        if loaded.config.rollout.server_command and loaded.config.launch.kind == "local":
-            answer = ask_server_command(loaded.config)
-    except (ConfigError, DataError, SetupError) as error:
+        run = check_run(loaded.config, _run_dir(loaded), keep_torch_out=True)
+    except _user_errors() as error:
         return fail(error)
-    say(plan.text())
-    if answer is not None:
-        say(answer)
+    for note in run.inputs.notes:
+        say(note)
+    say(run.plan.text())
     return 0
 
 
-def _train(loaded: LoadedConfig) -> int:
+def _run_dir(loaded: LoadedConfig) -> Path:
+    return loaded.config.run.dir or new_run_dir(loaded.config.run.name)
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
     from treadle.agent_loop import SetupError
     from treadle.trainer.checkpoint.run_directory import RunDirectoryError
     from treadle.trainer.data import DataError
-    from treadle.trainer.data.load_data import read_all_rows
+
+    return ConfigError, DataError, RunDirectoryError, SetupError
+
+
+def _train(loaded: LoadedConfig) -> int:
     from treadle.trainer.launch.process import ProcessError
     from treadle.trainer.policy.group import PolicyError
+    from treadle.trainer.preflight import check_run
     from treadle.trainer.report import print_summary
     from treadle.trainer.rollout.server_pool import NoServerLeftError
     from treadle.trainer.training_loop.groups import NoGroupLeftError
     from treadle.trainer.training_loop.train import run_training
     from treadle.trainer.weight_sync.errors import WeightSyncError
 
-    config = loaded.config
-    run_dir = config.run.dir or new_run_dir(config.run.name)
+    config, run_dir = loaded.config, _run_dir(loaded)
+    say("checking settings, rows, your code, model and tokenizer")
     try:
-        summary = asyncio.run(until_signal(run_training(config, read_all_rows(config), run_dir)))
-    except (ConfigError, DataError, SetupError, RunDirectoryError) as error:
+        summary = asyncio.run(until_signal(run_training(check_run(config, run_dir))))
+    except _user_errors() as error:
         return fail(error)
     except PolicyError as error:
         return fail(error, status=2 if error.from_input else 1)

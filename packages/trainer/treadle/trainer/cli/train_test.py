@@ -1,39 +1,60 @@
 import errno
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.main import main
 
-_HEAVY = ("torch", "transformers", "ray", "megatron", "pyarrow", "matplotlib", "grpc")
+_HEAVY = ("torch", "ray", "megatron", "pyarrow", "matplotlib", "grpc")
 
 
-@pytest.mark.parametrize("flag", ["--help", "--print-config", "--dry-run"])
-def test_asking_is_quick_and_loads_nothing_heavy(flag: str) -> None:
+def _run_alone(arguments: list[str], *, without: tuple[str, ...], home: Path) -> str:
+    """Runs the command in its own process, which must succeed without these modules."""
     program = (
         "import sys\n"
         "from treadle.trainer.main import main\n"
-        f"status = main([{flag!r}])\n"
-        f"heavy = sorted(set(sys.modules) & set({_HEAVY!r}))\n"
+        f"status = main({arguments!r})\n"
+        f"heavy = sorted(set(sys.modules) & set({without!r}))\n"
         "sys.exit(f'loaded {heavy}' if heavy else status)\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
         [sys.executable, "-c", program],
-        env={"PYTHONPATH": child_python_path()},
+        env={"PYTHONPATH": child_python_path(), "HOME": str(home), "HF_HUB_OFFLINE": "1"},
+        cwd=home,
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    assert not result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_asking_is_quick_and_loads_nothing_heavy(flag: str, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _run_alone([flag], without=(*_HEAVY, "transformers"), home=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used_s < 2  # of CPU: the wall clock also measures the machine's other work
+
+
+def test_a_dry_run_loads_no_torch_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    shutil.copytree(DEMO.parent, tmp_path / "mine")
+    reward = tmp_path / "mine" / "reward.py"
+    reward.write_text("def score(trajectory):\n    return 1.0\n", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    arguments = ["--dry-run", "--config", "mine/config.yaml", "reward.name=mine/reward.py:score"]
+    plan = _run_alone(arguments, without=_HEAVY, home=tmp_path)
+    assert "mine/reward.py:score, for all rows" in plan
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_plan_of_the_demo_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +158,10 @@ def test_what_ends_a_run_from_outside_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def read(_: object) -> None:
+    def read(_: object, **limits: object) -> None:
         raise error
 
-    monkeypatch.setattr("treadle.trainer.data.load_data.read_all_rows", read)
+    monkeypatch.setattr("treadle.trainer.preflight.check.read_rows", read)
     assert main([f"run.dir={tmp_path / 'run'}"]) == status
     err = capsys.readouterr().err
     assert message in err

@@ -5,9 +5,10 @@ error here that names file and row. Takes seconds; the caller chooses the thread
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
@@ -18,7 +19,16 @@ from treadle.trainer.own_code import NOTHING, OwnCode
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
 
-__all__ = ["Inputs", "Rows", "prepare", "read_all_rows"]
+__all__ = [
+    "Inputs",
+    "Rows",
+    "check_context",
+    "load_renderer",
+    "load_reward",
+    "prepare",
+    "read_all_rows",
+    "read_model_config",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +66,8 @@ def prepare(config: Config, rows: Rows, rules: PromptRules, own: OwnCode = NOTHI
     """Loads the tokenizer and the reward, and makes a prompt of every row.
 
     Args:
-        config: The run's configuration.
-        rows: As `read_all_rows` gives them.
+        config: The run's configuration; `model.path` is a directory.
+        rows: As `read_all_rows` gives them; a split may be empty.
         rules: What the rows may ask for.
         own: The user's objects beside the configuration.
 
@@ -66,24 +76,9 @@ def prepare(config: Config, rows: Rows, rules: PromptRules, own: OwnCode = NOTHI
             used.
         DataError: A row cannot be used.
     """
-    _check_context(config)
-    reward = own.reward or rewards.resolve(
-        config.reward.name,
-        mode=config.reward.mode,
-        timeout_s=config.reward.timeout_s,
-        timeout_score=config.reward.timeout_score,
-    )
-    from treadle.agent_loop.hf import HfRenderer
-
-    renderer = HfRenderer.from_directory(
-        config.model.path,
-        parser=config.agent.parser,
-        template_kwargs=config.agent.template_kwargs,
-    )
-    if config.reward.name is None and own.reward is None:
-        every = [*rows.train, *rows.val]
-        sources = (row.columns.get("data_source") for row in every)
-        rewards.check_data_sources(sources, mode=config.reward.mode)
+    check_context(config)
+    reward = load_reward(config, [*rows.train, *rows.val], own)
+    renderer = load_renderer(config)
     train, val = (
         make_prompts(of_split, split=split, rules=rules, renderer=renderer) if of_split else None
         for split, of_split in (("train", rows.train), ("val", rows.val))
@@ -98,15 +93,81 @@ def prepare(config: Config, rows: Rows, rules: PromptRules, own: OwnCode = NOTHI
     )
 
 
-def _check_context(config: Config) -> None:
-    """Rejects lengths beyond the model's context; a missing or malformed file is found later."""
-    rollout, path = config.rollout, config.model.path / "config.json"
-    if not path.is_file():
-        return
-    longest = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> RewardFn:
+    """Returns the reward of a run.
+
+    Args:
+        config: The run's configuration.
+        rows: All rows that it will score.
+        own: The user's objects beside the configuration.
+
+    Raises:
+        SetupError: It does not exist or does not load, or no reward is known for a row's
+            `data_source`.
+    """
+    if own.reward is not None:
+        return own.reward
+    settings = config.reward
+    reward = rewards.resolve(
+        settings.name,
+        mode=settings.mode,
+        timeout_s=settings.timeout_s,
+        timeout_score=settings.timeout_score,
+    )
+    if settings.name is None:
+        sources = (row.columns.get("data_source") for row in rows)
+        rewards.check_data_sources(sources, mode=settings.mode)
+    return reward
+
+
+def load_renderer(config: Config) -> "HfRenderer":
+    """Returns the model's chat format.
+
+    Args:
+        config: The run's configuration; `model.path` is a directory.
+
+    Raises:
+        SetupError: The tokenizer does not load, or its chat template cannot be used.
+    """
+    from treadle.agent_loop.hf import HfRenderer
+
+    return HfRenderer.from_directory(
+        config.model.path,
+        parser=config.agent.parser,
+        template_kwargs=config.agent.template_kwargs,
+    )
+
+
+def check_context(config: Config) -> None:
+    """Rejects lengths beyond the model's context.
+
+    Args:
+        config: The run's configuration; `model.path` is a directory.
+
+    Raises:
+        SetupError: A trajectory may outgrow the model, or its config.json cannot be read.
+    """
+    rollout, folder = config.rollout, config.model.path
+    longest = read_model_config(folder).get("max_position_embeddings")
     if isinstance(longest, int) and rollout.context_length > longest:
         raise SetupError(
             f"rollout.prompt_length={rollout.prompt_length} + rollout.response_length="
             f"{rollout.response_length} are {rollout.context_length} tokens, and the model in "
-            f"{config.model.path} has a context of {longest}: lower one of the two"
+            f"{folder} has a context of {longest}: lower one of the two"
         )
+
+
+def read_model_config(folder: Path) -> Mapping[str, Any]:
+    """Returns what config.json of a model directory says.
+
+    Raises:
+        SetupError: It cannot be read.
+    """
+    file = folder / "config.json"
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise SetupError(f"{file} holds {value!r:.80}; it must be a JSON object")
+    return value

@@ -66,5 +66,6 @@ def test_rows_that_nothing_can_score_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SetupError, match=r"holds no tokenizer\.json"):
         _prepare(f"model.path={tmp_path}")

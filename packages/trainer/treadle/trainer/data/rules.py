@@ -7,7 +7,7 @@ starts. All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,9 @@ from treadle.agent_loop import (
 )
 from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.problems import Problems
+
+_MAX_SHOWN = 5  # different problems of the rows of a split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,7 @@ class PromptRules:
 
     def loop_of(self, row: Row) -> str:
         """Returns the name of the loop that runs a row."""
-        name = row.columns.get("agent_name")
-        return name if isinstance(name, str) else self.default_loop
+        return _loop_of(row, self.default_loop)
 
     def tools_of(self, row: Row) -> Mapping[str, Tool]:
         """Returns the tools that a row's loop shows to the model.
@@ -61,6 +63,29 @@ class PromptRules:
         if self.loop_of(row) == SINGLE_TURN_AGENT:
             return {}
         return selected_tools(_probe(row), self.tools)
+
+
+def check_row_loops(
+    rows: Sequence[Row], *, split: str, loops: LoopRegistry, default_loop: str
+) -> None:
+    """Rejects rows whose loop does not exist or does not load.
+
+    Args:
+        rows: As returned by `read_rows`.
+        split: Names the rows in messages: "train" or "val".
+        loops: The available loops.
+        default_loop: The loop of rows without `agent_name`.
+
+    Raises:
+        DataError: There is one such row, or several for one reason.
+        SeveralProblems: There are several reasons.
+    """
+    resolved = _ResolvedLoops(loops)
+    found = _Found(split)
+    for row in rows:
+        if (error := resolved.error(_loop_of(row, default_loop))) is not None:
+            found.add(row, str(error), error)
+    found.raise_if_any()
 
 
 def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
@@ -76,31 +101,99 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
             that its loop does not have; lacks what one of them needs; has images or videos; or
             names no loop although tools are configured and the default loop calls none. Or tools
             are configured and no row reaches them.
+        SeveralProblems: There are several such reasons.
     """
-    known: set[str] = set()
+    loops = _ResolvedLoops(rules.loops)
+    found = _Found(split)
     for row in rows:
-        loop = rules.loop_of(row)
-        try:
-            if loop not in known:
-                rules.loops.resolve(loop)
-                known.add(loop)
-            tools = rules.tools_of(row)
-        except SetupError as error:
-            raise DataError(f"{row.place}: {error}") from error
-        try:
-            interaction = selected_interaction(_probe(row), rules.interactions)
-        except SetupError as error:
-            raise DataError(f"{row.place}: {error}; set agent.interaction_catalogue") from error
-        if loop == SINGLE_TURN_AGENT and (interaction is not None or _selects_tools(row)):
-            unused = "selects tools" if interaction is None else "names an interaction"
-            raise DataError(
-                f"{row.place}: the row {unused} and runs as {SINGLE_TURN_AGENT!r}, which has "
-                'neither: set its agent_name to "tool_agent"'
-            )
-        _check_has_what_is_needed(row, (*tools.values(), interaction))
-        _check_is_text(row)
+        for problem, error in _problems_of(row, rules, loops):
+            found.add(row, problem, error)
+    found.raise_if_any()
     if rules.tools:
-        _check_tools_are_reached(rows, split, known, rules)
+        _check_tools_are_reached(rows, split, rules)
+
+
+class _ResolvedLoops:
+    """Loops by name, each resolved once: one that does not load is not loaded for every row."""
+
+    def __init__(self, loops: LoopRegistry) -> None:
+        self._loops = loops
+        self._errors: dict[str, SetupError | None] = {}
+
+    def error(self, name: str) -> SetupError | None:
+        """Returns why the loop cannot be had, None if it can."""
+        if name not in self._errors:
+            self._errors[name] = None
+            try:
+                self._loops.resolve(name)
+            except SetupError as error:
+                self._errors[name] = error
+        return self._errors[name]
+
+
+class _Found:
+    """Problems of rows by their text, with the rows that have them."""
+
+    def __init__(self, split: str) -> None:
+        self._split = split
+        self._rows: dict[str, list[Row]] = {}
+        self._errors: dict[str, SetupError | None] = {}
+
+    def add(self, row: Row, problem: str, error: SetupError | None) -> None:
+        self._rows.setdefault(problem, []).append(row)
+        self._errors.setdefault(problem, error)
+
+    def raise_if_any(self) -> None:
+        problems = Problems(DataError)
+        for problem, rows in list(self._rows.items())[:_MAX_SHOWN]:
+            others = len(rows) - 1
+            more = f" (and {others} more {self._split} rows)" if others else ""
+            error = DataError(f"{rows[0].place}: {problem}{more}")
+            error.__cause__ = self._errors[problem]
+            problems.add(error)
+        if (rest := len(self._rows) - _MAX_SHOWN) > 0:
+            problems.add(DataError(f"{self._split} rows have {rest} more problems"))
+        problems.raise_if_any()
+
+
+def _problems_of(
+    row: Row, rules: PromptRules, loops: _ResolvedLoops
+) -> Iterator[tuple[str, SetupError | None]]:
+    """Yields what is wrong with a row, and the error that says so if there is one."""
+    loop = rules.loop_of(row)
+    if (unknown := loops.error(loop)) is not None:
+        yield str(unknown), unknown
+        return
+    tools: Mapping[str, Tool] = {}
+    interaction = None
+    try:
+        tools = rules.tools_of(row)
+    except SetupError as error:
+        yield str(error), error
+    try:
+        interaction = selected_interaction(_probe(row), rules.interactions)
+    except SetupError as error:
+        yield f"{error}; set agent.interaction_catalogue", error
+    if loop == SINGLE_TURN_AGENT and (interaction is not None or _selects_tools(row)):
+        unused = "selects tools" if interaction is None else "names an interaction"
+        yield (
+            f"the row {unused} and runs as {SINGLE_TURN_AGENT!r}, which has neither: set its "
+            'agent_name to "tool_agent"',
+            None,
+        )
+    for opened in (*tools.values(), interaction):
+        if isinstance(opened, ChecksTask):
+            try:
+                opened.check_task(_probe(row))
+            except SetupError as error:
+                yield str(error), error
+    for problem in _what_is_no_text(row):
+        yield problem, None
+
+
+def _loop_of(row: Row, default_loop: str) -> str:
+    name = row.columns.get("agent_name")
+    return name if isinstance(name, str) else default_loop
 
 
 def _probe(row: Row) -> AgentTask:
@@ -120,31 +213,20 @@ def _selects_tools(row: Row) -> bool:
     return isinstance(extra, Mapping) and bool(extra.get("tool_selection"))
 
 
-def _check_has_what_is_needed(row: Row, opened: Iterable[object]) -> None:
-    for each in opened:
-        if isinstance(each, ChecksTask):
-            try:
-                each.check_task(_probe(row))
-            except SetupError as error:
-                raise DataError(f"{row.place}: {error}") from error
-
-
-def _check_is_text(row: Row) -> None:
+def _what_is_no_text(row: Row) -> Iterator[str]:
     for column in ("images", "videos"):
         value = row.columns.get(column)
         if value is None or (isinstance(value, Sequence) and not value):
             continue
         count = len(value) if isinstance(value, Sequence) and not isinstance(value, str) else 1
-        raise DataError(
-            f"{row.place}: the column {column!r} holds {count} of them, and the policy has no "
-            "vision support: remove such rows, or the column if the question can be answered "
-            "without it"
+        yield (
+            f"the column {column!r} holds {count} of them, and the policy has no vision support: "
+            "remove such rows, or the column if the question can be answered without it"
         )
 
 
-def _check_tools_are_reached(
-    rows: Sequence[Row], split: str, known: set[str], rules: PromptRules
-) -> None:
+def _check_tools_are_reached(rows: Sequence[Row], split: str, rules: PromptRules) -> None:
+    loops = {rules.loop_of(row) for row in rows}
     unnamed = [row for row in rows if row.columns.get("agent_name") is None]
     if unnamed and rules.default_loop == SINGLE_TURN_AGENT:
         raise DataError(
@@ -153,13 +235,13 @@ def _check_tools_are_reached(
             f'{unnamed[0].place}. Add "agent_name": "tool_agent" to the rows, or set '
             "agent.default_loop=tool_agent"
         )
-    if known == {SINGLE_TURN_AGENT}:
+    if loops == {SINGLE_TURN_AGENT}:
         raise DataError(
             f"tools are configured, but the agent_name of every {split} row is "
             f"{SINGLE_TURN_AGENT!r}, which calls no tool: "
             'set it to "tool_agent", or configure no tools'
         )
-    if known and not any(rules.tools_of(row) for row in rows):
+    if loops and not any(rules.tools_of(row) for row in rows):
         raise DataError(
             f"tools are configured, but every {split} row selects none of them in "
             "extra_info.tool_selection: name some, or configure no tools"

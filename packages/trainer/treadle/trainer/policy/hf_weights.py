@@ -17,10 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from treadle.trainer.policy.hf_files import INDEX, SINGLE
 from treadle.trainer.policy.types import NamedTensor
 
-_SINGLE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 _NOT_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
 
 
@@ -35,12 +34,12 @@ class WeightsReader:
         """Lists the files; no tensor is read yet."""
         self._folder = folder
         self._open: dict[str, Any] = {}
-        if (folder / _INDEX).is_file():
-            self._files: Mapping[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        elif (folder / _SINGLE).is_file():
-            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        if (folder / INDEX).is_file():
+            self._files: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        elif (folder / SINGLE).is_file():
+            self._files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
-            raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+            raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
     def __enter__(self) -> Self:
         """Returns itself; leaving the context closes the files."""
@@ -129,10 +128,10 @@ def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int
         total += sum(t.nbytes for t in data.values())
         element_types |= {str(t.dtype).removeprefix("torch.") for t in data.values()}
     if len(set(weight_map.values())) == 1:
-        (folder / next(iter(weight_map.values()))).rename(folder / _SINGLE)
+        (folder / next(iter(weight_map.values()))).rename(folder / SINGLE)
         return element_types
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return element_types
 
 

@@ -4,7 +4,8 @@ Invariant: what the configuration names exists; otherwise a `SetupError` names w
 here needs the tokenizer or the model, or waits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 from treadle.agent_loop import (
@@ -22,8 +23,9 @@ from treadle.tools.interactions import load_interactions
 from treadle.trainer.config.schema import AgentConfig, Config
 from treadle.trainer.data import PromptRules
 from treadle.trainer.own_code import NOTHING, OwnCode
+from treadle.trainer.problems import Problems
 
-__all__ = ["loop_limits", "prompt_rules", "sampling_params"]
+__all__ = ["load_loops", "loop_limits", "prompt_rules", "sampling_params"]
 
 
 def prompt_rules(config: Config, own: OwnCode = NOTHING) -> PromptRules:
@@ -36,16 +38,27 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING) -> PromptRules:
     Raises:
         SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, or one of its
             loops or `agent.default_loop` cannot be made.
+        SeveralProblems: more than one of these.
     """
     agent = config.agent
-    tools, users = agent.tool_catalogue, agent.interaction_catalogue
+    problems = Problems(SetupError)
+    loops = tools = interactions = None
+    with problems.collected():
+        loops = load_loops(agent, own)
+    with problems.collected():
+        tools = _load_tools(agent, own)
+    with problems.collected():
+        users = agent.interaction_catalogue
+        interactions = load_interactions(users) if users is not None else {}
+    problems.raise_if_any()
+    assert loops is not None and tools is not None and interactions is not None
     return PromptRules(
-        loops=_loops(agent, own),
+        loops=loops,
         default_loop=agent.default_loop,
         max_prompt_tokens=config.rollout.prompt_length,
         overlong=config.data.overlong_prompts,
-        tools=_tools(load_catalogue(tools) if tools is not None else {}, own),
-        interactions=load_interactions(users) if users is not None else {},
+        tools=tools,
+        interactions=interactions,
     )
 
 
@@ -76,30 +89,45 @@ def sampling_params(config: Config, split: Literal["train", "val"]) -> SamplingP
     )
 
 
-def _tools(configured: Mapping[str, Tool], own: OwnCode) -> Mapping[str, Tool]:
+def load_loops(config: AgentConfig, own: OwnCode = NOTHING) -> LoopRegistry:
+    """Returns the loops that rows may name.
+
+    Raises:
+        SetupError: a name in `agent.loops` is taken, or one of its loops or `agent.default_loop`
+            cannot be made.
+        SeveralProblems: more than one of these.
+    """
+    loops = default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
+    for name, loop in own.loops.items():
+        loops = loops.adding(name, loop)
+    problems = Problems(SetupError)
+    for name, target in config.loops.items():
+        with problems.collected(), _named(f"agent.loops.{name}={target}"):
+            loops = loops.adding(name, target)
+    for name, target in config.loops.items():
+        # After all are added: a new registry would make its loops again.
+        with problems.collected(), _named(f"agent.loops.{name}={target}"):
+            loops.resolve(name)
+    if config.default_loop not in config.loops:
+        with problems.collected(), _named(f"agent.default_loop={config.default_loop}"):
+            loops.resolve(config.default_loop)
+    problems.raise_if_any()
+    return loops
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    try:
+        yield
+    except SetupError as error:
+        raise SetupError(f"{setting}: {error}") from error
+
+
+def _load_tools(agent: AgentConfig, own: OwnCode) -> Mapping[str, Tool]:
+    path = agent.tool_catalogue
+    configured = load_catalogue(path) if path is not None else {}
     if twice := sorted(configured.keys() & own.tools.keys()):
         raise SetupError(
             f"train got a tool {twice[0]!r}, and agent.tool_catalogue has one: rename one"
         )
     return {**configured, **own.tools}
-
-
-def _loops(config: AgentConfig, own: OwnCode) -> LoopRegistry:
-    loops = default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
-    for name, loop in own.loops.items():
-        loops = loops.adding(name, loop)
-    for name, target in config.loops.items():
-        try:
-            loops = loops.adding(name, target)
-        except SetupError as error:
-            raise SetupError(f"agent.loops.{name}={target}: {error}") from error
-    for name, target in config.loops.items():
-        try:  # after all are added: a new registry would make its loops again
-            loops.resolve(name)
-        except SetupError as error:
-            raise SetupError(f"agent.loops.{name}={target}: {error}") from error
-    try:
-        loops.resolve(config.default_loop)
-    except SetupError as error:
-        raise SetupError(f"agent.default_loop={config.default_loop}: {error}") from error
-    return loops

@@ -1,10 +1,9 @@
 """Builds the training context: from a plan and a run directory to a run ready for its first step.
 
 Invariant: what was started is ended in reverse order when the context exits, for whatever reason.
-Processes start while the inputs are read; the first failure of either cancels the rest.
+Processes start together; the first failure cancels the rest.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,8 +13,8 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import Config, FileTransportConfig
-from treadle.trainer.data import DataOrder, PromptRules
-from treadle.trainer.data.load_data import Inputs, Rows, prepare
+from treadle.trainer.data import DataOrder
+from treadle.trainer.data.load_data import Inputs
 from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.process import Launcher
 from treadle.trainer.own_code import OwnCode
@@ -36,9 +35,8 @@ __all__ = ["build_context", "total_steps"]
 @contextlib.asynccontextmanager
 async def build_context(
     config: Config,
-    rows: Rows,
+    inputs: Inputs,
     *,
-    rules: PromptRules,
     own: OwnCode,
     plan: Plan,
     run_dir: Path,
@@ -48,12 +46,11 @@ async def build_context(
     progress: Progress,
     report: LiveReport,
 ) -> AsyncIterator[TrainingContext]:
-    """Starts the processes, reads the inputs, and restores the checkpoint.
+    """Starts the processes, and restores the checkpoint.
 
     Args:
         config: What to do.
-        rows: As `read_all_rows` gives them.
-        rules: What the rows may ask for.
+        inputs: The user's files.
         own: The user's objects beside the configuration.
         plan: Of the configuration.
         run_dir: Where everything is written.
@@ -85,10 +82,7 @@ async def build_context(
             launcher, config, publish=publisher.publish, weights_directory=weights_directory
         )
         with progress.phase("start"):
-            preparing = asyncio.to_thread(prepare, config, rows, rules, own)
-            starting = [stack.enter_async_context(part) for part in (policy, servers)]
-            inputs, *_ = await concurrently([preparing, *starting])
-        assert isinstance(inputs, Inputs)
+            await concurrently(stack.enter_async_context(part) for part in (policy, servers))
         for note in inputs.notes:
             progress.note(note)
         if checkpoint is not None:

@@ -6,6 +6,7 @@ model does not compute is rejected when it is read, with the setting and its val
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +65,19 @@ class Architecture:
         """
         from transformers import AutoConfig
 
-        if not (folder / "config.json").is_file():
+        file = folder / "config.json"
+        if not file.is_file():
             raise FileNotFoundError(
                 f"{folder} has no config.json; expected a Hugging Face model folder"
             )
+        # Before transformers reads it, which knows fewer types than there are.
+        _check_type(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
         return cls.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> Architecture:
         """Translate a transformers config; raises `UnsupportedModelError`."""
-        if config.model_type not in SUPPORTED:
-            raise UnsupportedModelError(
-                f"model type {config.model_type!r} is not supported by the Megatron backend; "
-                f"supported: {', '.join(SUPPORTED)}"
-            )
+        _check_type(config.model_type)
         _refuse_unsupported(config)
         head_dim = getattr(config, "head_dim", None)
         return cls(
@@ -97,6 +97,17 @@ class Architecture:
             qk_norm=config.model_type == "qwen3",
         )
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied output layer counts once."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (heads + kv_heads)
+        attention += (heads + 2 * kv_heads) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        norms = 2 * self.hidden_size
+        layer = attention + 3 * self.hidden_size * self.ffn_size + norms
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return embeddings + self.num_layers * layer + self.hidden_size
+
     def check_parallel(self, *, tensor: int, pipeline: int) -> None:
         """Raises `UnsupportedModelError` if the model cannot be split into this number of parts."""
         for what, size, parts, setting in (
@@ -109,6 +120,14 @@ class Architecture:
                 raise UnsupportedModelError(
                     f"policy.parallel.{setting}={parts} does not divide the model's {size} {what}"
                 )
+
+
+def _check_type(model_type: object) -> None:
+    if model_type not in SUPPORTED:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported by the Megatron backend; supported: "
+            f"{', '.join(SUPPORTED)}"
+        )
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:

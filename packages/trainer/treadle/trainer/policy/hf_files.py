@@ -1,0 +1,19 @@
+"""The files of the weights in a Hugging Face model folder. Needs no torch."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+__all__ = ["INDEX", "SINGLE", "missing_weights"]
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Returns which file of the weights a folder lacks, for a message; None if all are there."""
+    if not (folder / INDEX).is_file():
+        return None if (folder / SINGLE).is_file() else f"neither {SINGLE} nor {INDEX}"
+    shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    missing = sorted(name for name in set(shards) if not (folder / name).is_file())
+    return f"no {missing[0]}, which {INDEX} names" if missing else None

@@ -1,0 +1,254 @@
+"""The checks of a run: everything that can be known to be wrong before anything is started.
+
+Invariant: a check reads and does not write, and starts nothing that outlives it. Each check whose
+own preconditions hold is made, so all problems are said at once and none is the consequence of
+another. `--dry-run` and a run make the same checks: what one says, the other does too.
+
+Not known before a start: whether servers and policy fit their devices, and what a Ray cluster has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.agent_loop import LoopRegistry, RewardFn, SetupError
+from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
+from treadle.trainer.checkpoint.run_directory import RunDirectoryError
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.verl_keys import ConfigError
+from treadle.trainer.data import (
+    DataError,
+    PromptRules,
+    PromptSet,
+    Row,
+    check_row_loops,
+    check_rows,
+    make_prompts,
+    read_rows,
+)
+from treadle.trainer.data.load_data import (
+    Inputs,
+    check_context,
+    load_renderer,
+    load_reward,
+)
+from treadle.trainer.hub import is_model_id
+from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.model_source import resolve_model, with_model
+from treadle.trainer.own_code import NOTHING, OwnCode
+from treadle.trainer.plan import Plan, make_plan
+from treadle.trainer.preflight.describe import describe
+from treadle.trainer.preflight.model_checks import (
+    check_config_file,
+    check_parallel,
+    check_vocabulary,
+    check_weights,
+    read_architecture,
+)
+from treadle.trainer.preflight.process_checks import check_launcher, check_rows_left
+from treadle.trainer.preflight.without_torch import transformers_without_torch
+from treadle.trainer.problems import Problems
+from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
+from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
+
+if TYPE_CHECKING:
+    from treadle.agent_loop.hf import HfRenderer
+    from treadle.trainer.policy.megatron.architecture import Architecture
+
+__all__ = ["CheckedRun", "check_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """A run that can be started.
+
+    Attributes:
+        config: As the user gave it.
+        run_dir: Where it writes.
+        own: The user's objects beside the configuration.
+        inputs: The user's files, read and checked.
+        plan: Of the run.
+    """
+
+    config: Config
+    run_dir: Path
+    own: OwnCode
+    inputs: Inputs
+    plan: Plan
+
+
+def check_run(
+    config: Config, run_dir: Path, own: OwnCode = NOTHING, *, keep_torch_out: bool = False
+) -> CheckedRun:
+    """Makes all checks; takes seconds, and longer for many rows.
+
+    Args:
+        config: The run's configuration.
+        run_dir: Where it would write; need not exist.
+        own: The user's objects beside the configuration.
+        keep_torch_out: See `transformers_without_torch`.
+
+    Raises:
+        ConfigError: A setting cannot be carried out on this machine.
+        DataError: A row cannot be used.
+        RunDirectoryError: `run_dir` cannot be used.
+        SetupError: The configuration names something that does not exist or does not fit.
+        SeveralProblems: More than one of these.
+    """
+    checks = _Checks(config, run_dir, own)
+    checks.files()
+    checks.own_code()  # before the tokenizer: it may need torch
+    with transformers_without_torch() if keep_torch_out else nullcontext():
+        checks.model()
+    checks.prompts()
+    checks.processes()
+    return checks.result()
+
+
+class _Checks:
+    """What has been found so far; None, or left out, where a check failed or could not be made."""
+
+    def __init__(self, config: Config, run_dir: Path, own: OwnCode) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._own = own
+        self._problems = Problems(ConfigError, DataError, RunDirectoryError, SetupError)
+        self._rows: dict[str, Sequence[Row]] = {}
+        self._rules: PromptRules | None = None
+        self._fitting: list[str] = []
+        self._reward: RewardFn | None = None
+        self._architecture: Architecture | None = None
+        self._renderer: HfRenderer | None = None
+        self._prompts: dict[str, PromptSet] = {}
+        self._plan: Plan | None = None
+        self._server_answer: str | None = None
+
+    def _check(self) -> AbstractContextManager[bool | None]:
+        return self._problems.collected()
+
+    def files(self) -> None:
+        """Reads the rows; looks at the run directory."""
+        data = self._config.data
+        with self._check():
+            self._rows["train"] = read_rows(data.train_files)
+        if data.val_files:
+            with self._check():
+                self._rows["val"] = read_rows(data.val_files, limit=data.max_val_rows)
+        with self._check():
+            check_run_directory(self._run_dir, self._config)
+
+    def own_code(self) -> None:
+        """Loads loops, tools, interactions and the reward; compares them with the rows."""
+        config, own = self._config, self._own
+        loops: LoopRegistry | None = None
+        with self._check():
+            self._rules = prompt_rules(config, own)
+        if self._rules is None:  # the loops alone may be right
+            with self._check():
+                loops = load_loops(config.agent, own)
+        for split, rows in self._rows.items():
+            with self._check():
+                if self._rules is not None:
+                    check_rows(rows, split=split, rules=self._rules)
+                    self._fitting.append(split)
+                elif loops is not None:
+                    default = config.agent.default_loop
+                    check_row_loops(rows, split=split, loops=loops, default_loop=default)
+        with self._check():
+            every = [row for rows in self._rows.values() for row in rows]
+            self._reward = load_reward(config, every, own)
+
+    def model(self) -> None:
+        """Looks at the model's files; loads its tokenizer."""
+        source, folder = self._config.model.path, None
+        with self._check():
+            folder = resolve_model(source, weights=False)
+        if folder is None:
+            return
+        config = with_model(self._config, folder)
+        if source.expanduser().is_dir() or not is_model_id(str(source)):
+            with self._check():
+                check_weights(folder)
+        readable = False
+        with self._check():
+            check_config_file(folder)
+            readable = True
+        if not readable:
+            return
+        with self._check():
+            check_context(config)
+        with self._check():
+            self._architecture = read_architecture(folder)
+        with self._check():
+            self._renderer = load_renderer(config)
+        if self._architecture is not None:
+            with self._check():
+                check_parallel(config, self._architecture)
+        if self._architecture is not None and self._renderer is not None:
+            with self._check():
+                check_vocabulary(folder, self._architecture, self._renderer)
+
+    def prompts(self) -> None:
+        """Renders the prompt of every row."""
+        if self._rules is None or self._renderer is None:
+            return
+        for split in self._fitting:
+            with self._check():
+                self._prompts[split] = make_prompts(
+                    self._rows[split], split=split, rules=self._rules, renderer=self._renderer
+                )
+
+    def processes(self) -> None:
+        """Computes the plan; looks for the programs that will be started."""
+        config = self._config
+        if "train" in self._rows:
+            with self._check():
+                self._plan = make_plan(
+                    config,
+                    num_train_rows=len(self._rows["train"]),
+                    num_val_rows=len(self._rows.get("val", ())),
+                    cpus=cpu_count(),
+                )
+        if self._plan is not None and (prompts := self._prompts.get("train")) is not None:
+            with self._check():
+                check_rows_left(config, prompts)
+        with self._check():
+            check_server_command(config)
+            if config.rollout.server_command and config.launch.kind == "local":
+                self._server_answer = ask_server_command(config)
+        with self._check():
+            check_launcher(config)
+
+    def result(self) -> CheckedRun:
+        """Returns the run.
+
+        Raises:
+            Exception: See `check_run`.
+        """
+        self._problems.raise_if_any()
+        # Whatever is missing has left a problem.
+        assert self._rules is not None and self._reward is not None and self._plan is not None
+        assert self._renderer is not None and self._architecture is not None
+        train, val = self._prompts["train"], self._prompts.get("val")
+        inputs = Inputs(
+            renderer=self._renderer,
+            rules=self._rules,
+            reward=self._reward,
+            train=train.prompts,
+            val=() if val is None else val.prompts,
+            notes=(*train.notes, *(() if val is None else val.notes)),
+        )
+        details = (*describe(self._config, self._own, inputs, self._architecture),)
+        if self._server_answer is not None:
+            details = (*details, ("server settings", self._server_answer))
+        return CheckedRun(
+            config=self._config,
+            run_dir=self._run_dir,
+            own=self._own,
+            inputs=inputs,
+            plan=replace(self._plan, details=details),
+        )

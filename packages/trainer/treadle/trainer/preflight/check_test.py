@@ -1,0 +1,217 @@
+"""Each mistake that a run could make is found before it starts, here with the demo's files."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.agent_loop import SetupError
+from treadle.trainer.cli.console import new_run_dir
+from treadle.trainer.config.load import ConfigError, load_config
+from treadle.trainer.data import DataError
+from treadle.trainer.demo import DEMO
+from treadle.trainer.main import main
+from treadle.trainer.own_code import NOTHING, collect
+from treadle.trainer.preflight import CheckedRun, check_run
+from treadle.trainer.problems import SeveralProblems
+
+_FEW = ("data.prompts_per_step=2", "data.max_val_rows=2")
+
+
+def _check(*overrides: str, rows: Path | None = None) -> CheckedRun:
+    files = () if rows is None else (f"data.train_files={rows}",)
+    config = load_config([DEMO], [*_FEW, *files, *overrides]).config
+    return check_run(config, new_run_dir("never_made"))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return _write_rows(tmp_path / "rows.jsonl")
+
+
+def _write_rows(path: Path, **changes: Mapping[int, object]) -> Path:
+    """Writes four rows of the demo; `changes` gives columns of some of them, by line."""
+    lines = (DEMO.parent / "train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    made = [json.loads(line) for line in lines]
+    for column, by_line in changes.items():
+        for line, value in by_line.items():
+            made[line - 1][column] = value
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in made), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO.parent / "model", tmp_path / "model"))
+
+
+def _change_json(file: Path, **changes: Any) -> None:
+    value = json.loads(file.read_text(encoding="utf-8")) | changes
+    file.write_text(json.dumps(value), encoding="utf-8")
+
+
+def test_the_plan_names_model_rows_loops_tools_and_reward(rows: Path) -> None:
+    _write_rows(rows, agent_name={2: "single_turn_agent"})
+    run = _check("model.path=demo:calculator", rows=rows)
+    lines = dict(run.plan.rows())
+    assert lines["model"] == "demo:calculator"
+    assert lines["architecture"] == "qwen2, 919680 parameters, context of 1024 tokens"
+    assert lines["data sources"] == "treadle/calculator (4 training, 2 validation rows)"
+    assert lines["reward"] == "gsm8k for treadle/calculator"
+    assert lines["agent loops"] == (
+        "single_turn_agent (1 training rows), tool_agent (3 training, 2 validation rows)"
+    )
+    assert lines["tools"] == "calculator (3 training, 2 validation rows)"
+    assert lines["prompt lengths"].endswith("of at most 256")
+    assert len(run.inputs.train) == 4
+
+
+def test_own_objects_are_in_the_plan(rows: Path) -> None:
+    config = load_config([DEMO], [*_FEW, f"data.train_files={rows}"]).config
+
+    def score(trajectory: object) -> float:
+        return 1.0
+
+    own = collect(config, reward=score, tools=(), loops={}, on_step=None)
+    plan = check_run(config, new_run_dir("never_made"), own).plan
+    assert dict(plan.rows())["reward"] == "the function given to train, for all rows"
+    assert own is not NOTHING
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3_moe"}, "model type 'qwen3_moe' is not supported.*llama, qwen2"),
+        ({"model_type": "no_such_type"}, "model type 'no_such_type' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"vocab_size": 1000}, "knows 1024 ids, and the model's config.json has vocab_size=1000"),
+        ({"max_position_embeddings": 300}, "are 352 tokens, and the model in .* context of 300"),
+        ({"num_attention_heads": "four"}, "config.json cannot be used: "),
+    ],
+)
+def test_a_model_that_cannot_be_trained(
+    changes: dict[str, object], message: str, model: Path, rows: Path
+) -> None:
+    _change_json(model / "config.json", **changes)
+    with pytest.raises(SetupError, match=message) as raised:
+        _check(f"model.path={model}", rows=rows)
+    assert not isinstance(raised.value, SeveralProblems)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", r"config\.json cannot be read: "),
+        ("model.safetensors", None, r"holds neither model\.safetensors nor"),
+        ("tokenizer.json", None, r"holds no tokenizer\.json"),
+        ("tokenizer.json", '{"version": 1}', r"the tokenizer in .* does not load: "),
+        ("chat_template.jinja", None, "the tokenizer has no chat template"),
+        (
+            "chat_template.jinja",
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+            "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            r"the chat template does not show tools to the model: \['calculator'\]",
+        ),
+    ],
+)
+def test_a_damaged_model_directory(
+    file: str, content: str | None, message: str, model: Path, rows: Path
+) -> None:
+    (model / file).unlink()
+    if content is not None:
+        (model / file).write_text(content, encoding="utf-8")
+    with pytest.raises(SetupError, match=message) as raised:
+        _check(f"model.path={model}", rows=rows)
+    assert not isinstance(raised.value, SeveralProblems)
+
+
+def test_a_shard_that_its_index_names_is_missing(model: Path, rows: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(SetupError, match=r"holds no model-2\.safetensors, which"):
+        _check(f"model.path={model}", rows=rows)
+
+
+def test_prompts_that_are_too_long(rows: Path) -> None:
+    long = [{"role": "user", "content": "What is 1 + 1? " * 40}]
+    _write_rows(rows, prompt={2: long, 4: long})
+    with pytest.raises(DataError, match=r"2 of 4 train prompts are longer than 256.*line 2 \("):
+        _check(rows=rows)
+    run = _check("data.overlong_prompts=drop", rows=rows)
+    assert len(run.inputs.train) == 2
+    with pytest.raises(DataError, match=r"exceeds the 2 training rows that are left: left out: 2"):
+        _check("data.overlong_prompts=drop", "data.prompts_per_step=3", rows=rows)
+
+
+def test_everything_is_said_at_once_and_a_run_says_the_same(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_rows(rows, agent_name={3: "tool_agnt"}, images={1: ["a.png"], 2: ["b.png"]})
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools: [{function: 'tools.py:nothing'}]\n", encoding="utf-8")
+    arguments = [
+        "data.prompts_per_step=3",
+        f"data.train_files={rows}",
+        f"run.dir={tmp_path / 'run'}",
+        "reward.name=my_rewrd.py:score",
+        "policy.parallel.tensor=3",
+        "policy.parallel.pipeline=3",
+        "rollout.response_length=2000",
+        "rollout.server_command=[no-such-server]",
+        "agent.loops.mine=mine.py:Loop",
+        f"data.val_files={tmp_path / 'none.jsonl'}",
+    ]
+    assert main(["--dry-run", *arguments]) == 2
+    dry = capsys.readouterr().err
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == dry
+    assert not (tmp_path / "run").exists()
+    for number, said in enumerate(
+        (
+            "none.jsonl does not exist",
+            f"agent.loops.mine={Path.cwd() / 'mine.py'}:Loop: the agent loop file",
+            "the reward file",
+            "rollout.prompt_length=256 + rollout.response_length=2000 are 2256 tokens",
+            "policy.parallel.tensor=3 does not divide the model's 4 attention heads",
+            "policy.parallel.pipeline=3 does not divide the model's 4 layers",
+            "rollout.server_command=['no-such-server']: there is no program",
+        ),
+        start=1,
+    ):
+        assert f"{number:>3}. " in dry
+        assert said in dry
+    assert dry.startswith("error: 7 problems\n")
+
+    assert main(["--dry-run", f"data.train_files={rows}", f"agent.tool_catalogue={tools}"]) == 2
+    few = capsys.readouterr().err
+    assert "tools[0]" in few
+    assert "rows.jsonl, line 3: agent loop 'tool_agnt' is not registered" in few
+    assert main(["--dry-run", f"data.train_files={rows}"]) == 2
+    few = capsys.readouterr().err
+    assert "rows.jsonl, line 3: agent loop 'tool_agnt' is not registered" in few
+    assert "rows.jsonl, line 1: the column 'images' holds 1" in few
+    assert "(and 1 more train rows)" in few
+
+
+def test_a_directory_of_another_run(tmp_path: Path, rows: Path) -> None:
+    config = load_config([DEMO], [*_FEW, "run.seed=7"]).config
+    (tmp_path / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    config = load_config([DEMO], [*_FEW]).config
+    with pytest.raises(RuntimeError, match=r"holds another run: run\.seed was 7 and is 0"):
+        check_run(config, tmp_path)
+    with pytest.raises(RuntimeError, match=r"rows\.jsonl is not a directory"):
+        check_run(config, rows / "run")
+
+
+def test_the_engines_share_of_the_model(rows: Path) -> None:
+    with pytest.raises(SetupError, match=r"tensor_model_parallel_size=3 does not divide .* 4 att"):
+        _check("rollout.tensor_model_parallel_size=3", rows=rows)
+
+
+def test_a_server_command_that_does_not_know_a_setting(rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the server of `echo --help` does not know --engine"):
+        _check("rollout.server_command=[echo]", rows=rows)

@@ -1,0 +1,83 @@
+"""The plan's lines about what a run uses: model, rows, loops, tools and reward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from treadle.tools.rewards import name_for_source
+from treadle.trainer.config.schema import Config
+from treadle.trainer.data import Prompt
+from treadle.trainer.data.load_data import Inputs
+from treadle.trainer.own_code import OwnCode
+
+if TYPE_CHECKING:
+    from treadle.trainer.policy.megatron.architecture import Architecture
+
+__all__ = ["describe"]
+
+
+def describe(
+    config: Config, own: OwnCode, inputs: Inputs, architecture: Architecture
+) -> Iterator[tuple[str, str]]:
+    """Yields (what, which), one pair per line of the plan."""
+    yield (
+        "architecture",
+        f"{architecture.model_type}, {_parameters(architecture.num_parameters)} parameters, "
+        f"context of {architecture.max_positions} tokens",
+    )
+    yield "data sources", _counted(inputs, _sources)
+    yield "reward", _reward(config, own, inputs)
+    yield "agent loops", _counted(inputs, lambda prompt: [prompt.loop])
+    yield "tools", _counted(inputs, lambda prompt: inputs.rules.tools_of(prompt.row)) or "none"
+    yield "prompt lengths", _lengths(inputs)
+
+
+def _sources(prompt: Prompt) -> list[str]:
+    return [str(prompt.row.columns.get("data_source"))]
+
+
+def _reward(config: Config, own: OwnCode, inputs: Inputs) -> str:
+    settings = config.reward
+    if own.reward is not None:
+        return "the function given to train, for all rows"
+    mode = "" if settings.mode is None else f", mode {settings.mode}"
+    if settings.name is not None:
+        return f"{settings.name}, for all rows{mode}"
+    every = sorted({source for prompt in _all(inputs) for source in _sources(prompt)})
+    return ", ".join(f"{name_for_source(source)} for {source}" for source in every) + mode
+
+
+def _counted(inputs: Inputs, names: Callable[[Prompt], Iterable[str]]) -> str:
+    """Returns each name with the number of training and validation rows that have it."""
+    train, val = (
+        Counter(name for prompt in prompts for name in names(prompt))
+        for prompts in (inputs.train, inputs.val)
+    )
+    return ", ".join(f"{name} ({_rows(train[name], val[name])})" for name in sorted({*train, *val}))
+
+
+def _rows(train: int, val: int) -> str:
+    counts = [(train, "training"), (val, "validation")]
+    return ", ".join(f"{count} {split}" for count, split in counts if count) + " rows"
+
+
+def _lengths(inputs: Inputs) -> str:
+    lengths = [prompt.num_tokens for prompt in _all(inputs)]
+    return (
+        f"{min(lengths)} to {max(lengths)} tokens, median {median(lengths):.0f}, "
+        f"of at most {inputs.rules.max_prompt_tokens}"
+    )
+
+
+def _all(inputs: Inputs) -> Sequence[Prompt]:
+    return (*inputs.train, *inputs.val)
+
+
+def _parameters(count: int) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

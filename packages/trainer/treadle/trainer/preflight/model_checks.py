@@ -1,0 +1,114 @@
+"""What must hold for a model directory before the policy can be trained from it.
+
+Reads config.json and names of files; no weights, and no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.agent_loop import SetupError
+from treadle.trainer.config.schema import Config
+from treadle.trainer.data.load_data import read_model_config
+from treadle.trainer.policy.hf_files import missing_weights
+from treadle.trainer.policy.megatron.architecture import (
+    SUPPORTED,
+    Architecture,
+    UnsupportedModelError,
+)
+from treadle.trainer.problems import Problems
+
+if TYPE_CHECKING:
+    from treadle.agent_loop.hf import HfRenderer
+
+__all__ = [
+    "check_config_file",
+    "check_parallel",
+    "check_vocabulary",
+    "check_weights",
+    "read_architecture",
+]
+
+
+def check_config_file(folder: Path) -> None:
+    """Rejects a config.json that cannot be read; nothing else of the model can be used then.
+
+    Raises:
+        SetupError: It is no JSON object, or has a value of the wrong type.
+    """
+    if read_model_config(folder).get("model_type") not in SUPPORTED:
+        return  # transformers may know less about it
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises errors of any type for a bad value
+        raise SetupError(
+            f"{folder / 'config.json'} cannot be used: {type(error).__name__}: {error}"
+        ) from error
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Returns the architecture of a model directory.
+
+    Raises:
+        SetupError: The policy cannot compute the model.
+    """
+    try:
+        return Architecture.from_folder(folder)
+    except UnsupportedModelError as error:
+        raise SetupError(
+            f"{folder / 'config.json'}: {error}; docs/models.md lists the models that can be "
+            "trained"
+        ) from error
+
+
+def check_weights(folder: Path) -> None:
+    """Rejects a model directory without its weights.
+
+    Raises:
+        SetupError: A file is missing.
+    """
+    if (missing := missing_weights(folder)) is not None:
+        raise SetupError(
+            f"model.path: {folder} holds {missing}; copy the whole model directory there"
+        )
+
+
+def check_vocabulary(folder: Path, architecture: Architecture, renderer: HfRenderer) -> None:
+    """Rejects a tokenizer with ids that the model does not have.
+
+    Raises:
+        SetupError: It has some.
+    """
+    if renderer.vocab_size > architecture.vocab_size:
+        raise SetupError(
+            f"the tokenizer in {folder} knows {renderer.vocab_size} ids, and the model's "
+            f"config.json has vocab_size={architecture.vocab_size}: they belong to different models"
+        )
+
+
+def check_parallel(config: Config, architecture: Architecture) -> None:
+    """Rejects numbers of processes into which the model cannot be split.
+
+    Raises:
+        SetupError: One size does not divide the model.
+        SeveralProblems: More than one does not.
+    """
+    problems = Problems(SetupError)
+    parallel, rollout = config.policy.parallel, config.rollout
+    for tensor, pipeline in ((parallel.tensor, 1), (1, parallel.pipeline)):
+        with problems.collected():
+            try:
+                architecture.check_parallel(tensor=tensor, pipeline=pipeline)
+            except UnsupportedModelError as error:
+                raise SetupError(f"{error}: take a size that does") from error
+    with problems.collected():
+        size = rollout.tensor_model_parallel_size
+        if architecture.num_heads % size:
+            raise SetupError(
+                f"rollout.tensor_model_parallel_size={size} does not divide the model's "
+                f"{architecture.num_heads} attention heads: take a size that does"
+            )
+    problems.raise_if_any()
