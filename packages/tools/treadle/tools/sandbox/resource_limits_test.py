@@ -5,7 +5,9 @@ Each test looks at what was taken; that it was refused in words proves nothing.
 
 import asyncio
 import os
+import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -278,6 +280,48 @@ async def test_daemons_end_with_their_program(sandbox: LocalSandbox) -> None:
     )
     assert execution.return_code == 0
     assert processes_in(execution.stdout.strip()) == []
+
+
+IN_FLIGHT = (
+    "import array, socket\n"
+    "def in_flight(*descriptors):\n"
+    "    pair = socket.socketpair()\n"
+    "    numbers = array.array('i', (*(end.fileno() for end in pair), *descriptors))\n"
+    "    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]\n"
+    "    for end in pair: end.sendmsg([b'x'], rights)\n"
+)
+"""Two sockets that hold each other, and so outlive every process, with what is sent over them."""
+
+
+async def test_an_ended_program_is_over_though_its_outputs_are_in_flight(
+    sandbox: LocalSandbox,
+) -> None:
+    execution = await run(sandbox, IN_FLIGHT + "print('last', flush=True)\nin_flight(1, 2)")
+    assert (execution.stdout, execution.stderr, execution.return_code) == ("last\n", "", 0)
+
+
+@pytest.mark.parametrize("code", ["print('last')", "while True: pass"])
+async def test_a_place_is_free_though_its_pipes_have_no_end(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
+) -> None:
+    """A process that stays holds them, as the kernel does with those in flight, for minutes."""
+    launcher = sandbox._launcher
+    assert launcher is not None
+    holder = tmp_path / "pid"
+    made = launcher.command
+    hold = f'sleep 1000 & echo $! > {holder}; exec "$@"'
+    monkeypatch.setattr(
+        launcher, "command", lambda *a, **fds: ["sh", "-c", hold, "sh", *made(*a, **fds)]
+    )
+    running = asyncio.create_task(run(sandbox, code, timeout_s=0.5))
+    try:
+        done, _ = await asyncio.wait([running], timeout=20)
+    finally:
+        os.kill(int(holder.read_text()), signal.SIGKILL)
+        execution = await running
+    assert done
+    assert sandbox.stats().running == 0
+    assert execution.stdout == ("last\n" if "last" in code else "")
 
 
 async def test_closing_the_outputs_hides_nothing(sandbox: LocalSandbox) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: a worker runs one program at most, and when `run` or `kill` returns no process of it is
 alive, whatever the program forked: process 1 of its namespace has ended, and with it the kernel
-ended the others. Its output is limited in size, and trusted only as text.
+ended the others. Its output is limited in size, and trusted only as text. A program that has run
+is over when process 1 is, never when its pipes are: see `capture`.
 
 Who waits: `start` for the interpreter (and its imports), `run` for the program, at most its
 timeout plus `_GRACE_S`; a cancellation kills.
@@ -19,6 +20,7 @@ import math
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ from treadle.tools.sandbox.execution import (
     UnsupportedProgramError,
 )
 from treadle.tools.sandbox.isolation.bubblewrap import Launcher
+from treadle.tools.sandbox.isolation.capture import Capture
 from treadle.tools.sandbox.isolation.host_files import PACKAGES
 from treadle.tools.sandbox.limits import SandboxLimits
 
@@ -42,7 +45,8 @@ SCRIPTS: Final[Mapping[str, str]] = {"python": "main.py", "bash": "main.sh"}
 _GUEST: Final = Path(__file__).with_name("guest.py")
 _START_TIMEOUT_S: Final = 60.0
 _GRACE_S: Final = 2.0
-_CHUNK: Final = 1 << 16
+_ROOM: Final = 1 << 16
+_READY: Final = b"ready\n"
 _UNPLACED: Final = "unplaced"
 _REASONS: Final = {
     "memory": "the memory limit of {memory_mib} MiB for all processes and files was exceeded",
@@ -61,26 +65,47 @@ class _Report:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
+class _Outputs:
+    """The three pipes that a sandbox writes to, and whether it is over."""
+
+    def __init__(self, stdout: int, stderr: int, reports: int, limits: SandboxLimits) -> None:
+        self.over = asyncio.Event()
+        limit = limits.output_kib << 10
+        self.stdout = Capture(stdout, limit, self.over)
+        self.stderr = Capture(stderr, limit, self.over)
+        most_reported = 2 * (limits.disk_mib << 20) + _ROOM  # base64 of the files, and the rest
+        self.reports = Capture(reports, most_reported, self.over)
+
+    @property
+    def full(self) -> bool:
+        """Whether one of them had more than its limit."""
+        return self.stdout.full or self.stderr.full or self.reports.full
+
+    def close(self) -> None:
+        """Takes the rest of each, and lets go of them."""
+        for capture in (self.stdout, self.stderr, self.reports):
+            capture.close()
+
+
 class Worker:
     """Use `start`; then `run` once, or `kill`."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        reports: asyncio.StreamReader,
-        reports_transport: asyncio.BaseTransport,
+        outputs: _Outputs,
         limits: SandboxLimits,
         info: io.FileIO,
         *,
         warm: bool,
     ) -> None:
         self._process = process
-        self._reports = reports
-        self._reports_transport = reports_transport
+        self._outputs = outputs
         self._limits = limits
         self._info = info
         self._warm = warm
         self._supervisor: int | None = None
+        self._ended = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
 
     @classmethod
@@ -111,22 +136,20 @@ class Worker:
             with contextlib.suppress(SandboxError):
                 await (await spawning).kill()
             raise
+        reports = worker._outputs.reports
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await worker._reports.readuntil(b"ready\n")
-        except asyncio.IncompleteReadError:
-            why = await worker._last_words()
-            raise SandboxError(f"the sandbox did not start: {why}") from None
+                began = await reports.until(_READY)
         except TimeoutError:
             await worker.kill()
             raise SandboxError(f"the sandbox did not start in {_START_TIMEOUT_S:g} s") from None
         except BaseException:
             await worker.kill()
             raise
-        said = os.pread(worker._info.fileno(), _CHUNK, 0)
-        found = re.search(rb'"child-pid": (\d+)', said)
-        assert found is not None, f"bubblewrap did not name its child: {said[:200]!r}"
-        worker._supervisor = _open_process(int(found.group(1)))
+        if not began or not worker._find_supervisor():
+            why = await worker._last_words()
+            raise SandboxError(f"the sandbox did not start: {why}")
+        del reports.kept[: len(_READY)]
         return worker
 
     @classmethod
@@ -137,43 +160,52 @@ class Worker:
         limits: SandboxLimits,
         preload: tuple[str, ...],
     ) -> Self:
-        reports = asyncio.StreamReader(limit=_CHUNK)
-        loop = asyncio.get_running_loop()
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as failed:
             try:
-                filter_fd, filter_writer = _pipe(opened)
-                reports_fd, reports_writer = _pipe(opened)
+                filter_fd, filter_writer = _pipe(opened, opened)
                 # Not a pipe: bubblewrap would die of writing to one that nobody reads any more,
                 # and its child, which waits for it, would stay.
-                info = opened.enter_context(io.FileIO(os.memfd_create("info"), "r+"))
+                info = failed.enter_context(io.FileIO(os.memfd_create("info"), "r+"))
+                # Not asyncio's pipes, which it waits for: see `capture`.
+                stdout, stdout_writer = _pipe(failed, opened)
+                stderr, stderr_writer = _pipe(failed, opened)
+                reports, reports_writer = _pipe(failed, opened)
                 os.write(filter_writer, filter_program)
                 settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
                 arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
-                transport, _ = await loop.connect_read_pipe(
-                    lambda: asyncio.StreamReaderProtocol(reports),
-                    os.fdopen(os.dup(reports_fd), "rb", 0),
+                process = await asyncio.create_subprocess_exec(
+                    *launcher.command(arguments, filter_fd=filter_fd, info_fd=info.fileno()),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=stdout_writer,
+                    stderr=stderr_writer,
+                    pass_fds=(filter_fd, info.fileno(), reports_writer, *launcher.inherited_fds),
+                    start_new_session=True,
                 )
-                try:
-                    process = await asyncio.create_subprocess_exec(
-                        *launcher.command(arguments, filter_fd=filter_fd, info_fd=info.fileno()),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.PIPE,
-                        pass_fds=(
-                            filter_fd,
-                            info.fileno(),
-                            reports_writer,
-                            *launcher.inherited_fds,
-                        ),
-                        start_new_session=True,
-                    )
-                except BaseException:
-                    transport.close()
-                    raise
             except OSError as error:  # no descriptor, process or memory is left
                 raise SandboxError(f"the sandbox did not start: {error}") from error
-            info = io.FileIO(os.dup(info.fileno()))
-        return cls(process, reports, transport, limits, info, warm=bool(preload))
+            failed.pop_all()
+        outputs = _Outputs(stdout, stderr, reports, limits)
+        return cls(process, outputs, limits, info, warm=bool(preload))
+
+    def _find_supervisor(self) -> bool:
+        """Takes hold of process 1, and watches for its end; returns whether it still was there."""
+        said = os.pread(self._info.fileno(), 4096, 0)
+        found = re.search(rb'"child-pid": (\d+)', said)
+        assert found is not None, f"bubblewrap did not name its child: {said[:200]!r}"
+        try:
+            supervisor = os.pidfd_open(int(found.group(1)))
+        except ProcessLookupError:
+            return False
+        loop = asyncio.get_running_loop()
+
+        def at_end() -> None:
+            loop.remove_reader(supervisor)
+            self._ended.set()
+            self._outputs.over.set()
+
+        loop.add_reader(supervisor, at_end)
+        self._supervisor = supervisor
+        return True
 
     @property
     def alive(self) -> bool:
@@ -196,16 +228,17 @@ class Worker:
         process = self._process
         assert process.stdin is not None
         process.stdin.close()
-        for stream in (self._reports, process.stdout, process.stderr):
-            assert stream is not None
-            while await stream.read(_CHUNK):
-                pass
-        await process.wait()
-        self._reports_transport.close()
-        self._info.close()
         if self._supervisor is not None:
-            await _readable(self._supervisor)
+            await self._ended.wait()
             os.close(self._supervisor)
+        else:  # and so no program has run
+            await self._outputs.reports.until_end()
+        await process.wait()
+        self._outputs.close()
+        self._info.close()
+        # What its sockets hold in flight, memory and a share of its user's counts, is collected
+        # when some Unix socket of the host is closed: this one.
+        socket.socket(socket.AF_UNIX).close()
 
     async def run(self, program: Program) -> Execution:
         """Runs the program; afterwards the worker is used up.
@@ -214,45 +247,33 @@ class Worker:
             UnsupportedProgramError: Its files do not fit, or their names contradict each other.
             SandboxError: The worker died, or said what it cannot say.
         """
-        limit = self._limits.output_kib << 10
-        process = self._process
-        assert process.stdin and process.stdout and process.stderr
-        full = asyncio.Event()
+        outputs = self._outputs
+        stdin = self._process.stdin
+        assert stdin is not None
         began = time.monotonic()
-        stdout, stderr = (
-            _Capture(process.stdout, limit, full),
-            _Capture(process.stderr, limit, full),
-        )
-        reports = _Capture(self._reports, self._most_reported, full)
         timed_out = False
         try:
-            async with asyncio.timeout(program.timeout_s + _GRACE_S), asyncio.TaskGroup() as group:
-                watch = group.create_task(self._kill_when(full))
-                reading = [group.create_task(c.read()) for c in (stdout, stderr, reports)]
-                process.stdin.write(self._job(program))
-                process.stdin.close()
-                await asyncio.wait(reading)
-                watch.cancel()
+            async with asyncio.timeout(program.timeout_s + _GRACE_S):
+                stdin.write(self._job(program))
+                stdin.close()
+                await outputs.over.wait()
         except TimeoutError:
             timed_out = True
         finally:
             await self.kill()
         seconds = time.monotonic() - began
+        stdout, stderr = outputs.stdout.text(), outputs.stderr.text()
         if timed_out:
             report = _Report(ended_for="time")
-        elif full.is_set():
+        elif outputs.full:
             report = _Report(ended_for="output")
         else:
-            report = self._believable(bytes(reports.kept), stderr.text())
+            report = self._believable(bytes(outputs.reports.kept), stderr)
             if report.ended_for == _UNPLACED:
                 raise UnsupportedProgramError(
-                    f"its code, input and files cannot be placed: {stderr.text()}"
+                    f"its code, input and files cannot be placed: {stderr}"
                 )
-        return self._execution(program, report, stdout.text(), stderr.text(), seconds)
-
-    async def _kill_when(self, full: asyncio.Event) -> None:
-        await full.wait()
-        self._signal()
+        return self._execution(program, report, stdout, stderr, seconds)
 
     def _signal(self) -> None:
         """SIGKILL to process 1, whom bubblewrap collects; before that is known, to the group.
@@ -265,10 +286,6 @@ class Worker:
                 signal.pidfd_send_signal(self._supervisor, signal.SIGKILL)
             elif self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-    @property
-    def _most_reported(self) -> int:
-        return 2 * (self._limits.disk_mib << 20) + _CHUNK  # base64 of the files, and the rest
 
     def _believable(self, said: bytes, stderr: str) -> _Report:
         """Returns what the supervisor said at the end, in so far as it has the right shape."""
@@ -334,32 +351,11 @@ class Worker:
         )
 
     async def _last_words(self) -> str:
-        assert self._process.stderr is not None
-        said = (await self._process.stderr.read(_CHUNK)).decode(errors="replace").strip()
+        stderr = self._outputs.stderr
+        await stderr.until(b"\n")
         await self.kill()
+        said = stderr.text().strip()
         return said or f"it ended with exit code {self._process.returncode} and said nothing"
-
-
-class _Capture:
-    """The first bytes of a stream; says when there are more."""
-
-    def __init__(self, stream: asyncio.StreamReader, limit: int, full: asyncio.Event) -> None:
-        self._stream = stream
-        self._limit = limit
-        self._full = full
-        self.kept = bytearray()
-
-    async def read(self) -> None:
-        """Reads to the end of the stream; what is above the limit is dropped."""
-        while part := await self._stream.read(_CHUNK):
-            room = self._limit - len(self.kept)
-            self.kept += part[:room]
-            if len(part) > room:
-                self._full.set()
-
-    def text(self) -> str:
-        """Returns what was kept, as UTF-8 with U+FFFD for bytes that are none."""
-        return self.kept.decode(errors="replace")
 
 
 @cache
@@ -370,30 +366,12 @@ def _guest() -> str:
     return f"import binascii,marshal;exec(marshal.loads(binascii.a2b_base64({packed!r})))"
 
 
-def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
-    """Both ends of a pipe, closed with `opened`."""
-    ends = os.pipe()
-    for end in ends:
-        opened.callback(os.close, end)
-    return ends
-
-
-def _open_process(pid: int) -> int | None:
-    """Returns a pidfd; None when the process has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(descriptor)
+def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
+    """Both ends of a pipe, each closed with its stack."""
+    reader, writer = os.pipe()
+    readers.callback(os.close, reader)
+    writers.callback(os.close, writer)
+    return reader, writer
 
 
 def _text(data: bytes) -> str:
