@@ -29,7 +29,7 @@ from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.extras import needs_extra
 from treadle.agent_loop.routing.placement import HashedSession, StickySession
-from treadle.agent_loop.rpc.router.guard import Context, RouterFault, RouterGuard, duration
+from treadle.agent_loop.rpc.router.guard import Context, RouterFault, RouterGuard, duration, invalid
 from treadle.agent_loop.rpc.router.session_queue import SessionQueue
 from treadle.agent_loop.rpc.router.state import check_address, is_address, read_state, write_state
 from treadle.rollout.v1 import errors_pb2
@@ -44,6 +44,10 @@ _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["RoutingService"].full_name
 _NO_REPLICA_RETRY_S = 1.0
 _SHARE_OF_DEADLINE = 0.9
+MAX_ID_BYTES = 128
+"""As the rollout servers accept."""
+MAX_AVOIDED = 4096
+"""Replicas that a session is to avoid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,10 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
         """Returns the session's replica, waiting for room."""
-        session_id = _required("session_id", request.session_id, "the trajectory's id")
+        session_id = _session_id(request.session_id)
+        if len(request.avoid_addresses) > MAX_AVOIDED:
+            received = f"{len(request.avoid_addresses)} values"
+            raise invalid("avoid_addresses", received, f"at most {MAX_AVOIDED}")
         before = self._queue.router.pinned(session_id) or request.current_address
         left_s = _SHARE_OF_DEADLINE * (context.time_remaining() or 0.0)
         try:
@@ -129,7 +136,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
         self, request: pb.FinishSessionRequest, context: Context
     ) -> pb.FinishSessionResponse:
         """Frees the session's slot."""
-        session_id = _required("session_id", request.session_id, "the trajectory's id")
+        session_id = _session_id(request.session_id)
         if not self._queue.close(session_id):
             raise RouterFault(
                 grpc.StatusCode.NOT_FOUND,
@@ -154,7 +161,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
         address = _address(request.address)
         known = self._queue.router.addresses
         if address not in known:
-            raise _invalid("address", address, f"one of {', '.join(known) or 'no replicas'}")
+            raise invalid("address", address, f"one of {', '.join(known) or 'no replicas'}")
         open_sessions = self._queue.drain(address)
         self._save()
         return pb.DrainReplicaResponse(open_sessions=open_sessions)
@@ -247,20 +254,12 @@ def _bind(server: grpc.aio.Server, config: RouterConfig) -> int:
 
 def _address(address: str) -> str:
     if not is_address(address):
-        raise _invalid("address", address, "host:port, as 10.0.0.1:4000")
+        raise invalid("address", address, "host:port, as 10.0.0.1:4000")
     return address
 
 
-def _required(name: str, value: str, expected: str) -> str:
-    if not value:
-        raise _invalid(name, value, expected)
+def _session_id(value: str) -> str:
+    if not 1 <= len(value.encode()) <= MAX_ID_BYTES:
+        expected = f"the trajectory's id, of 1 to {MAX_ID_BYTES} bytes"
+        raise invalid("session_id", value, expected)
     return value
-
-
-def _invalid(name: str, received: str, expected: str) -> RouterFault:
-    return RouterFault(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        errors_pb2.ERROR_REASON_INVALID_FIELD,
-        f"{name} is {received[:200]!r}; expected {expected}",
-        detail=errors_pb2.InvalidField(field=name, received=received[:200], expected=expected),
-    )

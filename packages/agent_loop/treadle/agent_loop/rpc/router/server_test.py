@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -229,3 +229,50 @@ async def test_an_address_in_use_is_named() -> None:
         with pytest.raises(SetupError, match=f"cannot listen on {address}"):
             async with serve_router(RouterConfig(address=address)):
                 pass
+
+
+METHOD = "/treadle.rollout.v1.RoutingService/ListReplicas"
+
+
+async def test_a_caller_without_the_token_is_refused_before_the_message_is_read() -> None:
+    async with (
+        serve_router(RouterConfig(token="secret")) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        call: Any = channel.stream_unary(METHOD)(timeout=2)  # A stream: no message is sent.
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_message_that_does_not_parse_is_the_callers_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        serve_router(RouterConfig()) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        said = f"request is '20 bytes that do not parse'; expected the serialized.* {METHOD}"
+        with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
+            await cast("Any", channel.unary_unary(METHOD))(b"\xff" * 20, timeout=60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        health = "/grpc.health.v1.Health/"
+        for method, message, code in (
+            ("Check", b"\xff" * 20, grpc.StatusCode.INVALID_ARGUMENT),
+            ("Check", b"\xff" * 2000, grpc.StatusCode.INVALID_ARGUMENT),
+            ("List", b"", grpc.StatusCode.UNIMPLEMENTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await cast("Any", channel.unary_unary(health + method))(message, timeout=60)
+            assert refused.value.code() is code
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    assert not caplog.records
+
+
+async def test_ids_and_lists_of_a_session_are_bounded() -> None:
+    async with routing(RouterConfig(replicas=(A,))) as stub:
+        text = await failure_of(stub.OpenSession(session_id="s" * 129))
+        assert "INVALID_FIELD: session_id is 'sss" in text and "of 1 to 128 bytes" in text
+        many = [B] * 4097
+        text = await failure_of(stub.OpenSession(session_id="s", avoid_addresses=many))
+        assert "avoid_addresses is '4097 values'; expected at most 4096" in text
