@@ -5,10 +5,16 @@ that changed them. It does not contain sessions, which clients open again by the
 """
 
 import json
+import re
 from pathlib import Path
 
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.rpc.router.session_queue import SessionQueue
+
+_ADDRESS = re.compile(
+    r"(?:[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]{1,16})?\])"
+    r":(?P<port>[0-9]{1,5})"
+)
 
 
 def write_state(path: Path, queue: SessionQueue) -> None:
@@ -54,8 +60,8 @@ def check_address(address: str) -> str:
 
 
 def is_address(address: object) -> bool:
-    """Returns whether the value is an address of the form host:port."""
+    """Returns whether the value is host:port, with a name, an IPv4 or an IPv6 in brackets."""
     if not isinstance(address, str):
         return False
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and 0 < int(match["port"]) < 65536
