@@ -1,0 +1,163 @@
+"""Processes of a release and of today work together, over gRPC.
+
+A client is a whole agent loop, a server the fake engine behind everything that a real one has. The
+fake engine's tokens depend on the prompt, the seed and the weight version, so that whatever a
+request or an answer lost on the way shows in them.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from contract.descriptors import release_folders
+from contract.programs import Programs
+from treadle.rollout_server.testing import running_server
+from treadle.trainer.config.schema import WeightSyncConfig
+from treadle.trainer.demo import DEMO
+from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.publisher import WeightPublisher
+from treadle.trainer.weight_sync.testing import Weights
+
+# The newest; the older ones are compared message by message (skew_test.py).
+RELEASES = list(release_folders())[-1:]
+FAKE = ("--engine", "fake", "--fake.vocab_size", "262", "--fake.eos_token_id", "256")
+TODAY = Programs.of_today()
+MODEL = DEMO.with_name("model")
+# The shortest run in which a step samples from weights that an earlier one trained.
+SHORT = (
+    "schedule.total_steps=2",
+    "schedule.val_every=null",
+    "schedule.save_every=null",
+    "data.prompts_per_step=2",
+    "data.max_val_rows=1",
+    "rollout.samples_per_prompt=2",
+    "rollout.threads=1",
+    "launch.policy_threads=1",
+)
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    version: str = request.param
+    return version
+
+
+@pytest.fixture(scope="module")
+def released(release: str, tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    folder = tmp_path_factory.mktemp("released") / "packages"
+    programs = Programs.of_release(release_folders()[release], folder)
+    printed = programs.run("-c", "import treadle; print(*treadle.__path__)")
+    assert printed.split() == [str(folder / "treadle")]
+    return programs
+
+
+@pytest.fixture(scope="module")
+def released_server(released: Programs) -> Iterator[str]:
+    with running_server(*FAKE, command=released.server) as server:
+        yield server.address
+
+
+@pytest.fixture(scope="module")
+def todays_server() -> Iterator[str]:
+    with running_server(*FAKE, command=TODAY.server) as server:
+        yield server.address
+
+
+async def publish(address: str, version: int, transport: str, folder: Path) -> None:
+    """Gives a server weights, as today's trainer does."""
+    client = WeightSyncClient("one", address, control_deadline_s=30, commit_deadline_s=30)
+    publisher = WeightPublisher(
+        cast(PolicyGroup, Weights()),
+        WeightSyncConfig.model_validate({"transport": transport}),
+        element_type="float32",
+        directory=folder,
+    )
+    try:
+        report = await publisher.publish(version, [client])
+        assert (report.served, report.failed) == (("one",), {})
+    finally:
+        await client.aclose()
+
+
+def check_sampled(sampled: Mapping[str, Any]) -> None:
+    """Two turns were sampled, by the weights that the server began with."""
+    ids, mask, logprobs = (sampled[name] for name in ("ids", "loss_mask", "logprobs"))
+    assert len(set(ids)) > 20
+    assert [logprob < 0 for logprob in logprobs] == mask
+    turns = "".join("x" if sampled else " " for sampled in mask).split()
+    assert len(turns) == 2
+    assert sampled["weight_versions"] == [0, 0]
+
+
+def test_a_released_client_samples_on_todays_server_what_todays_client_does(
+    release: str, released: Programs, todays_server: str
+) -> None:
+    ours, theirs = TODAY.sample_on(todays_server), released.sample_on(todays_server)
+    assert theirs["packages"] == [f"{released.path[0]}/treadle"]
+    assert theirs["packages"] != ours["packages"]
+    assert theirs["server"] == ours["server"]
+    assert theirs["server"]["health"] == "SERVING"
+    assert theirs["server"]["version"] != release
+    assert theirs["sampled"] == ours["sampled"]
+    check_sampled(theirs["sampled"])
+
+
+def test_todays_client_samples_on_a_released_server_what_a_released_client_does(
+    release: str, released: Programs, released_server: str
+) -> None:
+    ours, theirs = TODAY.sample_on(released_server), released.sample_on(released_server)
+    assert ours["server"]["version"] == release
+    assert ours["server"]["health"] == "SERVING"
+    assert ours["sampled"] == theirs["sampled"]
+    check_sampled(ours["sampled"])
+
+
+@pytest.mark.asyncio
+async def test_a_released_server_serves_the_weights_that_todays_trainer_publishes(
+    released: Programs, tmp_path: Path
+) -> None:
+    with running_server(
+        *FAKE, "--weights.directory", str(tmp_path), command=released.server
+    ) as server:
+        sampled = [TODAY.sample_on(server.address)["sampled"]]
+        for version, transport in enumerate(("inline", "shared_memory", "file"), start=1):
+            await publish(server.address, version, transport, tmp_path)
+            sampled.append(TODAY.sample_on(server.address)["sampled"])
+    assert [s["weight_versions"] for s in sampled] == [[v, v] for v in range(4)]
+    # The same weights, whichever way they came, and no longer those of the start.
+    first, *later = (s["ids"] for s in sampled)
+    assert later[0] != first
+    assert later == [later[0]] * 3
+
+
+def test_todays_server_keeps_what_the_released_conformance_kit_checks(
+    released: Programs, tmp_path: Path
+) -> None:
+    arguments = ("--model.path", str(MODEL), "--weights.directory", str(tmp_path))
+    with running_server("--engine", "fake", *arguments, command=TODAY.server) as server:
+        printed = released.run(
+            *("-m", "treadle.conformance", "--address", server.address),
+            *("--weights", str(MODEL), "--files", str(tmp_path), "--only", "brings or serves"),
+        )
+    assert " they bring what inline brings [staged] " in printed
+    found = re.search(r"^(\d+) hold, 0 do not, \d+ skipped$", printed, re.MULTILINE)
+    assert found, printed
+    assert int(found[1]) > 10
+
+
+def test_todays_trainer_trains_on_a_released_server(released: Programs, tmp_path: Path) -> None:
+    TODAY.run(
+        *("-m", "treadle.trainer.main", f"run.dir={tmp_path}/run", *SHORT),
+        f"rollout.server_command={list(released.server)}",
+    )
+    # The server knew every argument it was started with, and took the weights of the first step.
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/logprob_diff_max"] < 1e-4 for line in lines if line["step"]] == [True] * 2
+    (last,) = (tmp_path / "run/trajectories.jsonl").read_text().splitlines()[-1:]
+    spans = json.loads(last)["samples"][0]["spans"]
+    assert {span["weight_version"] for span in spans if span["origin"] == "sampled"} == {1}
