@@ -125,6 +125,9 @@ class TrajectoryTimeoutError(RolloutError):
 def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
     """Turns any foreign exception raised inside into `error`, with the cause chained.
 
+    SystemExit, as `exit()` and argparse raise it, and errors beside `Exception`, as the panics of
+    libraries in Rust, are foreign exceptions too: a user's code may not end the program.
+
     Args:
         error: The branch of the tree that this boundary belongs to.
         what: Names the thing that may fail; the error's message begins with it, and ends with
@@ -133,6 +136,7 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
     Raises:
         RolloutError: One raised inside passes unchanged; a foreign exception becomes `error`.
         SetupError: One raised inside passes unchanged.
+        KeyboardInterrupt: The user pressed Ctrl-C.
     """
     try:
         yield
@@ -142,7 +146,9 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
         if not _is_stray():
             raise
         raise error(f"{what}: CancelledError, though nobody cancelled it") from cause
-    except Exception as cause:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as cause:
         place = user_place(cause)
         at = "" if place is None else f" ({place})"
         raise error(f"{what}: {type(cause).__name__}: {cause}{at}") from cause

@@ -54,9 +54,15 @@ def load_import_path(reference: str, what: str, *, base: Path | None = None) -> 
     return found
 
 
-def cannot_load(where: str, what: str, error: Exception) -> SetupError:
+def cannot_load(where: str, what: str, error: Exception | SystemExit) -> SetupError:
     """Returns the error of code that raised while it was loaded."""
-    return SetupError(f"cannot load the {what} from {where}: {type(error).__name__}: {error}")
+    text = f"cannot load the {what} from {where}: {type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        text += (
+            "; it ends the program when it is imported: begin its command line below "
+            '`if __name__ == "__main__":`'
+        )
+    return SetupError(text)
 
 
 def _load_file(path: Path, what: str) -> ModuleType:
@@ -74,7 +80,7 @@ def _load_file(path: Path, what: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise cannot_load(str(path), what, error) from error
     return module
@@ -90,5 +96,5 @@ def _load_module(name: str, what: str) -> ModuleType:
             f"cannot load the {what} from {name}: no such module is installed; code of your own "
             "is named by its file, as path/to/file.py:name"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise cannot_load(name, what, error) from error

@@ -1,4 +1,4 @@
-"""Where in the user's code an error was raised: what a user needs first, in one line.
+"""Where in the user's code an error was raised, or a thread is: what a user needs first.
 
 The user's code is every frame outside Treadle's packages, the standard library and installed
 packages: their reward, tool or loop, whatever it called.
@@ -7,8 +7,9 @@ packages: their reward, tool or loop, whatever it called.
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
-__all__ = ["user_frame", "user_place"]
+__all__ = ["running_place", "user_frame", "user_place"]
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -33,8 +34,25 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
 def user_place(error: BaseException) -> str | None:
     """Returns `FILE:LINE, in FUNCTION` of `user_frame`; the file as a path that can be opened."""
     frame = user_frame(error)
-    if frame is None:
-        return None
+    return None if frame is None else _place(frame)
+
+
+def running_place(frame: FrameType) -> str:
+    """Returns `FILE:LINE, in FUNCTION` of the innermost frame of the user's code that runs.
+
+    Args:
+        frame: The innermost frame of a thread; returned itself if none is the user's.
+    """
+    stack = list(traceback.walk_stack(frame))
+    theirs = [
+        (each, line)
+        for each, line in stack
+        if _is_users(each.f_code.co_filename, each.f_globals.get("__name__", ""))
+    ]
+    return _place(traceback.StackSummary.extract(theirs[:1] or stack[:1])[0])
+
+
+def _place(frame: traceback.FrameSummary) -> str:
     path = Path(frame.filename)
     here = Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path

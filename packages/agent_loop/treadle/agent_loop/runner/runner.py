@@ -16,7 +16,6 @@ and tools (bounded by the deadline), finished attempts for the sink.
 """
 
 import asyncio
-import inspect
 import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -38,6 +37,7 @@ from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
 from treadle.agent_loop.runner.watchdog import Watchdog
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
+from treadle.agent_loop.user_calls import call_user
 from treadle.tracing import span
 
 
@@ -218,8 +218,7 @@ class RolloutRunner:
         if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
             return trajectory
         with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
-            result = reward(trajectory)
-            score = Score.of(await result if inspect.isawaitable(result) else result)
+            score = Score.of(await call_user("the reward", reward, trajectory))
         metrics = (*trajectory.metrics, *score.metrics)
         return replace(trajectory, reward=float(score.value), metrics=metrics)
 

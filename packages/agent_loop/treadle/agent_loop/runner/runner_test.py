@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -311,6 +313,39 @@ async def test_a_reward_that_is_no_number_fails_the_attempt(value: object) -> No
     sink = Collected()
     await runner(reward=lambda t: value).run([task(0)], sink)  # type: ignore[arg-type,return-value]
     assert isinstance(sink.trajectories[0].error, RewardError)
+
+
+@pytest.mark.parametrize("where", ["loop", "reward"])
+async def test_code_that_calls_exit_fails_its_own_attempt(where: str) -> None:
+    async def behave(task: AgentTask) -> None:
+        if where == "loop" and task.task_id == "t0":
+            sys.exit(0)
+
+    def reward(trajectory: Trajectory) -> float:
+        if where == "reward" and trajectory.task.task_id == "t0":
+            sys.exit(0)
+        return 1.0
+
+    collected, loop = Collected(), GatedLoop(behave)
+    loop.gate.set()
+    tasks = [task(index, "gated") for index in range(2)]
+    report = await runner(loop, reward=reward).run(tasks, collected)
+    assert report.num_failed == 1
+    (failed,) = (t for t in collected.trajectories if t.stop is StopReason.ERROR)
+    assert failed.task.task_id == "t0"
+    assert str(failed.error).endswith(": SystemExit: 0")
+
+
+async def test_a_plain_reward_leaves_the_event_loop_free() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def reward(trajectory: Trajectory) -> float:
+        both.wait()  # for the reward of the other trajectory
+        return 1.0
+
+    collected = Collected()
+    await runner(reward=reward).run([task(0), task(1)], collected)
+    assert [t.reward for t in collected.trajectories] == [1.0, 1.0]
 
 
 async def test_an_async_reward_is_awaited() -> None:

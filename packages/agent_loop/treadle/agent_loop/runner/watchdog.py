@@ -4,7 +4,7 @@ Invariant: a stall is reported once, when nothing has happened in a trajectory f
 again only after something has happened. Every trajectory carries its own reports. The log names
 only the first few, because one cause may stall a thousand trajectories. The watchdog ends nothing;
 deadlines do that. It is idle while there is nothing to watch, and otherwise sleeps until the first
-trajectory could be due.
+trajectory could be due. Where the event loop itself stands still, a `StandstillWatch` tells it.
 
     async with Watchdog(limit_s=120.0) as watchdog:
         with watchdog.watch("task train/7, rollout 0") as pulse:
@@ -25,9 +25,12 @@ from types import TracebackType
 from typing import Self
 
 from treadle.agent_loop.clock import Clock, LoopClock
+from treadle.agent_loop.runner.standstill import StandstillWatch
 
 _logger = logging.getLogger(__name__)
 _MAX_LOGGED = 5
+# While the event loop stands still, this watchdog does too, and so does every trajectory.
+_STANDSTILL_S = 10.0
 
 
 class Pulse:
@@ -89,11 +92,14 @@ class Watchdog:
         self._pulses: set[Pulse] = set()
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._standstill: StandstillWatch | None = None
         self._logged_since = -math.inf
         self._num_logged = 0
 
     async def __aenter__(self) -> Self:
         if self._limit_s is not None:
+            self._standstill = StandstillWatch(min(self._limit_s, _STANDSTILL_S))
+            self._standstill.start()
             self._task = asyncio.create_task(self._look(self._limit_s), name="watchdog")
         return self
 
@@ -103,6 +109,8 @@ class Watchdog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._standstill is not None:
+            self._standstill.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

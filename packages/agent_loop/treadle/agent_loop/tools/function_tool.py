@@ -9,11 +9,11 @@ fault and become a `ToolFailure`; the function is not called.
         return await service.forecast(city, days)
 
 An `Args:` section of the docstring, in Google style, describes the parameters to the model. A
-plain function runs on a worker thread, so that it does not block the event loop. It cannot be
-cancelled there, so a function that may hang should be `async`.
+plain function runs on a thread, so that it does not block the event loop. It cannot be cancelled
+there: if it does not end in time, its thread is left behind. A function that may hang should be
+`async`.
 """
 
-import asyncio
 import inspect
 import re
 import sys
@@ -21,9 +21,11 @@ import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from treadle.agent_loop.tools.tool import ToolFailure, ToolResult
 from treadle.agent_loop.types import AgentTask, ToolSpec
+from treadle.agent_loop.user_calls import in_thread
 
 _JSON_TYPES: dict[type, str] = {
     str: "string",
@@ -65,7 +67,8 @@ class FunctionTool:
         if inspect.iscoroutinefunction(self.function):
             result = await self.function(**arguments)
         else:
-            result = await asyncio.to_thread(self.function, **arguments)
+            call = partial(self.function, **arguments)
+            result = await in_thread(f"tool {self.spec.name!r}", call)
             if inspect.isawaitable(result):  # a plain wrapper around an async function
                 result = await result
         return result if isinstance(result, ToolResult) else ToolResult(content=str(result))

@@ -24,6 +24,7 @@ from treadle.agent_loop.errors import InteractionError, SetupError, boundary
 from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.tools.session_cleanup import close_all
 from treadle.agent_loop.types import AgentTask, Message
+from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, span
 
 _logger = logging.getLogger(__name__)
@@ -183,8 +184,10 @@ class UserSimulator:
             with boundary(InteractionError, f"the interaction of task {self._task.task_id!r}"):
                 async with asyncio.timeout(self._limits.tool_timeout_s):
                     if self._session is None:
-                        self._session = await self._interaction.open(self._task)
-                    reply = await self._session.respond(messages)
+                        opening = self._interaction.open(self._task)
+                        self._session = await end_if_cancelled("the interaction", opening)
+                    work = self._session.respond(messages)
+                    reply = await end_if_cancelled("the interaction", work)
                 if not isinstance(reply, InteractionReply):
                     raise TypeError(f"respond() must return an InteractionReply, got {reply!r:.80}")
         self._num_replies += 1

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from treadle.agent_loop.aio import concurrently, run_shielded
 from treadle.agent_loop.errors import RolloutError, boundary
+from treadle.agent_loop.user_calls import end_if_cancelled
 
 
 class Closable(Protocol):
@@ -44,7 +45,7 @@ async def close_all(
         try:
             with boundary(error, f"{what} could not be closed"):
                 async with asyncio.timeout(timeout_s):
-                    await session.aclose()
+                    await end_if_cancelled(what, session.aclose())
         except error as failure:
             report_leak(str(failure))
         except asyncio.CancelledError:  # by the shield's limit; the session swallowed its own

@@ -4,17 +4,19 @@ Invariant: an error of the model's call becomes a text for the model (the texts 
 error of the tool leaves as `ToolError`. Calls of one turn run concurrently; answers keep their
 order. A session is closed once, shielded from cancellation, within `LoopLimits.close_timeout_s`.
 
-The loop waits in `run`; cancelling it cancels every call.
+The loop waits in `run`; cancelling it cancels every call. A call that does not end then is left
+behind and counted (`user_calls`).
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.errors import SetupError, ToolError, boundary
@@ -24,11 +26,13 @@ from treadle.agent_loop.tools.session_cleanup import close_all
 from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
+from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, span
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-_COUNTS = ("calls", "unknown", "failures", "timeouts", "over_cap", "close_errors")
+_COUNTS = ("calls", "unknown", "failures", "timeouts", "over_cap", "close_errors", "left_behind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +154,7 @@ class Toolbox:
     async def _open(self, name: str) -> None:
         with boundary(ToolError, f"tool {name!r} could not be opened"):
             async with asyncio.timeout(self._limits.tool_timeout_s):
-                self._sessions[name] = await self._tools[name].open(self._task)
+                self._sessions[name] = await self._end(name, self._tools[name].open(self._task))
 
     async def _answer(self, request: ToolCall | MalformedCall) -> tuple[Message, ToolResult]:
         if isinstance(request, MalformedCall):
@@ -189,7 +193,8 @@ class Toolbox:
                 with boundary(ToolError, f"tool {call.name!r}"):
                     try:
                         async with timeout:
-                            return _checked(await session.call(call.arguments))
+                            work = session.call(call.arguments)
+                            return _checked(await self._end(call.name, work))
                     except ToolFailure as failure:
                         self._counts["failures"] += 1
                         trace.set(failure=str(failure))
@@ -200,6 +205,11 @@ class Toolbox:
                 self._counts["timeouts"] += 1
                 trace.set(failure="timeout")
                 return _failed(call, f"it did not end within {limit_s:g} s")
+
+    async def _end(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits a tool, which cannot outlive the call for longer than its grace."""
+        count = partial(self._counts.update, ["left_behind"])
+        return await end_if_cancelled(f"tool {name!r}", work, on_left_behind=count)
 
     def _report_leak(self, what: str) -> None:
         """Logs and counts a session that could not be closed."""

@@ -1,7 +1,9 @@
 """Tests of the toolbox: whose fault a call is, and how sessions are closed."""
 
 import asyncio
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Self
 
 import pytest
@@ -14,6 +16,7 @@ from treadle.agent_loop import (
     ToolError,
     ToolResult,
     ToolSpec,
+    user_calls,
 )
 from treadle.agent_loop.testing import ByteRenderer
 from treadle.agent_loop.tools.toolbox import Toolbox
@@ -145,3 +148,40 @@ async def test_tools_that_hang_when_closed_are_counted_and_named(
     assert [answer.message.content for answer in answers] == list(names)
     assert ("tool/close_errors", 4) in [(m.name, m.value) for m in box.metrics]
     assert all(f"task t: tool '{name}' could not be closed" in caplog.text for name in names)
+
+
+class SwallowingTool(BareTool):
+    """Goes on when its call is cancelled."""
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_swallows_its_cancellation_is_left_behind_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(user_calls, "GRACE_S", 0.01)
+    box = toolbox(SwallowingTool("a", ToolResult(content="a")), tool_timeout_s=0.05)
+    async with box:
+        (answer,) = await box.run([call("a")])
+    assert "it did not end within 0.05 s" in answer.message.content
+    counts = {(metric.name, metric.value) for metric in box.metrics}
+    assert {("tool/timeouts", 1), ("tool/left_behind", 1)} <= counts
+    assert "tool 'a' did not end within 0.01 s after it was cancelled" in caplog.text
+
+
+class ExitingTool(BareTool):
+    """Calls `exit()`, as code that a model wrote may."""
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        sys.exit(0)
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_calls_exit_is_an_error_of_the_tool() -> None:
+    async with toolbox(ExitingTool("a", ToolResult(content="a"))) as box:
+        with pytest.raises(ToolError, match="tool 'a': SystemExit: 0"):
+            await box.run([call("a")])

@@ -126,6 +126,13 @@ def test_what_cannot_be_resolved_fails_at_start(mine: Path, reference: str, why:
         load(reference.replace("{mine}", str(mine)))
 
 
+def test_a_file_that_ends_the_program_when_it_is_imported_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("def score(trajectory): return 0.0\nexit(0)\n")
+    with pytest.raises(SetupError, match=r"SystemExit: 0; it ends .* below `if __name__ =="):
+        load(f"{path}:score")
+
+
 def test_a_file_that_does_not_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     with pytest.raises(SetupError, match=r"broken\.py: ModuleNotFoundError: No module named"):

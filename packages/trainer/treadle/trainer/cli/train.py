@@ -163,5 +163,18 @@ def _train(loaded: LoadedConfig) -> int:
         keeps = config.schedule.save_every is not None
         say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
         return 128 + ended.number
+    except SystemExit as exit_:
+        # The status would be the user's, 0 even, though the run has not done what was asked.
+        say(f"error: {_exit_text(exit_)}", error=True)
+        return 1
     print_summary(summary, run_dir)
     return 0
+
+
+def _exit_text(exit_: SystemExit) -> str:
+    """Returns which code ended the run: in a task of its own, nothing catches an `exit()`."""
+    from treadle.agent_loop import user_place
+
+    place = user_place(exit_)
+    at = "" if place is None else f" at {place}"
+    return f"the run was ended by exit({exit_.code!r}){at}: raise an error there instead"

@@ -148,6 +148,7 @@ def test_a_row_without_a_column_is_found_by_the_dry_run(
     [
         (OSError(errno.ENOSPC, "No space left on device"), 2, "run: No space left on device"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(0), 1, "ended by exit(0): raise an error there instead"),
     ],
 )
 def test_what_ends_a_run_from_outside_is_one_line(

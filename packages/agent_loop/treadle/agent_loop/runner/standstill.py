@@ -1,0 +1,59 @@
+"""Tells when the event loop stands still: when code that runs on it does not return.
+
+A thread asks the loop for a sign of life every so often. If none comes within the limit, it logs
+where the loop's thread is: in the user's file, as a rule, in an async function that does not await,
+or that calls something that blocks. Nothing is ended: Python cannot.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+
+from treadle.agent_loop.user_code import running_place
+
+_logger = logging.getLogger(__name__)
+
+
+class StandstillWatch:
+    """Watches one event loop.
+
+    Args:
+        limit_s: Seconds without a sign of life that are reported; above 0.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begins to watch the event loop that runs."""
+        arguments = (asyncio.get_running_loop(), threading.get_ident())
+        threading.Thread(
+            target=self._watch, args=arguments, name="standstill watch", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._ended.set()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        while not self._ended.wait(self._limit_s / 2):
+            asked, sign = time.monotonic(), threading.Event()
+            try:
+                loop.call_soon_threadsafe(sign.set)
+            except RuntimeError:  # the loop has closed
+                return
+            if sign.wait(self._limit_s):
+                continue
+            frame = sys._current_frames().get(thread)
+            where = "" if frame is None else f" in {running_place(frame)}"
+            _logger.warning(
+                "everything stands still for %g s%s: code on the event loop must await, or be a "
+                "plain function, which runs on a thread",
+                self._limit_s,
+                where,
+            )
+            sign.wait()
+            _logger.warning("it went on after %.3g s", time.monotonic() - asked)

@@ -1,0 +1,152 @@
+"""Calls a user's code so that it can neither hold the event loop nor outlive its cancellation.
+
+Invariant: whoever waits for a user's code, and is cancelled, goes on after `GRACE_S` at the latest.
+A plain function runs on a thread beside the event loop. Python can end neither a thread nor a task
+that swallows its cancellation, so these are left behind: a warning names them, and nothing waits
+for them, not even the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+
+GRACE_S = 5.0
+"""Time for clean-up that a cancelled task has before it is left behind, in seconds."""
+
+# As many as Python's own executor has at most. A thread that is left behind gives its place back.
+_MAX_THREADS = 32
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_logger = logging.getLogger(__name__)
+
+
+async def call_user(what: str, function: Callable[..., object], *args: object) -> object:
+    """Calls a plain or async function and returns its result.
+
+    Args:
+        what: Names it in the warning if it is left behind, as "the reward".
+        function: Plain functions run on a thread, several at a time.
+        args: Its arguments.
+
+    Raises:
+        BaseException: Whatever the function raised.
+    """
+    if _is_async(function):
+        result = function(*args)
+    else:
+        result = await in_thread(what, lambda: function(*args))
+    if inspect.isawaitable(result):
+        return await end_if_cancelled(what, _awaited(result))
+    return result
+
+
+async def in_thread(what: str, function: Callable[[], T]) -> T:
+    """Calls a plain function on a thread of its own and returns its result.
+
+    Raises:
+        BaseException: Whatever the function raised.
+        asyncio.CancelledError: The caller was cancelled; the thread is left behind.
+    """
+    loop = asyncio.get_running_loop()
+    context = contextvars.copy_context()
+    # With the error as a value: a Future takes no StopIteration.
+    done: asyncio.Future[tuple[T] | BaseException] = loop.create_future()
+
+    def tell(outcome: tuple[T] | BaseException) -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    def run() -> None:
+        outcome: tuple[T] | BaseException
+        try:
+            outcome = (context.run(function),)
+        except BaseException as error:
+            outcome = error
+        with suppress(RuntimeError):  # the loop has closed, and nobody waits
+            loop.call_soon_threadsafe(tell, outcome)
+
+    async with _places.setdefault(loop, asyncio.Semaphore(_MAX_THREADS)):
+        threading.Thread(target=run, name=what, daemon=True).start()
+        try:
+            outcome = await done
+        except asyncio.CancelledError:
+            _logger.warning("%s did not end in time; its thread is left behind", what)
+            raise
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome[0]
+
+
+async def end_if_cancelled(
+    what: str, work: Coroutine[Any, Any, T], *, on_left_behind: Callable[[], None] | None = None
+) -> T:
+    """Awaits `work`; if the caller is cancelled, `work` has `GRACE_S` to end.
+
+    Args:
+        what: Names it in the warning if it is left behind.
+        work: Runs as a task of its own.
+        on_left_behind: Called if it is.
+
+    Raises:
+        BaseException: Whatever `work` raised.
+        asyncio.CancelledError: The caller was cancelled; `work` has ended, or is left behind.
+    """
+    task = asyncio.create_task(_outcome(work), name=what)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError as cancelled:
+        task.cancel()
+        try:
+            await asyncio.wait([task], timeout=GRACE_S)
+        finally:
+            if not task.done():
+                _leave_behind(task)
+                cancelled.add_note(f"{what} did not end when it was cancelled")
+                if on_left_behind is not None:
+                    on_left_behind()
+        if task.done() and not task.cancelled() and isinstance(error := task.result(), Exception):
+            cancelled.add_note(f"{what} raised when it was cancelled: {error!r}")
+        raise
+    outcome = task.result()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome[0]
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T] | BaseException:
+    """Returns the result of `work`, or what it raised: SystemExit in a task would end the loop."""
+    try:
+        return (await work,)
+    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        return error
+
+
+async def _awaited(result: Any) -> object:
+    return await result
+
+
+def _leave_behind(task: asyncio.Task[Any]) -> None:
+    # The end of asyncio.run would cancel it once more, and wait for it for ever.
+    asyncio._unregister_task(task)
+    _logger.warning(
+        "%s did not end within %g s after it was cancelled, and is left behind: code that catches "
+        "asyncio.CancelledError must raise it again",
+        task.get_name(),
+        GRACE_S,
+    )
+
+
+def _is_async(function: Callable[..., object]) -> bool:
+    call = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
