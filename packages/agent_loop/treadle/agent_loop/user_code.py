@@ -6,12 +6,11 @@ packages: their reward, tool or loop, whatever it called.
 
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 __all__ = ["running_place", "user_frame", "user_place"]
-
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -72,4 +71,10 @@ def causes(error: BaseException) -> list[BaseException]:
 def _is_users(file: str, module: str) -> bool:
     if module.split(".")[0] == "treadle" or file.startswith("<"):
         return False
-    return not file.startswith(_INSTALLED)
+    return not file.startswith(_installed())
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    # When it is first asked: sysconfig loads a module of its own, which an import should not pay.
+    return tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
