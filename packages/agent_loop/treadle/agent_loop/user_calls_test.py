@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -108,7 +109,7 @@ async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_bac
         own.set()
         gate.wait(10)
 
-    tasks = [asyncio.create_task(in_thread("f", lambda own=own: hang(own))) for own in began]
+    tasks = [asyncio.create_task(in_thread("f", partial(hang, own))) for own in began]
     for own in began:
         assert await asyncio.to_thread(own.wait, 10)
     for task in tasks:

@@ -2,7 +2,7 @@ import asyncio
 import logging
 import runpy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -32,7 +32,7 @@ class _Reported(logging.Handler):
 
 
 @pytest.fixture
-def reported() -> "_Reported":
+def reported() -> Iterator[_Reported]:
     handler = _Reported(stands="stands still", went="went on")
     logger = logging.getLogger("treadle.agent_loop.runner.standstill")
     logger.addHandler(handler)
