@@ -101,6 +101,31 @@ async def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox
     assert 2 * execution.stdout.count("2") < 2 * sandbox.limits.memory_mib
 
 
+async def test_memory_counts_though_the_first_thread_has_ended(sandbox: LocalSandbox) -> None:
+    """The kernel says of such a process, by its number, that it has no memory."""
+    execution = await run(
+        sandbox,
+        "import ctypes, os, threading, time\n"
+        f"exit_thread = {93 if os.uname().machine == 'aarch64' else 60}\n"
+        "end, begin = os.pipe()\n"
+        "def fill():\n"
+        "    while ') Z' not in open('/proc/self/stat').read(): pass\n"
+        "    kept = b'x' * (40 << 20)\n"
+        "    os.write(begin, b'1')\n"
+        "    time.sleep(60)\n"
+        "for _ in range(6):\n"
+        "    if os.fork() == 0:\n"
+        "        threading.Thread(target=fill).start()\n"
+        "        ctypes.CDLL(None).syscall(exit_thread, 0)\n"
+        "for _ in range(6): os.read(end, 1)\n"
+        "time.sleep(1)\n"
+        "print('they have 240 MiB')",
+        memory_limit_mib=128,
+    )
+    assert execution.stdout == ""
+    assert "the memory limit of 128 MiB for all processes" in execution.stderr
+
+
 async def test_there_is_no_memory_that_no_limit_sees(sandbox: LocalSandbox) -> None:
     execution = await run(
         sandbox,

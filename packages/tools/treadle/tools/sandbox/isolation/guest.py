@@ -23,6 +23,7 @@ import builtins
 import ctypes
 import gc
 import io
+import itertools
 import marshal
 import os
 import resource
@@ -187,32 +188,55 @@ def _excess(job: dict[str, Any]) -> str | None:
     if entries > job["max_entries"]:
         return "entries"
     pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    if used + sum(map(_private_bytes, pids)) <= job["memory_bytes"]:
+    private = dict(map(_private_bytes, pids))
+    if used + sum(private.values()) <= job["memory_bytes"]:
         return None
     # Pages shared since a fork count once in this, which is slower to read.
-    if used + sum(map(_proportional_bytes, pids)) <= job["memory_bytes"]:
+    if used + sum(itertools.starmap(_proportional_bytes, private.items())) <= job["memory_bytes"]:
         return None
     return "memory"
 
 
-def _private_bytes(pid: str) -> int:
+def _private_bytes(pid: str) -> tuple[str, int]:
+    """Returns a task through which a process's memory is seen, and how much it is.
+
+    The first thread, which has the number of the process, shows none once it has ended, while the
+    others keep it. Threads that start each other and end are followed until one is caught. A
+    process whose every thread has ended or is about to has none.
+    """
+    tasks, seen = {pid}, set[str]()
+    while new := tasks - seen:
+        for task in new:
+            size, resident, shared = _pages(task)
+            if size:
+                return task, (resident - shared) * resource.getpagesize()
+        seen |= new
+        try:
+            tasks = set(os.listdir(f"/proc/{pid}/task"))
+        except OSError:  # it ended meanwhile
+            break
+    return pid, 0
+
+
+def _pages(task: str) -> tuple[int, int, int]:
+    """Returns how many pages it has: in its address space, in memory, and of files."""
     try:
-        with open(f"/proc/{pid}/statm") as file:
-            fields = file.read().split()
+        with open(f"/proc/{task}/statm") as file:
+            size, resident, shared = file.read().split()[:3]
     except OSError:  # it ended meanwhile
-        return 0
-    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+        return 0, 0, 0
+    return int(size), int(resident), int(shared)
 
 
-def _proportional_bytes(pid: str) -> int:
+def _proportional_bytes(task: str, private: int) -> int:
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
+        with open(f"/proc/{task}/smaps_rollup") as file:
             for line in file:
                 if line.startswith("Pss_Anon:"):
                     return int(line.split()[1]) * 1024
     except OSError:  # ended, or hides its memory map: then it counts in full
         pass
-    return _private_bytes(pid)
+    return private
 
 
 def _fetch(names: tuple[str, ...], budget: int) -> Iterator[tuple[str, bytes]]:
