@@ -70,7 +70,7 @@ SCRIPTS = [
 def test_commands_of_each_kind_are_found() -> None:
     # Otherwise a change of the pages could leave the tests below without a case.
     assert len(TRAINING) >= 15
-    assert {param.values[0] for param in OTHERS} >= {"export", "new", "report"}
+    assert {param.values[0] for param in OTHERS} >= {"eval", "export", "new", "report"}
     assert len(SCRIPTS) >= 2
 
 

@@ -1,5 +1,6 @@
 """The default run learns what the README promises, and its model comes out: one run for all."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,19 @@ def test_a_run_begins_with_the_model_of_another(learned: Trainer, tmp_path: Path
     )
     assert more.wait() == 0, more.output
     assert more.mean("val/reward", [0]) == learned.mean("val/reward", [40])
+
+
+def test_an_evaluation_of_the_run_repeats_its_last_validation(
+    learned: Trainer, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert main(["eval", str(learned.run_dir), "--out", str(out)]) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["source"]["step"] == 40
+    [at_40] = [line for line in learned.metrics() if line["step"] == 40]
+    validated = {name: value for name, value in at_40.items() if name.startswith("val/")}
+    assert len(validated) >= 4
+    assert {name: results["metrics"][name] for name in validated} == validated
 
 
 def test_the_metrics_page_has_what_a_run_writes_and_nothing_else(learned: Trainer) -> None:

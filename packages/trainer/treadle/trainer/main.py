@@ -26,6 +26,12 @@ def _export(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _eval(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.eval import main as command
+
+    return command(argv)
+
+
 def _new(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.new import main as command
 
@@ -40,7 +46,7 @@ def _report(argv: Sequence[str]) -> int:
 
 # A command loads its module only when it is called, so that `--help` stays quick.
 _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
-    {"train": _train, "export": _export, "new": _new, "report": _report}
+    {"train": _train, "eval": _eval, "export": _export, "new": _new, "report": _report}
 )
 
 

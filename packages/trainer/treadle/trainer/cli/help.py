@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "help_text", "unknown_command"]
 COMMANDS = MappingProxyType(
     {
         "train": "train a model; the command if none is named",
+        "eval": "score a model, a run or a server on a data file; trains nothing",
         "export": "write the model of a run as a Hugging Face directory",
         "new": "write a folder with a task of your own, which trains as it stands",
         "report": "make the report of a run anew",

@@ -44,7 +44,11 @@ class LoadedConfig:
 
 
 def load_config(
-    files: Sequence[Path], overrides: Sequence[str], *, default_file: Path | None = None
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    *,
+    default_file: Path | None = None,
+    below: Sequence[str] = (),
 ) -> LoadedConfig:
     """Merges the layers and validates the result.
 
@@ -52,6 +56,7 @@ def load_config(
         files: YAML files; later ones override earlier ones.
         overrides: `key=value` arguments; later ones override earlier ones.
         default_file: Used as the first layer if there are no `files` and no argument names a model.
+        below: `key=value` arguments that files and `overrides` override.
 
     Raises:
         ConfigError: A file cannot be read, a key is unknown, or a value is invalid.
@@ -63,7 +68,11 @@ def load_config(
     layers: list[list[Assignment]] = []
     notes: list[str] = []
     written: dict[str, Any] = {}
-    given = [*(list(_read_file(path)) for path in files), arguments]
+    given = [
+        [_parse_argument(text) for text in below],
+        *(list(_read_file(path)) for path in files),
+        arguments,
+    ]
     for number, layer in enumerate(given):
         later = {assignment.key for after in given[number + 1 :] for assignment in after}
         # What a later layer replaces is not checked: verl's keys may be wrong by themselves.

@@ -21,8 +21,9 @@ _log = logging.getLogger(__name__)
 class LiveReport:
     """Rewrites the report when asked."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, curves: bool = True) -> None:
         self._run_dir = run_dir
+        self._curves = curves
         self._writing: asyncio.Task[None] | None = None
         self._outdated = False
 
@@ -37,19 +38,24 @@ class LiveReport:
         self._outdated = False
         if self._writing is not None:
             await self._writing
-        await asyncio.to_thread(_write, self._run_dir, status)
+        await asyncio.to_thread(_write, self._run_dir, status, curves=self._curves)
 
     async def _write(self) -> None:
         while self._outdated:
             self._outdated = False
-            await asyncio.to_thread(_write, self._run_dir, None)
+            await asyncio.to_thread(_write, self._run_dir, None, curves=False)
 
 
 @asynccontextmanager
-async def live_report(run_dir: Path) -> AsyncIterator[LiveReport]:
-    """Gives the report of the run in this block, whose end it records; the caller has the lock."""
-    report = LiveReport(run_dir)
-    await asyncio.to_thread(_write, run_dir, Status(state="running"))
+async def live_report(run_dir: Path, *, curves: bool = True) -> AsyncIterator[LiveReport]:
+    """Gives the report of the run in this block, whose end it records; the caller has the lock.
+
+    Args:
+        run_dir: The run directory.
+        curves: Whether `curves.png` is drawn at the end.
+    """
+    report = LiveReport(run_dir, curves=curves)
+    await asyncio.to_thread(_write, run_dir, Status(state="running"), curves=False)
     try:
         yield report
     except asyncio.CancelledError:
@@ -62,13 +68,13 @@ async def live_report(run_dir: Path) -> AsyncIterator[LiveReport]:
     await report.end(Status(state="finished"))
 
 
-def _write(run_dir: Path, status: Status | None) -> None:
+def _write(run_dir: Path, status: Status | None, *, curves: bool) -> None:
     try:
         if status is not None:
             write_status(run_dir, status)
-        if status is None or status.state == "running":
-            write_page(run_dir, run_dir / REPORT)
-        else:
+        if curves:
             write_reports(run_dir)
+        else:
+            write_page(run_dir, run_dir / REPORT)
     except Exception as error:  # the run is worth more than its report
         _log.warning("the report of %s was not written: %s", run_dir, error, exc_info=True)

@@ -70,12 +70,12 @@ class Progress(Protocol):
 
 
 def open_progress(
-    *, total_steps: int, first_step: int = 1, console: Console | None = None
+    *, total_steps: int | None, first_step: int = 1, console: Console | None = None
 ) -> Progress:
     """Returns the display for where the output goes: live on a terminal, plain lines anywhere else.
 
     Args:
-        total_steps: The last step of the run.
+        total_steps: The last step of the run. None: an evaluation, which has phases only.
         first_step: The first step of this process: greater than 1 after a resume.
         console: Where to show it. None: standard output.
     """
@@ -134,12 +134,14 @@ class Eta:
 
 
 class PlainProgress:
-    """One line per note and per step."""
+    """One line per note and per step; without steps, one per tenth of a phase."""
 
-    def __init__(self, *, total_steps: int, stream: IO[str]) -> None:
-        self._total = total_steps
+    def __init__(self, *, total_steps: int | None, stream: IO[str]) -> None:
+        self._total = total_steps or 0
         self._stream = stream
-        self._eta = Eta(total_steps=total_steps)
+        self._eta = Eta(total_steps=self._total)
+        self._shows_phases = total_steps is None
+        self._phase = ("", 0, 0)  # its name, its parts and how many are done
 
     def note(self, text: str) -> None:
         """Writes the line."""
@@ -147,11 +149,17 @@ class PlainProgress:
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:
-        """Phases are not shown."""
+        """Begins the phase; its name alone is not shown."""
+        self._phase = (name, total or 0, 0)
         yield
 
     def advance(self, count: int = 1) -> None:
-        """Parts are not shown."""
+        """Writes a line when another tenth of the phase is done, where there are no steps."""
+        name, total, before = self._phase
+        done = before + count
+        self._phase = (name, total, done)
+        if self._shows_phases and total and done * 10 // total > before * 10 // total:
+            self._write(f"{name} {done}/{total}")
 
     def step_done(self, step: int, values: Record) -> None:
         """Writes the line of the step, with the time that is left."""
@@ -180,7 +188,7 @@ class PlainProgress:
 class LiveProgress:
     """A bar for the run, one for the phase, and the last step's numbers, redrawn in place."""
 
-    def __init__(self, *, total_steps: int, first_step: int = 1, console: Console) -> None:
+    def __init__(self, *, total_steps: int | None, first_step: int = 1, console: Console) -> None:
         from rich.live import Live
         from rich.progress import (
             BarColumn,
@@ -192,8 +200,8 @@ class LiveProgress:
         )
 
         self._console = console
-        self._total = total_steps
-        self._eta = Eta(total_steps=total_steps)
+        self._total = total_steps or 0
+        self._eta = Eta(total_steps=self._total)
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -204,7 +212,11 @@ class LiveProgress:
             console=console,
         )
         self._run = self._bars.add_task(
-            "training", total=total_steps, completed=first_step - 1, more=""
+            "training",
+            total=total_steps,
+            completed=first_step - 1,
+            visible=total_steps is not None,
+            more="",
         )
         self._phase = self._bars.add_task("starting", total=None, more="")
         self._last = ""

@@ -42,6 +42,19 @@ def test_without_a_terminal_there_is_a_line_per_step_and_note() -> None:
     assert second == "step 2/2  reward 0.750  tool rate 62%  1,500 tok/s  3.2 s"
 
 
+def test_without_steps_there_is_a_line_per_tenth_of_a_phase() -> None:
+    out = io.StringIO()
+    with open_progress(total_steps=None, console=Console(file=out)) as progress:
+        with progress.phase("start"):
+            pass
+        with progress.phase("evaluate", total=25):
+            for _ in range(25):
+                progress.advance()
+    first, *_, last = lines = out.getvalue().splitlines()
+    assert len(lines) == 10
+    assert (first, last) == ("evaluate 3/25", "evaluate 25/25")
+
+
 def test_lines_are_flushed_at_once() -> None:
     class Counting(io.StringIO):
         flushed = 0

@@ -1,0 +1,125 @@
+"""What is evaluated: a model, the model of a run, or what a running server serves.
+
+Invariant: a `Source` names something that exists, or has the form of an address.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.agent_loop import SetupError
+from treadle.trainer.checkpoint.run_directory import (
+    CHECKPOINTS,
+    Checkpoint,
+    Checkpoints,
+    RunDirectoryError,
+)
+from treadle.trainer.demo import MODELS
+from treadle.trainer.hub import is_model_id
+
+__all__ = ["Source", "find_source"]
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(?P<port>\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is evaluated.
+
+    Attributes:
+        text: As the user named it.
+        model: The value for `model.path`; None: the configuration's, for the tokenizer alone.
+        run: The run directory that the model is of.
+        step: Number of steps that the run's model was trained.
+        address: host:port of a server that serves the model.
+        notes: What to say about the choice.
+    """
+
+    text: str
+    model: str | None = None
+    run: Path | None = None
+    step: int | None = None
+    address: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def find_source(text: str, *, step: int | None = None) -> Source:
+    """Returns what the text names.
+
+    Args:
+        text: A model directory, a run directory, one of its checkpoints, the id of a model on the
+            Hub, demo:NAME, or host:port. An existing path wins.
+        step: Of which checkpoint of a run; None: the latest one with a Hugging Face directory.
+
+    Raises:
+        SetupError: There is no such thing, or no such step.
+    """
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = path.absolute()
+        if path.parent.name == CHECKPOINTS and (path / "state.json").is_file():
+            if step is not None:
+                raise SetupError(f"--step {step}: {text} is a checkpoint already; leave one out")
+            digits = path.name.removeprefix("step-")
+            return _of_run(text, path.parents[1], int(digits) if digits.isdecimal() else -1)
+        if _is_run(path):
+            return _of_run(text, path, step)
+        if not (path / "config.json").is_file():
+            raise SetupError(
+                f"{text} is neither a model nor a run: it holds no config.json, and no "
+                f"{CHECKPOINTS} of a run"
+            )
+    if step is not None:
+        raise SetupError(f"--step {step}: only a run has steps, and {text} is not a run directory")
+    if path.is_dir():
+        return Source(text=text, model=str(path))
+    if path.exists():
+        raise SetupError(f"{text} is a file: name the directory of a model or of a run")
+    if text in MODELS or is_model_id(text):
+        return Source(text=text, model=text)
+    if (match := _ADDRESS.fullmatch(text)) is not None and 0 < int(match["port"]) < 1 << 16:
+        return Source(text=text, address=text)
+    raise SetupError(
+        f"there is no {text}; it must be a model directory, a run directory, the id of a model on "
+        f"the Hub as ORG/NAME, {', '.join(MODELS)}, or the address of a server as host:port"
+    )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CHECKPOINTS).is_dir() or (path / "metrics.jsonl").is_file()
+
+
+def _of_run(text: str, run: Path, step: int | None) -> Source:
+    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
+    notes: tuple[str, ...] = ()
+    try:
+        latest = checkpoints.latest()
+        if step is not None:
+            chosen = checkpoints.at(step)
+        elif latest is None:
+            raise SetupError(f"{text} is a run without a checkpoint: it holds no model yet")
+        else:
+            chosen = _last_model(checkpoints, latest)
+            if chosen.step != latest.step:
+                notes = (
+                    f"step {chosen.step} is evaluated: the latest checkpoint, of step "
+                    f"{latest.step}, holds no Hugging Face directory",
+                )
+    except RunDirectoryError as error:
+        raise SetupError(str(error)) from None
+    if chosen.hf_directory is None:
+        raise SetupError(
+            f"the checkpoint of step {chosen.step} in {run} holds no Hugging Face directory: write "
+            f"one with `treadle export {run} OUT --step {chosen.step}`, then `treadle eval OUT "
+            f"--config {run / 'config.json'}`"
+        )
+    model = str(chosen.hf_directory)
+    return Source(text=text, model=model, run=run, step=chosen.step, notes=notes)
+
+
+def _last_model(checkpoints: Checkpoints, latest: Checkpoint) -> Checkpoint:
+    """Returns the last checkpoint with a Hugging Face directory, or the latest if none has one."""
+    for step in reversed(checkpoints.steps()):
+        if step <= latest.step and (checkpoint := checkpoints.at(step)).hf_directory is not None:
+            return checkpoint
+    return latest
