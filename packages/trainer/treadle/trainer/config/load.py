@@ -112,7 +112,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise ConfigError(f"key {key!r} appears twice{key_node.start_mark}")
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"line {line}: the key {key!r} appears twice; keep one")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -124,6 +125,8 @@ def _read_file(path: Path) -> Iterator[Assignment]:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}, {error}") from None
     if content is None:
         return
     if not isinstance(content, Mapping):

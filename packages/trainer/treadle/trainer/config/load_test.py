@@ -105,7 +105,7 @@ def test_a_bad_argument_is_named_with_cause_and_value(argument: str, message: st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {path: m}\nmodel: {path: n}\n", "'model' appears twice"),
+        ("model: {path: m}\nmodel: {path: n}\n", r"a\.yaml, line 2: the key 'model' appears twice"),
         ("[1, 2]\n", "expected a mapping"),
         ("a: [\n", "is not YAML"),
         ("rollout: {temprature: 1}\n", r"unknown key rollout.temprature \(in .*a.yaml\)"),
