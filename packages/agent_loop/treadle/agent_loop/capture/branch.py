@@ -161,55 +161,111 @@ class _Base:
         return (self.covered, self.whole, -self.num_rewritten, self.branch.last_request)
 
 
-def make_plan(
-    branches: Sequence[Branch],
-    messages: tuple[Message, ...],
-    tools: tuple[ToolSpec, ...],
-    renderer: ChatRenderer,
-) -> Plan:
-    """Finds the branch that a request continues, and renders the request's new messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A request whose place is found, and whose new messages are not rendered yet.
 
-    If the template cannot continue from the shared ids, the whole conversation is rendered again,
-    as a FORK.
+    It shares nothing that changes: rendering may take long, and runs in another thread.
+
+    Attributes:
+        messages: Messages of the request; the last one is not the assistant's.
+        tools: Tools of the request.
+        base: The point from which it continues; None if it begins anew.
+        shared: Ids up to that point.
+        history: Messages up to that point.
+        images: Images up to that point.
+        turns: The sampled turns up to that point.
+        whole: Whether it extends the base's branch itself.
+        why: For a FORK: why the request does not extend the branch.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    base: _Base | None = None
+    shared: tuple[int, ...] = ()
+    history: tuple[Message, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
+    turns: tuple[ReturnedTurn, ...] = ()
+    whole: bool = False
+    why: str | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """About the number of characters to render."""
+        new = self.messages[len(self.history) :]
+        return sum(len(repr(tool)) for tool in self.tools) + sum(
+            len(message.content) + len(message.reasoning or "") + len(repr(message.tool_calls))
+            for message in new
+        )
+
+    def render(self, renderer: ChatRenderer) -> Plan:
+        """Renders the request's new messages.
+
+        If the template cannot continue from the shared ids, the whole conversation is rendered
+        again, as a FORK.
+
+        Raises:
+            RenderError: The template refuses these messages.
+            PromptTooLongError: They are longer than the renderer's bound.
+        """
+        if self.base is None:
+            anew = self._anew(renderer)
+            how = Continuation.ROOT if self.why is None else Continuation.FORK
+            return _fresh(how, anew, is_answer=self.why is not None, why=self.why)
+        rest = self.messages[self.base.covered :]
+        try:
+            new = Rendering(ids=())
+            if rest:
+                new = renderer.extend(self.shared, rest, tools=self.tools, history=self.history)
+        except RenderError as error:
+            anew = self._anew(renderer)
+            return _fresh(Continuation.FORK, anew, is_answer=bool(rest), why=str(error))
+        if self.whole:
+            rewritten = self.base.num_rewritten
+            how = Continuation.REALIGNED if rewritten else Continuation.EXACT
+            branch = self.base.branch
+            return Plan(how=how, branch=branch, observed=new, messages=rest, is_answer=True)
+        joined = _joined(self.images, len(self.shared), new)
+        fork = Branch(
+            Rendering(ids=(*self.shared, *new.ids), images=joined),
+            (*self.history, *rest),
+            self.tools,
+            turns=self.turns,
+        )
+        return _fresh(Continuation.FORK, fork, is_answer=bool(rest), why=self.why)
+
+    def _anew(self, renderer: ChatRenderer) -> Branch:
+        rendering = renderer.render(self.messages, tools=self.tools)
+        return Branch(rendering, self.messages, self.tools)
+
+
+def make_draft(
+    branches: Sequence[Branch], messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+) -> Draft:
+    """Finds the branch that a request continues.
 
     Args:
         branches: The session's branches, in the order of their first completions.
         messages: Messages of the request; the last one is not the assistant's.
         tools: Tools of the request.
-        renderer: Renders the ids.
-
-    Raises:
-        RenderError: The template refuses these messages.
     """
     same_tools = [branch for branch in branches if branch.tools == tools]
     bases = [base for branch in same_tools for base in _bases(branch, messages)]
     if not bases:
-        anew = Branch(renderer.render(messages, tools=tools), messages, tools)
-        why = _edited_opening(same_tools, messages)
-        how = Continuation.ROOT if why is None else Continuation.FORK
-        return _fresh(how, anew, is_answer=why is not None, why=why)
+        return Draft(messages=messages, tools=tools, why=_edited_opening(same_tools, messages))
     base = max(bases, key=lambda b: b.rank)
-    branch, rest = base.branch, messages[base.covered :]
-    shared = branch.transcript.ids[: base.stop]
-    history = branch.messages[: base.covered]
-    try:
-        new = Rendering(ids=())
-        if rest:
-            new = renderer.extend(shared, rest, tools=tools, history=history)
-    except RenderError as error:
-        anew = Branch(renderer.render(messages, tools=tools), messages, tools)
-        return _fresh(Continuation.FORK, anew, is_answer=bool(rest), why=str(error))
-    if base.whole:
-        how = Continuation.REALIGNED if base.num_rewritten else Continuation.EXACT
-        return Plan(how=how, branch=branch, observed=new, messages=rest, is_answer=True)
-    images = tuple(image for image in branch.transcript.images if image.stop <= base.stop)
-    fork = Branch(
-        Rendering(ids=(*shared, *new.ids), images=_joined(images, len(shared), new)),
-        (*history, *rest),
-        tools,
-        turns=[turn for turn in branch.turns if turn.stop <= base.stop],
+    branch = base.branch
+    return Draft(
+        messages=messages,
+        tools=tools,
+        base=base,
+        shared=tuple(branch.transcript.ids[: base.stop]),
+        history=tuple(branch.messages[: base.covered]),
+        images=tuple(image for image in branch.transcript.images if image.stop <= base.stop),
+        turns=tuple(turn for turn in branch.turns if turn.stop <= base.stop),
+        whole=base.whole,
+        why=None if base.whole else _reason(base, messages),
     )
-    return _fresh(Continuation.FORK, fork, is_answer=bool(rest), why=_reason(base, messages))
 
 
 def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:

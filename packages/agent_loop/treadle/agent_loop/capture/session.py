@@ -18,6 +18,8 @@ Invariants:
    a shared turn is never retokenised.
 3. Requests may run concurrently. One that fails or is cancelled leaves no trace.
 4. Ids of tool calls are unique in the session.
+5. A long request is rendered beside the event loop, and one that cannot fit `max_context_tokens`
+   is refused before all of it is tokenized, if the renderer can (`BoundedRenderer`).
 
 Limits hold per sample (`max_response_tokens` after its own prompt, `max_context_tokens`) and per
 session (`max_assistant_turns` completions, `max_user_turns` requests that answer a completion).
@@ -28,9 +30,11 @@ agent may recover from a limit on lengths, for example by compacting its history
         turn = await session.complete(messages, tools=specs)
         return session.finish()
 
-Tasks that use a session share one event loop. They wait in `complete`, for the generator.
+Tasks that use a session share one event loop. They wait in `complete`: for the requests before
+them to be rendered, one at a time, and for the generator.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,14 +42,14 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from treadle.agent_loop.capture.branch import Branch, Continuation, Plan, make_plan
+from treadle.agent_loop.capture.branch import Branch, Continuation, Draft, Plan, make_draft
 from treadle.agent_loop.capture.call_ids import CallIds
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
-from treadle.agent_loop.errors import LoopError, RolloutError
+from treadle.agent_loop.errors import LoopError, PromptTooLongError, RolloutError
 from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.loops.sampler import TurnSampler
-from treadle.agent_loop.tokens.renderer import ParsedCompletion
+from treadle.agent_loop.tokens.renderer import BoundedRenderer, ParsedCompletion
 from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
 from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.trajectory import Finding, Trajectory
@@ -60,6 +64,8 @@ from treadle.agent_loop.types import (
 )
 from treadle.tracing import Metric, Reduce, span
 
+_LONG = 1 << 16
+"""Number of characters from which on a request is rendered beside the event loop."""
 _COUNTS = (*(how.value for how in Continuation), "refused", "tokens_past_stop")
 
 
@@ -108,6 +114,11 @@ class CapturedSession:
         self._task = task
         self._services = services
         self._sampler = TurnSampler(task, services)
+        self._renderer = services.renderer
+        bound = services.limits.max_context_tokens
+        if bound is not None and isinstance(self._renderer, BoundedRenderer):
+            self._renderer = self._renderer.bounded(bound)
+        self._planning = asyncio.Lock()
         self._branches: list[Branch] = []
         self._call_ids = CallIds()
         self._counts: Counter[str] = Counter()
@@ -196,7 +207,10 @@ class CapturedSession:
         self._check_open()
         _check_request(messages, max_tokens, stop)
         services = self._services
-        plan = make_plan(self._branches, tuple(messages), tuple(tools), services.renderer)
+        async with self._planning:
+            plan = await self._plan(make_draft(self._branches, tuple(messages), tuple(tools)))
+        # From here to `_extending` nothing waits, so that no other request plans with this branch.
+        self._check_open()
         left = self._tokens_left(plan)
         if max_tokens is not None:
             left = min(left, max_tokens)
@@ -220,6 +234,15 @@ class CapturedSession:
             how=plan.how,
             number=number,
         )
+
+    async def _plan(self, draft: Draft) -> Plan:
+        """Renders a draft, beside the event loop if it is long."""
+        try:
+            if draft.num_characters < _LONG:
+                return draft.render(self._renderer)
+            return await asyncio.to_thread(draft.render, self._renderer)
+        except PromptTooLongError as error:
+            raise self._refusal(StopReason.CONTEXT_LENGTH, str(error)) from error
 
     @contextmanager
     def _extending(self, plan: Plan) -> Iterator[None]:
@@ -297,6 +320,13 @@ class CapturedSession:
         ) or limits.length_stop(prompt=prompt, response=response)
         if stop is None:
             return limits.tokens_left(prompt=prompt, response=response)
+        raise self._refusal(
+            stop, f"this one would be asked after {prompt} prompt and {response} response tokens"
+        )
+
+    def _refusal(self, stop: StopReason, why: str) -> LimitReachedError:
+        """Returns the error of a request that a limit forbids, and counts it."""
+        limits = self._services.limits
         self._refused = stop
         self._counts["refused"] += 1
         names = (
@@ -306,10 +336,9 @@ class CapturedSession:
             "max_user_turns",
         )
         bounds = ", ".join(f"{n} {v}" for n in names if (v := getattr(limits, n)) is not None)
-        raise LimitReachedError(
+        return LimitReachedError(
             f"session {self.session_id} has reached its limit {stop.value}: it had "
-            f"{self._assistant_turns} completions, and this one would be asked after {prompt} "
-            f"prompt and {response} response tokens ({bounds})",
+            f"{self._assistant_turns} completions, and {why} ({bounds})",
             stop=stop,
         )
 

@@ -1,6 +1,7 @@
 """Captured sessions: pinned semantics, numbered; the state machine is in session_property_test."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from treadle.agent_loop import (
     LoopLimits,
     Message,
     OverloadedError,
+    PromptTooLongError,
     RenderError,
     Rendering,
     SamplingParams,
@@ -443,3 +445,79 @@ async def test_27_malformed_calls_are_findings_and_drift_is_measured() -> None:
     assert metric(trajectory, "tool/parse_errors") == 1
     assert metric(trajectory, "drift/turns") == 7
     assert metric(trajectory, "drift/sampled") == 0
+
+
+class SlowRenderer(ByteRenderer):
+    """Renders a long text only after the event loop has done something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.waited: list[bool] = []
+
+    def _hold(self, messages: Sequence[Message]) -> None:
+        if len(messages[-1].content) > 1 << 16:
+            self.begun.set()
+            self.waited.append(self.go_on.wait(timeout=2))
+
+    def render(self, messages: Sequence[Message], **more: Any) -> Rendering:
+        self._hold(messages)
+        return super().render(messages, **more)
+
+    def extend(self, ids: Any, messages: Sequence[Message], **more: Any) -> Rendering:
+        self._hold(messages)
+        return super().extend(ids, messages, **more)
+
+
+async def test_a_long_request_is_rendered_beside_the_event_loop() -> None:
+    renderer = SlowRenderer()
+    session, _ = make(["one", "two", "three"], renderer, max_response_tokens=1 << 20)
+    first = await session.complete([USER])
+    long = asyncio.create_task(
+        session.complete([USER, first.parsed.message, asked("v" * (1 << 17))])
+    )
+    await asyncio.to_thread(renderer.begun.wait, 2)
+    # A request of the same session in the meantime does not take the branch from under it.
+    short = asyncio.create_task(session.complete([USER, first.parsed.message, asked("w")]))
+    renderer.go_on.set()
+    assert {(await long).how, (await short).how} == {Continuation.EXACT, Continuation.FORK}
+    assert (await long).how is Continuation.EXACT
+    assert renderer.waited == [True]
+
+
+async def test_a_session_that_ends_during_rendering_samples_nothing() -> None:
+    renderer = SlowRenderer()
+    session, generator = make(["one"], renderer, max_response_tokens=1 << 20)
+    long = asyncio.create_task(session.complete([asked("v" * (1 << 17))]))
+    await asyncio.to_thread(renderer.begun.wait, 2)
+    session.close()
+    renderer.go_on.set()
+    with pytest.raises(SessionEndedError):
+        await long
+    assert renderer.waited == [True] and not generator.requests
+
+
+class RefusingRenderer(ByteRenderer):
+    """Is bounded, and refuses what is longer."""
+
+    bound = 0
+
+    def bounded(self, max_tokens: int) -> "RefusingRenderer":
+        renderer = RefusingRenderer()
+        renderer.bound = max_tokens
+        return renderer
+
+    def render(self, messages: Sequence[Message], **more: Any) -> Rendering:
+        if len(messages[-1].content) > self.bound:
+            raise PromptTooLongError(f"longer than {self.bound}")
+        return super().render(messages, **more)
+
+
+async def test_the_bound_of_the_context_reaches_the_renderer() -> None:
+    session, generator = make(["one"], RefusingRenderer(), max_context_tokens=50)
+    with pytest.raises(LimitReachedError, match=r"and longer than 50 \(max_resp") as refused:
+        await session.complete([asked("v" * 51)])
+    assert refused.value.stop is StopReason.CONTEXT_LENGTH
+    assert not generator.requests
+    await session.complete([asked("v" * 5)])

@@ -15,6 +15,7 @@ docs/chat_templates.md lists what holds for which template.
 The constructor checks that the template and the tokenizer allow this, and refuses them otherwise.
 """
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from treadle.agent_loop.errors import RenderError, SetupError, boundary
+from treadle.agent_loop.errors import PromptTooLongError, RenderError, SetupError, boundary
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
     PARSER_NAMES,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from treadle.agent_loop.hf.vision import ImagePlaceholders
 
 _TEXT_MODEL = "this renderer is of a text model"
+_USUAL_CHARACTERS = 4  # per token; a text with no more is simply encoded
+_PIECE = 1 << 16  # characters
 _PROMPT_END = 16  # number of ids that show whether the template has opened the reasoning
 
 
@@ -79,6 +82,7 @@ class HfRenderer:
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._placeholders = placeholders
+        self._max_tokens: int | None = None
         self.tokenizer_sha256 = tokenizer_sha256
         self.vocab_size = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
@@ -86,6 +90,8 @@ class HfRenderer:
         if parser is None:
             parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
         self.parser = parser_named(parser) if isinstance(parser, str) else parser
+        # The first call settles the tokenizer's own settings; later ones, of any thread, read them.
+        self._encode("")
         self._unread_call = self._find_unread_call()
         added = self._tokenizer.added_tokens_decoder
         self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
@@ -196,12 +202,40 @@ class HfRenderer:
             malformed=parsed.malformed,
         )
 
+    def bounded(self, max_tokens: int) -> "HfRenderer":
+        """Returns this renderer with a bound on the ids of one text.
+
+        A text whose pieces have more than twice `max_tokens` ids is refused by `render`, `extend`
+        and `encode` with `PromptTooLongError`. At a cut, pieces have some ids that the whole text
+        has not; they are far fewer than the pieces' own, so no text that fits is refused.
+        """
+        renderer = copy.copy(self)
+        renderer._max_tokens = max_tokens
+        return renderer
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the ids of a text; special tokens in it become special ids.
 
         Raises:
             RenderError: The tokenizer refuses the text.
+            PromptTooLongError: The renderer is bounded, and the text is longer.
         """
+        if self._max_tokens is not None and len(text) > self._max_tokens * _USUAL_CHARACTERS:
+            self._check_length(text, self._max_tokens)
+        return self._encode(text)
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Counts the ids of a text piece by piece, up to where it is too long."""
+        counted = 0
+        for start in range(0, len(text), _PIECE):
+            counted += len(self._encode(text[start : start + _PIECE]))
+            if counted > 2 * max_tokens:
+                raise PromptTooLongError(
+                    f"the text has {len(text)} characters, and the first {start + _PIECE} of them "
+                    f"are {counted} tokens; {max_tokens} fit"
+                )
+
+    def _encode(self, text: str) -> tuple[int, ...]:
         with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 

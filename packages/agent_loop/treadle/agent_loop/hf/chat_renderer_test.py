@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treadle.agent_loop import Message, RenderError, SetupError, ToolCall, ToolSpec
+from treadle.agent_loop import (
+    Message,
+    PromptTooLongError,
+    RenderError,
+    SetupError,
+    ToolCall,
+    ToolSpec,
+)
 from treadle.agent_loop.hf.chat_renderer import HfRenderer
 
 # Written for this test in the format of Qwen2.5's ChatML template.
@@ -256,3 +264,43 @@ def test_a_template_that_raises_is_a_render_error() -> None:
     renderer = HfRenderer(make_tokenizer(strict))
     with pytest.raises(RenderError, match="too many"):
         renderer.extend((0,), [Message(role="user", content="x")] * 2, tools=())
+
+
+def recorded(renderer: HfRenderer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all texts that are encoded from now on."""
+    lengths: list[int] = []
+    encode: Any = renderer._tokenizer.encode
+
+    def count(text: str, **options: object) -> object:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(renderer._tokenizer, "encode", count)
+    return lengths
+
+
+def test_a_text_that_cannot_fit_is_refused_after_its_first_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renderer = HfRenderer(make_tokenizer())
+    lengths = recorded(renderer, monkeypatch)
+    bounded = renderer.bounded(1000)
+    pasted = Message(role="user", content="1 " * 500_000)
+    said = r"65536 of them are \d+ tokens; 1000 fit"
+    with pytest.raises(PromptTooLongError, match=said):
+        bounded.render([pasted], tools=())
+    with pytest.raises(PromptTooLongError, match=said):
+        bounded.extend(renderer.encode("a<|im_end|>"), [pasted], tools=())
+    assert sum(lengths) < 150_000
+
+
+def test_a_bound_changes_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = HfRenderer(make_tokenizer())
+    text = "assistant\n" * 2000  # many characters per token
+    ids = renderer.encode(text)
+    assert len(ids) * 4 < len(text)
+    lengths = recorded(renderer, monkeypatch)
+    assert renderer.bounded(len(ids)).encode(text) == ids
+    assert lengths == [len(text)] * 2  # counted, then encoded
+    assert renderer.bounded(len(text)).encode(text) == ids
+    assert lengths == [len(text)] * 3

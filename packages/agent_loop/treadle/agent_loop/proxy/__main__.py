@@ -64,7 +64,7 @@ async def _run(arguments: argparse.Namespace) -> None:
             renderer=renderer,
             limits=LoopLimits(
                 max_response_tokens=arguments.max_response_tokens,
-                max_context_tokens=arguments.max_context_tokens,
+                max_context_tokens=arguments.max_context_tokens or generator.context_length,
                 max_assistant_turns=arguments.max_assistant_turns,
             ),
             sampling=SamplingParams(
@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8100, help="0 picks a free port")
     add("--model", default="policy", help="model name that agents see")
     add("--max-response-tokens", type=int, default=8192, help="of a sample, after its prompt")
-    add("--max-context-tokens", type=int, help="of a sample, with its prompt")
+    add(
+        "--max-context-tokens", type=int, help="of a sample, with its prompt; default: the servers'"
+    )
     add("--max-assistant-turns", type=int, help="completions of a session")
     add("--max-tokens", type=int, help="of a completion")
     add("--temperature", type=float, default=1.0, help="of all completions")

@@ -1,6 +1,7 @@
 """The endpoint over real sockets, with OpenAI's own client."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -447,3 +448,38 @@ async def test_14_requests_that_are_too_long_or_no_json_are_refused() -> None:
 
     kit = services(ScriptedGenerator(["one"]))
     assert trained(await ProxyAgentLoop(agent).run(TASK, kit)) == ["one<end>"]
+
+
+class SlowRenderer(ByteRenderer):
+    """Renders a long text only after the event loop has answered another request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.waited: list[bool] = []
+
+    def render(self, messages: Any, **more: Any) -> Any:
+        self.begun.set()
+        self.waited.append(self.go_on.wait(timeout=2))
+        return super().render(messages, **more)
+
+
+async def test_a_long_message_of_one_agent_does_not_stop_the_others() -> None:
+    renderer = SlowRenderer()
+
+    async def agent(session: AgentSession) -> None:
+        async with client_of(session) as client:
+            messages: Any = [{"role": "user", "content": "1 " * (1 << 16)}]
+            long = asyncio.create_task(client.chat.completions.create(model="m", messages=messages))
+            await asyncio.to_thread(renderer.begun.wait, 2)
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            renderer.go_on.set()
+            assert (await refused(long)).code == "context_length_exceeded"
+            messages = [USER]
+            await client.chat.completions.create(model="m", messages=messages)
+
+    limits = {"max_context_tokens": 1000}
+    given = replace(services(ScriptedGenerator(["a"]), **limits), renderer=renderer)
+    await ProxyAgentLoop(agent).run(TASK, given)
+    assert all(renderer.waited)

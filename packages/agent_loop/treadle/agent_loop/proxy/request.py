@@ -13,6 +13,7 @@ message is ever fetched.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -141,8 +142,8 @@ def _tools(value: object) -> tuple[ToolSpec, ...]:
     if not isinstance(value, list):
         raise bad_value("tools", "it must be a list")
     specs = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(value)]
-    names = [spec.name for spec in specs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(spec.name for spec in specs)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise bad_value("tools", f"there is more than one tool with the name {twice[0]!r}")
     return tuple(specs)
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from typing import Any
 
 import pytest
@@ -296,3 +297,16 @@ def test_11_whole_surrogates_are_text() -> None:
         b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
     ).messages
     assert message.content == "\N{GRINNING FACE}"
+
+
+def test_tools_are_compared_once_each() -> None:
+    def tools(names: list[str]) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": name}} for name in names]
+
+    names = [f"a_tool_with_number_{i}" for i in range(10_000)]
+    body = json.dumps({"messages": [USER], "tools": tools(names)}).encode()
+    began = time.process_time()
+    assert len(read_request(body).tools) == len(names)
+    assert time.process_time() - began < 0.5  # Each with each, it took 1.5 s.
+    twice = refusal(tools=tools([*names[:3], names[1]]))
+    assert "more than one tool with the name 'a_tool_with_number_1'" in str(twice)

@@ -14,7 +14,7 @@ per trajectory and waits for nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.types import Image, Message, ToolCall, ToolSpec
 
@@ -192,5 +192,22 @@ class ChatRenderer(Protocol):
                 only the tool's schema tells which are numbers.
             prompt: The ids that the completion continues. Their end shows whether the template
                 has opened the model's reasoning.
+        """
+        ...
+
+
+@runtime_checkable
+class BoundedRenderer(ChatRenderer, Protocol):
+    """A renderer that can refuse a long text before it encodes all of it.
+
+    Encoding takes hundreds of bytes per token, and seconds for some megabytes of text.
+    """
+
+    def bounded(self, max_tokens: int) -> ChatRenderer:
+        """Returns this renderer with a bound.
+
+        `render` and `extend` of the result raise `PromptTooLongError` for a text that is clearly
+        longer than `max_tokens`, with work that does not grow with the text. The caller checks the
+        exact number of ids.
         """
         ...
