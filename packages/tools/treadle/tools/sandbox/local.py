@@ -259,11 +259,12 @@ class LocalSandbox:
 
     async def _first_that_works(self, stack: AsyncExitStack, files: HostFiles) -> Launcher:
         reasons = []
+        sandboxes = self._num_places + self._warm_wanted
         for bubblewrap in find_bubblewraps():
             async with AsyncExitStack() as trial:
                 try:
                     launcher = await trial.enter_async_context(
-                        Launcher(bubblewrap, files, self.limits)
+                        Launcher(bubblewrap, files, self.limits, sandboxes=sandboxes)
                     )
                     await self._try(launcher)
                 except (SetupError, SandboxError) as error:

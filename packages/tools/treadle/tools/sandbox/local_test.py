@@ -218,9 +218,9 @@ async def main():
         begun = []
         command, fds = sandbox._launcher.command, sandbox._launcher.inherited_fds
 
-        def blocked(arguments, *, filter_fd, info_fd):
-            made = command(arguments, filter_fd=filter_fd, info_fd=info_fd)
-            begun.append(os.dup(info_fd))
+        def blocked(arguments, **given):
+            made = command(arguments, **given)
+            begun.append(os.dup(given["info_fd"]))
             made.remove("--disable-userns")  # it takes another way on which it cannot be blocked
             place = made.index("--unshare-all")
             return [*made[:place], "--userns-block-fd", str(block), *made[place:]]

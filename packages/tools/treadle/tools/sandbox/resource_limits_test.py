@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from treadle.tools.sandbox import Execution, LocalSandbox, Program, RunStatus
+from treadle.tools.sandbox.isolation.bubblewrap import Launcher
+from treadle.tools.sandbox.isolation.worker import Worker
 from treadle.tools.sandbox.testing import processes_in
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,6 +26,18 @@ CTYPES = (
     "    print(name, got, ctypes.get_errno())\n"
     "    return got\n"
 )
+
+
+IN_FLIGHT = (
+    "import array, socket\n"
+    "def in_flight(descriptors):\n"
+    "    pair = socket.socketpair()\n"
+    "    numbers = array.array('i', (*(end.fileno() for end in pair), *descriptors))\n"
+    "    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]\n"
+    "    for end in pair: end.sendmsg([b'x'], rights)\n"
+    "    return pair\n"
+)
+"""Two sockets that hold each other, and so outlive every process, with what is sent over them."""
 
 
 async def run(sandbox: LocalSandbox, code: str, **fields: object) -> Execution:
@@ -196,6 +210,51 @@ async def test_nothing_is_taken_that_all_users_of_the_host_share(sandbox: LocalS
     assert execution.stdout == "syscall -1 1\n" * len(numbers)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="as another user, sandboxes are of one user")
+async def test_nothing_is_taken_that_all_sandboxes_share(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts descriptors in flight and the memory of pipes for a user of the host."""
+    started: asyncio.Queue[Worker] = asyncio.Queue()
+    start = sandbox._start
+
+    async def remember(launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
+        worker = await start(launcher, preload=preload)
+        started.put_nowait(worker)
+        return worker
+
+    monkeypatch.setattr(sandbox, "_start", remember)
+    taking = asyncio.create_task(
+        run(
+            sandbox,
+            IN_FLIGHT + "import fcntl, os, signal\n"
+            "kept = in_flight([0] * 60)\n"
+            "end, begin = os.pipe()\n"
+            "for _ in range(4):\n"
+            "    if os.fork() == 0:\n"
+            "        try:\n"
+            "            while pipe := os.pipe():\n"
+            "                try: fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, 1 << 20)\n"
+            "                except PermissionError: pass\n"
+            "        except OSError: os.write(begin, b'1')\n"
+            "        signal.pause()\n"
+            "for _ in range(4): os.read(end, 1)\n"
+            "print('taken', flush=True)\n"
+            "signal.pause()",
+        )
+    )
+    assert await (await started.get())._outputs.stdout.until(b"taken")
+    other = await run(
+        sandbox,
+        IN_FLIGHT + "import fcntl, os\n"
+        "in_flight([0])\n"
+        "print(fcntl.fcntl(os.pipe()[1], fcntl.F_GETPIPE_SZ))",
+    )
+    taking.cancel()
+    await asyncio.wait([taking])
+    assert (other.stdout, other.stderr) == ("65536\n", "")
+
+
 async def test_memory_shared_since_a_fork_counts_once(sandbox: LocalSandbox) -> None:
     execution = await run(
         sandbox,
@@ -307,21 +366,10 @@ async def test_daemons_end_with_their_program(sandbox: LocalSandbox) -> None:
     assert processes_in(execution.stdout.strip()) == []
 
 
-IN_FLIGHT = (
-    "import array, socket\n"
-    "def in_flight(*descriptors):\n"
-    "    pair = socket.socketpair()\n"
-    "    numbers = array.array('i', (*(end.fileno() for end in pair), *descriptors))\n"
-    "    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]\n"
-    "    for end in pair: end.sendmsg([b'x'], rights)\n"
-)
-"""Two sockets that hold each other, and so outlive every process, with what is sent over them."""
-
-
 async def test_an_ended_program_is_over_though_its_outputs_are_in_flight(
     sandbox: LocalSandbox,
 ) -> None:
-    execution = await run(sandbox, IN_FLIGHT + "print('last', flush=True)\nin_flight(1, 2)")
+    execution = await run(sandbox, IN_FLIGHT + "print('last', flush=True)\nin_flight([1, 2])")
     assert (execution.stdout, execution.stderr, execution.return_code) == ("last\n", "", 0)
 
 

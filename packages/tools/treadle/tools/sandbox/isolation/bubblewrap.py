@@ -5,9 +5,10 @@ works, entering the launcher fails with its message and a remedy; no program run
 isolation.
 
 Started by root, processes must not stay root outside: RLIMIT_NPROC does not apply to user 0, and a
-hole in a mount would be one in the host. So the commands run as user 65534, in a mount namespace
-made for them once (the stage), because user 65534 may not be allowed to read the interpreter where
-it is (below `/root`, for example). As another user the commands run as that user.
+hole in a mount would be one in the host. So each command runs as a user that is nobody else (see
+`users`), in a mount namespace made for them once (the stage), because that user may not be allowed
+to read the interpreter where it is (below `/root`, for example). As another user the commands run
+as that user.
 
 Who waits: the caller that enters, for the stage.
 """
@@ -26,9 +27,10 @@ from typing import Final, Self
 
 from treadle.agent_loop import SetupError
 from treadle.tools.sandbox.isolation.host_files import HostFiles
+from treadle.tools.sandbox.isolation.users import Users
 from treadle.tools.sandbox.limits import SandboxLimits
 
-NOBODY: Final = 65534
+_USER_INSIDE: Final = 65534
 _STAGE_TIMEOUT_S: Final = 60.0
 _ABOUT_THE_HOST: Final = tuple(
     f"/proc/{name}"
@@ -83,21 +85,27 @@ class Launcher:
         bubblewrap: The program.
         files: What the sandboxes see.
         limits: Of their disks.
+        sandboxes: That there are at one time.
     """
 
-    def __init__(self, bubblewrap: Path, files: HostFiles, limits: SandboxLimits) -> None:
+    def __init__(
+        self, bubblewrap: Path, files: HostFiles, limits: SandboxLimits, *, sandboxes: int
+    ) -> None:
         self._bubblewrap = os.path.realpath(bubblewrap)
         self._files = files
         self._limits = limits
+        self._sandboxes = sandboxes
         self._stage: _Stage | None = None
+        self._users: Users | None = None
 
     async def __aenter__(self) -> Self:
         """Sets the stage, if one is needed.
 
         Raises:
-            SetupError: It cannot be set.
+            SetupError: It cannot be set, or there are too few users.
         """
         if os.geteuid() == 0:
+            self._users = Users(self._sandboxes)
             stage = _Stage(self._bubblewrap, self._files)
             await stage.set()
             self._stage = stage
@@ -118,19 +126,31 @@ class Launcher:
         """Descriptors that a command needs, beside those it is given."""
         return self._stage.inherited_fds if self._stage else ()
 
-    def command(self, arguments: list[str], *, filter_fd: int, info_fd: int) -> list[str]:
+    def take_user(self) -> int:
+        """Returns the user that a sandbox is to run as; it must be given back."""
+        return self._users.take() if self._users else os.geteuid()
+
+    def give_back_user(self, user: int) -> None:
+        """No process of that sandbox is left."""
+        if self._users:
+            self._users.give_back(user)
+
+    def command(
+        self, arguments: list[str], *, user: int, filter_fd: int, info_fd: int
+    ) -> list[str]:
         """Returns a command that runs the interpreter with these arguments in a separate sandbox.
 
         Args:
             arguments: Of the interpreter.
+            user: Whom it runs as, outside.
             filter_fd: Where the system call filter can be read, once.
             info_fd: Gets the process id, outside, of process 1, inside.
         """
         files = self._files
         command = [
-            *(self._stage.prefix() if self._stage else ()),
+            *(self._stage.prefix(user) if self._stage else ()),
             *(self._bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"),
-            *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
+            *("--uid", str(_USER_INSIDE), "--gid", str(_USER_INSIDE), "--hostname", "sandbox"),
             *("--cap-drop", "ALL", "--seccomp", str(filter_fd), "--info-fd", str(info_fd)),
             # Not `--die-with-parent`: it ends bubblewrap, whose child waits for it at first, and
             # would for ever. The supervisor sees that nobody reads its reports.
@@ -239,10 +259,10 @@ class _Stage:
         """What `prefix` refers to."""
         return (self._namespace,)
 
-    def prefix(self) -> list[str]:
-        """Returns what a command begins with in order to run on it as nobody."""
-        user = ("--setuid", str(NOBODY), "--setgid", str(NOBODY))
-        return ["nsenter", f"--mount=/proc/self/fd/{self._namespace}", *user, "--"]
+    def prefix(self, user: int) -> list[str]:
+        """Returns what a command begins with in order to run on it as a user."""
+        ids = ("--setuid", str(user), "--setgid", str(user))
+        return ["nsenter", f"--mount=/proc/self/fd/{self._namespace}", *ids, "--"]
 
     def _command(self, info_fd: int) -> list[str]:
         needed = {path for path, _ in self._files.binds} | {self._bubblewrap}

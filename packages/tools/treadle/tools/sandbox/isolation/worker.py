@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import io
 import marshal
 import math
@@ -22,9 +23,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Final, Self
 
@@ -98,8 +98,10 @@ class Worker:
         info: io.FileIO,
         *,
         warm: bool,
+        give_back_user: Callable[[], None],
     ) -> None:
         self._process = process
+        self._give_back_user = give_back_user
         self._outputs = outputs
         self._limits = limits
         self._info = info
@@ -162,6 +164,9 @@ class Worker:
     ) -> Self:
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as failed:
             try:
+                user = launcher.take_user()
+                give_back_user = functools.partial(launcher.give_back_user, user)
+                failed.callback(give_back_user)
                 filter_fd, filter_writer = _pipe(opened, opened)
                 # Not a pipe: bubblewrap would die of writing to one that nobody reads any more,
                 # and its child, which waits for it, would stay.
@@ -174,7 +179,9 @@ class Worker:
                 settings = {"packages": PACKAGES, "preload": preload, "status_fd": reports_writer}
                 arguments = ["-I", "-S", "-B", "-c", _guest(), _text(marshal.dumps(settings))]
                 process = await asyncio.create_subprocess_exec(
-                    *launcher.command(arguments, filter_fd=filter_fd, info_fd=info.fileno()),
+                    *launcher.command(
+                        arguments, user=user, filter_fd=filter_fd, info_fd=info.fileno()
+                    ),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=stdout_writer,
                     stderr=stderr_writer,
@@ -185,7 +192,9 @@ class Worker:
                 raise SandboxError(f"the sandbox did not start: {error}") from error
             failed.pop_all()
         outputs = _Outputs(stdout, stderr, reports, limits)
-        return cls(process, outputs, limits, info, warm=bool(preload))
+        return cls(
+            process, outputs, limits, info, warm=bool(preload), give_back_user=give_back_user
+        )
 
     def _find_supervisor(self) -> bool:
         """Takes hold of process 1, and watches for its end; returns whether it still was there."""
@@ -239,6 +248,7 @@ class Worker:
         # What its sockets hold in flight, memory and a share of its user's counts, is collected
         # when some Unix socket of the host is closed: this one.
         socket.socket(socket.AF_UNIX).close()
+        self._give_back_user()
 
     async def run(self, program: Program) -> Execution:
         """Runs the program; afterwards the worker is used up.
@@ -358,7 +368,7 @@ class Worker:
         return said or f"it ended with exit code {self._process.returncode} and said nothing"
 
 
-@cache
+@functools.cache
 def _guest() -> str:
     """Returns `guest.py`, compiled, as a line of Python; the interpreter inside is the same."""
     code = compile(_GUEST.read_text(encoding="utf-8"), "<sandbox>", "exec", dont_inherit=True)
