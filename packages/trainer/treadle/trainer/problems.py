@@ -36,6 +36,10 @@ class Problems:
         self._kinds: tuple[type[Exception], ...] = (*kinds, SeveralProblems)
         self._errors: dict[str, Exception] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._errors)
+
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Takes a problem that ends the block; what follows the block is executed."""

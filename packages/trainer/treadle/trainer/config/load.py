@@ -24,6 +24,7 @@ from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys
 from treadle.trainer.config.verl_table import ABSENT
 from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
+from treadle.trainer.problems import Problems, SeveralProblems
 
 __all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
 
@@ -61,35 +62,55 @@ def load_config(
     Raises:
         ConfigError: A file cannot be read, a key is unknown, or a value is invalid.
     """
-    arguments = [_parse_argument(text) for text in overrides]
+    problems = Problems(ConfigError)
+    arguments = []
+    for text in overrides:
+        with problems.collected():
+            arguments.append(_parse_argument(text))
     names_model = any(argument.key in _MODEL_KEYS for argument in arguments)
     if not files and default_file is not None and not names_model:
         files = (default_file,)
     layers: list[list[Assignment]] = []
     notes: list[str] = []
     written: dict[str, Any] = {}
-    given = [
-        [_parse_argument(text) for text in below],
-        *(list(_read_file(path)) for path in files),
-        arguments,
-    ]
+    given = [[_parse_argument(text) for text in below]]
+    for path in files:
+        with problems.collected():
+            given.append(list(_read_file(path)))
+    given.append(arguments)
     for number, layer in enumerate(given):
         later = {assignment.key for after in given[number + 1 :] for assignment in after}
         # What a later layer replaces is not checked: verl's keys may be wrong by themselves.
         kept = [each for each in layer if each.key not in later or each.key in all_leaves()]
-        translated, layer_notes = translate(kept, below=written)
+        translated, layer_notes = translate(kept, below=written, problems=problems)
         layers.append(translated)
         notes += layer_notes
         written |= {assignment.key: assignment.value for assignment in layer}
-    merged = _merge(layers)
-    tree = _nest(merged)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, merged)) from None
+    merged = _merge(layers, problems)
+    config = _validated(merged, problems)
     sources = dict.fromkeys(all_leaves(), "default")
     sources |= {key: assignment.source for key, assignment in merged.items()}
     return LoadedConfig(config=config, sources=sources, notes=tuple(notes))
+
+
+def _validated(merged: Mapping[str, Assignment], problems: Problems) -> Config:
+    """Returns the tree.
+
+    Raises:
+        ConfigError: There are problems, of before or of a value.
+    """
+    config = None
+    try:
+        config = Config.model_validate(_nest(merged))
+    except ValidationError as error:
+        for line in _explain(error, merged, only_values=bool(problems)):
+            problems.add(ConfigError(line))
+    try:
+        problems.raise_if_any()
+    except SeveralProblems as several:
+        raise ConfigError(str(several)) from None
+    assert config is not None, "what is not valid has left a problem"
+    return config
 
 
 def _parse_argument(text: str) -> Assignment:
@@ -146,12 +167,13 @@ def _flatten(node: Mapping[Any, Any], prefix: str, path: Path) -> Iterator[Assig
             )
 
 
-def _merge(layers: Sequence[Sequence[Assignment]]) -> dict[str, Assignment]:
+def _merge(layers: Sequence[Sequence[Assignment]], problems: Problems) -> dict[str, Assignment]:
     merged: dict[str, Assignment] = {}
     for layer in layers:
         below = frozenset(merged)
         for assignment in layer:
-            _assign(merged, assignment, below)
+            with problems.collected():
+                _assign(merged, assignment, below)
     return merged
 
 
@@ -268,27 +290,30 @@ def _nest(merged: Mapping[str, Assignment]) -> dict[str, Any]:
     return tree
 
 
-def _explain(error: ValidationError, merged: Mapping[str, Assignment]) -> str:
-    lines = []
+def _explain(
+    error: ValidationError, merged: Mapping[str, Assignment], *, only_values: bool
+) -> Iterator[str]:
+    """Yields what is wrong, without what a refused key may have caused if `only_values`."""
     for detail in error.errors(include_url=False):
+        if only_values and detail["type"] in ("missing", "value_error"):
+            continue
         path = [str(part) for part in detail["loc"]]
         key = _existing_key(path)
         message = _plain(detail)
         leaf = leaf_of(key)
         if detail["type"] == "missing" and leaf is None:
             required = [k for k, v in all_leaves().items() if v.required and k.startswith(key)]
-            lines += [f"{k} is required: {all_leaves()[k].doc}" for k in required]
+            yield from (f"{k} is required: {all_leaves()[k].doc}" for k in required)
         elif detail["type"] == "missing":
-            lines.append(f"{key} is required: {leaf.doc if leaf else 'set it'}")
+            yield f"{key} is required: {leaf.doc if leaf else 'set it'}"
         elif key in merged:
             assignment = merged[key]
             if detail["type"] == "extra_forbidden" and leaf is not None:
                 message = f"belongs to kind {' or '.join(leaf.variants)} only"
             where = "" if "=" in assignment.source else f" (in {assignment.source})"
-            lines.append(f"{key}={assignment.value}{where}: {message}")
+            yield f"{key}={assignment.value}{where}: {message}"
         else:
-            lines.append(f"{key}: {message}" if key else message)
-    return "\n".join(lines)
+            yield f"{key}: {message}" if key else message
 
 
 def _plain(detail: ErrorDetails) -> str:

@@ -234,3 +234,28 @@ def test_code_named_in_a_file_is_beside_it(tmp_path: Path) -> None:
         "other": "package.loops:Other",
         "here": f"{Path.cwd()}/here.py:Here",
     }
+
+
+def test_every_mistake_of_every_layer_is_said_at_once(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.yaml", "rollout:\n  temprature: 1\n  top_p: 2\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(
+            [file, tmp_path / "none.yaml"],
+            ["nothing", "algorithm.adv_estimator=gae", "data.shuffle=3", "data.trainfiles=x"],
+        )
+    said = str(raised.value).splitlines()
+    assert said[0] == "7 problems"
+    for number, text in enumerate(
+        (
+            "'nothing' is not key=value",
+            "none.yaml: No such file",
+            "algorithm.adv_estimator: 'gae' is not available",
+            "unknown key rollout.temprature (in ",
+            "unknown key data.trainfiles; did you mean data.train_files?",
+            "data.shuffle=3: must be true or false",
+            "rollout.top_p=2 (in ",
+        ),
+        start=1,
+    ):
+        assert said[number].startswith(f"{number:>3}. ")
+        assert text in said[number]

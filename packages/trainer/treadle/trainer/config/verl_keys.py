@@ -16,6 +16,7 @@ from typing import Any
 
 from treadle.trainer.config.schema import DataConfig
 from treadle.trainer.config.verl_table import IMPLIED, NOTED, REFUSED, RENAMED
+from treadle.trainer.problems import Problems
 
 __all__ = ["Assignment", "ConfigError", "known_keys", "translate"]
 
@@ -208,16 +209,17 @@ def known_keys() -> Iterable[str]:
     return (*RENAMED, *_CONVERTED, *IMPLIED, *NOTED, *REFUSED)
 
 
-def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment], list[str]]:
+def translate(
+    layer: Sequence[Assignment], below: Verl, problems: Problems
+) -> tuple[list[Assignment], list[str]]:
     """Returns the layer in our keys, and notes on what was accepted without effect.
 
     Args:
         layer: The assignments as written.
         below: The values of earlier layers by key: the meaning of some of verl's keys depends on
             others, in any layer.
-
-    Raises:
-        ConfigError: One of verl's keys asks for an unsupported behaviour.
+        problems: Gets a `ConfigError` for each of verl's keys that asks for an unsupported
+            behaviour.
     """
     values = {**below, **{assignment.key: assignment.value for assignment in layer}}
     last = {assignment.key: assignment for assignment in layer}
@@ -225,33 +227,42 @@ def translate(layer: Sequence[Assignment], below: Verl) -> tuple[list[Assignment
     ours: list[Assignment] = []
     notes: list[str] = []
     for assignment in layer:
-        key, value = assignment.key, assignment.value
-        if key in RENAMED:
-            ours.append(replace(assignment, key=RENAMED[key]))
-        elif (table := _RENAMED_TABLES.get(key.rpartition(".")[0])) is not None:
-            ours.append(replace(assignment, key=f"{table}.{key.rpartition('.')[2]}"))
-        elif key.startswith(_ENGINE_KWARGS):
-            given = _engine_args(key, value, values)
-            if given is None:
-                notes.append(f"{key}={value} has no effect: rollout.name is another engine")
-            else:
-                ours += [replace(assignment, key=k, value=v) for k, v in given.items()]
-        elif key in _CONVERTED:
-            ours += _converted(assignment, values)
-        elif key in IMPLIED:
-            accepted, reason = IMPLIED[key]
-            if value not in accepted:
-                wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
-                raise ConfigError(f"{key}={value} is not available, only {wanted}: {reason}")
-        elif key in NOTED and value is False and key.endswith("_offload"):
-            pass  # nothing is moved to the host, as asked
-        elif key in NOTED:
-            notes.append(f"{key}={value} has no effect: {NOTED[key]}")
-        elif key in REFUSED and value is not None:
-            raise ConfigError(f"{key}={value} is not available: {REFUSED[key]}")
-        elif key not in REFUSED:
-            ours.append(assignment)
+        with problems.collected():
+            ours += _translated(assignment, values, notes)
     return ours, notes
+
+
+def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[Assignment]:
+    """Returns one assignment in our keys; adds to `notes` what is accepted without effect."""
+    key, value = assignment.key, assignment.value
+    if key in RENAMED:
+        return [replace(assignment, key=RENAMED[key])]
+    if (table := _RENAMED_TABLES.get(key.rpartition(".")[0])) is not None:
+        return [replace(assignment, key=f"{table}.{key.rpartition('.')[2]}")]
+    if key.startswith(_ENGINE_KWARGS):
+        given = _engine_args(key, value, values)
+        if given is None:
+            notes.append(f"{key}={value} has no effect: rollout.name is another engine")
+            return []
+        return [replace(assignment, key=k, value=v) for k, v in given.items()]
+    if key in _CONVERTED:
+        return _converted(assignment, values)
+    if key in IMPLIED:
+        accepted, reason = IMPLIED[key]
+        if value not in accepted:
+            wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
+            raise ConfigError(f"{key}={value} is not available, only {wanted}: {reason}")
+        return []
+    if key in NOTED:
+        # False moves nothing to the host, as asked.
+        if value is not False or not key.endswith("_offload"):
+            notes.append(f"{key}={value} has no effect: {NOTED[key]}")
+        return []
+    if key in REFUSED:
+        if value is not None:
+            raise ConfigError(f"{key}={value} is not available: {REFUSED[key]}")
+        return []
+    return [assignment]
 
 
 def _converted(assignment: Assignment, values: Verl) -> list[Assignment]:
