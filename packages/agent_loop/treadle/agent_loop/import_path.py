@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.user_code import user_place
 
 
 def load_import_path(reference: str, what: str, *, base: Path | None = None) -> object:
@@ -57,6 +58,8 @@ def load_import_path(reference: str, what: str, *, base: Path | None = None) -> 
 def cannot_load(where: str, what: str, error: Exception | SystemExit) -> SetupError:
     """Returns the error of code that raised while it was loaded."""
     text = f"cannot load the {what} from {where}: {type(error).__name__}: {error}"
+    if (place := user_place(error)) is not None:
+        text += f" ({place})"
     if isinstance(error, SystemExit):
         text += (
             "; it ends the program when it is imported: begin its command line below "

@@ -68,7 +68,7 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     Raises:
         SetupError: The file cannot be read, has an unknown or missing key or a value of the wrong
             type, names a class that cannot be loaded or refuses its settings, or two tools have
-            one name. The message says where in the file.
+            one name. The message says where in the file, one line for each tool.
     """
     document = read_yaml(path, "tool catalogue")
     catalogue = section(document, str(path), required=("tools",))
@@ -76,12 +76,18 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     if not isinstance(entries, list) or not entries:
         raise SetupError(f"{path}: tools must be a list with at least one tool, got {entries!r}")
     tools: dict[str, Tool] = {}
+    errors: list[SetupError] = []
     for index, entry in enumerate(entries):
         where = f"{path}: tools[{index}]"
-        for tool in _tools(entry, where, path.parent):
-            if tool.spec.name in tools:
-                raise SetupError(f"{where}: there already is a tool {tool.spec.name!r}")
-            tools[tool.spec.name] = tool
+        try:
+            for tool in _tools(entry, where, path.parent):
+                if tool.spec.name in tools:
+                    raise SetupError(f"{where}: there already is a tool {tool.spec.name!r}")
+                tools[tool.spec.name] = tool
+        except SetupError as error:
+            errors.append(error)
+    if errors:
+        raise SetupError("\n".join(map(str, errors))) from errors[0]
     return MappingProxyType(tools)
 
 

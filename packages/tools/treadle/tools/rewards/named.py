@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from treadle.agent_loop import RewardError, Score, Trajectory
 from treadle.tools.rewards import gsm8k, hotpotqa, math_dapo, retool
 from treadle.tracing import Metric
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class NamedReward:
             configuration's.
         needs: The library that it needs and the extra that installs it.
         prepare: Loads libraries outside the time limit.
+        truth: Reads `reward_model.ground_truth` of a row's columns; raises `WrongTruthError`.
     """
 
     modes: tuple[str, ...]
@@ -42,6 +45,11 @@ class NamedReward:
     timeout_s: float | None = None
     needs: tuple[str, str] | None = None
     prepare: Callable[[], None] = lambda: None
+    truth: Callable[[Mapping[str, object]], object] = lambda row: _text(row)
+
+
+class WrongTruthError(ValueError):
+    """A row's ground truth is missing, or of another form than its reward reads."""
 
 
 def _gsm8k(trajectory: Trajectory, mode: str) -> Score:
@@ -100,7 +108,9 @@ NAMED: Final[Mapping[str, NamedReward]] = MappingProxyType(
             prepare=_prepare_geometry3k,
         ),
         "gsm8k": NamedReward(modes=gsm8k.MODES, score=_gsm8k),
-        "hotpotqa": NamedReward(modes=hotpotqa.MODES, score=_hotpotqa),
+        "hotpotqa": NamedReward(
+            modes=hotpotqa.MODES, score=_hotpotqa, truth=lambda row: _texts(row)
+        ),
         "math_dapo": NamedReward(modes=math_dapo.MODES, score=_math_dapo),
         "retool": NamedReward(modes=retool.MODES, score=_retool),
     }
@@ -132,6 +142,19 @@ def name_for_source(source: str) -> str | None:
     return None
 
 
+def wrong_truth(name: str, row: Mapping[str, object]) -> str | None:
+    """Returns why a reward of this package cannot score a row with these columns, else None.
+
+    Rewards that are not of this package read what they like.
+    """
+    if name in NAMED:
+        try:
+            NAMED[name].truth(row)
+        except WrongTruthError as error:
+            return str(error)
+    return None
+
+
 def sources() -> tuple[str, ...]:
     """Returns the data sources that have a reward; a star stands for any ending."""
     return tuple(sorted((*_SOURCES, *(f"{prefix}*" for prefix in _SOURCE_PREFIXES))))
@@ -150,30 +173,42 @@ def _with_reasoning(trajectory: Trajectory) -> str:
 
 
 def _ground_truth(trajectory: Trajectory) -> str:
-    truth = _truth_of(trajectory)
-    if not isinstance(truth, str):
-        raise RewardError(
-            f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, "
-            f"got {truth!r}"
-        )
-    return truth
+    return _of_task(_text, trajectory)
 
 
 def _ground_truths(trajectory: Trajectory) -> list[str]:
+    return _of_task(_texts, trajectory)
+
+
+def _of_task(read: Callable[[Mapping[str, object]], T], trajectory: Trajectory) -> T:
+    try:
+        return read(trajectory.task.fields)
+    except WrongTruthError as error:
+        raise RewardError(f"task {trajectory.task.task_id!r}: {error}") from None
+
+
+def _text(row: Mapping[str, object]) -> str:
+    truth = _truth_of(row)
+    if not isinstance(truth, str):
+        raise WrongTruthError(f"reward_model.ground_truth must be a string, got {truth!r:.80}")
+    return truth
+
+
+def _texts(row: Mapping[str, object]) -> list[str]:
     """Returns one accepted answer, several, or as Search-R1 writes them: {"target": [...]}."""
-    truth = _truth_of(trajectory)
+    truth = _truth_of(row)
     if isinstance(truth, Mapping):
         truth = truth.get("target")
     if isinstance(truth, str):
         return [truth]
     if isinstance(truth, list | tuple) and truth and all(isinstance(t, str) for t in truth):
         return list(truth)
-    raise RewardError(
-        f"task {trajectory.task.task_id!r}: reward_model.ground_truth must be a string, a list of "
-        f"strings or {{'target': ...}}, got {truth!r}"
+    raise WrongTruthError(
+        "reward_model.ground_truth must be a string, a list of strings or {'target': ...}, got "
+        f"{truth!r:.80}"
     )
 
 
-def _truth_of(trajectory: Trajectory) -> object:
-    reward_model = trajectory.task.fields.get("reward_model")
+def _truth_of(row: Mapping[str, object]) -> object:
+    reward_model = row.get("reward_model")
     return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None

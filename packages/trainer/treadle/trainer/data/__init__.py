@@ -9,7 +9,7 @@ from treadle.trainer.data.dataset import REQUIRED_COLUMNS, Row, read_rows
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.data.order import DataOrder
 from treadle.trainer.data.prompts import Prompt, PromptSet, make_prompts
-from treadle.trainer.data.rules import PromptRules, check_row_loops, check_rows
+from treadle.trainer.data.rules import PromptRules, check_each, check_row_loops, check_rows
 
 __all__ = [
     "REQUIRED_COLUMNS",
@@ -19,6 +19,7 @@ __all__ = [
     "PromptRules",
     "PromptSet",
     "Row",
+    "check_each",
     "check_row_loops",
     "check_rows",
     "make_prompts",

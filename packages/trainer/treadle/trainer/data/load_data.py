@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
 from treadle.trainer.config.schema import Config
-from treadle.trainer.data import Prompt, PromptRules, Row, make_prompts, read_rows
+from treadle.trainer.data import Prompt, PromptRules, Row, check_each, make_prompts, read_rows
 from treadle.trainer.own_code import NOTHING, OwnCode
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "Inputs",
     "Rows",
     "check_context",
+    "check_ground_truth",
     "load_renderer",
     "load_reward",
     "prepare",
@@ -118,6 +119,22 @@ def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> 
         sources = (row.columns.get("data_source") for row in rows)
         rewards.check_data_sources(sources, mode=settings.mode)
     return reward
+
+
+def check_ground_truth(config: Config, rows: Sequence[Row], *, split: str) -> None:
+    """Rejects rows whose ground truth their reward of treadle.tools could not read.
+
+    Raises:
+        DataError: There is one such row, or several with one problem.
+        SeveralProblems: There are several problems.
+    """
+
+    def problem(row: Row) -> str | None:
+        name = config.reward.name or rewards.name_for_source(str(row.columns.get("data_source")))
+        found = None if name is None else rewards.wrong_truth(name, row.columns)
+        return None if found is None else f"{found}, for the reward {name}"
+
+    check_each(rows, split=split, problem=problem)
 
 
 def load_renderer(config: Config) -> "HfRenderer":

@@ -92,7 +92,7 @@ def make_prompts(
     """
     check_rows(rows, split=split, rules=rules)
     prompts: list[Prompt] = []
-    overlong: list[str] = []
+    overlong: list[tuple[Row, int]] = []
     for row in rows:
         messages = _messages(row)
         specs = tuple(tool.spec for tool in rules.tools_of(row).values())
@@ -101,7 +101,7 @@ def make_prompts(
         except RenderError as error:
             raise DataError(f"{row.place}: the prompt cannot be rendered: {error}") from error
         if num_tokens > rules.max_prompt_tokens:
-            overlong.append(f"{row.place} ({num_tokens} tokens)")
+            overlong.append((row, num_tokens))
             continue
         loop = rules.loop_of(row)
         prompts.append(
@@ -123,13 +123,15 @@ def _messages(row: Row) -> tuple[Message, ...]:
 
 
 def _overlong_notes(
-    overlong: Sequence[str], split: str, num_rows: int, rules: PromptRules
+    overlong: Sequence[tuple[Row, int]], split: str, num_rows: int, rules: PromptRules
 ) -> list[str]:
     if not overlong:
         return []
+    first, length = overlong[0]
     found = (
         f"{len(overlong)} of {num_rows} {split} prompts are longer than "
-        f"{rules.max_prompt_tokens} tokens; the first is {overlong[0]}"
+        f"{rules.max_prompt_tokens} tokens; the first is {first.place} ({length} tokens), the "
+        f"longest has {max(length for _, length in overlong)}"
     )
     if rules.overlong == "error":
         raise DataError(

@@ -7,7 +7,7 @@ starts. All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -111,6 +111,20 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
     found.raise_if_any()
     if rules.tools:
         _check_tools_are_reached(rows, split, rules)
+
+
+def check_each(rows: Sequence[Row], *, split: str, problem: Callable[[Row], str | None]) -> None:
+    """Rejects rows for which `problem` returns a text.
+
+    Raises:
+        DataError: There is one such row, or several with one text.
+        SeveralProblems: There are several texts.
+    """
+    found = _Found(split)
+    for row in rows:
+        if (text := problem(row)) is not None:
+            found.add(row, text, None)
+    found.raise_if_any()
 
 
 class _ResolvedLoops:

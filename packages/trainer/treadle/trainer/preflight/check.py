@@ -33,6 +33,7 @@ from treadle.trainer.data import (
 from treadle.trainer.data.load_data import (
     Inputs,
     check_context,
+    check_ground_truth,
     load_renderer,
     load_reward,
 )
@@ -161,6 +162,10 @@ class _Checks:
         with self._check():
             every = [row for rows in self._rows.values() for row in rows]
             self._reward = load_reward(config, every, own)
+        if own.reward is None:
+            for split, rows in self._rows.items():
+                with self._check():
+                    check_ground_truth(config, rows, split=split)
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer."""

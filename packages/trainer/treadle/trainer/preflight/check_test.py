@@ -149,9 +149,6 @@ def test_prompts_that_are_too_long(rows: Path) -> None:
 def test_everything_is_said_at_once_and_a_run_says_the_same(
     tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _write_rows(rows, agent_name={3: "tool_agnt"}, images={1: ["a.png"], 2: ["b.png"]})
-    tools = tmp_path / "tools.yaml"
-    tools.write_text("tools: [{function: 'tools.py:nothing'}]\n", encoding="utf-8")
     arguments = [
         "data.prompts_per_step=3",
         f"data.train_files={rows}",
@@ -185,15 +182,52 @@ def test_everything_is_said_at_once_and_a_run_says_the_same(
         assert said in dry
     assert dry.startswith("error: 7 problems\n")
 
-    assert main(["--dry-run", f"data.train_files={rows}", f"agent.tool_catalogue={tools}"]) == 2
-    few = capsys.readouterr().err
-    assert "tools[0]" in few
-    assert "rows.jsonl, line 3: agent loop 'tool_agnt' is not registered" in few
-    assert main(["--dry-run", f"data.train_files={rows}"]) == 2
-    few = capsys.readouterr().err
-    assert "rows.jsonl, line 3: agent loop 'tool_agnt' is not registered" in few
-    assert "rows.jsonl, line 1: the column 'images' holds 1" in few
-    assert "(and 1 more train rows)" in few
+
+def test_what_is_wrong_with_rows_is_said_once_for_all_of_them(rows: Path) -> None:
+    _write_rows(
+        rows,
+        agent_name={3: "tool_agnt"},
+        images={1: ["a.png"], 2: ["b.png"], 3: ["c.png"]},
+        reward_model={2: {"ground_truth": 4}},
+    )
+    with pytest.raises(SeveralProblems) as raised:
+        _check(rows=rows)
+    pictures, loop, truth = map(str, raised.value.errors)
+    assert "rows.jsonl, line 1: the column 'images' holds 1 of them" in pictures
+    assert pictures.endswith("(and 1 more train rows)")
+    assert "rows.jsonl, line 3: agent loop 'tool_agnt' is not registered" in loop
+    assert (
+        "line 2: reward_model.ground_truth must be a string, got 4, for the reward gsm8k" in truth
+    )
+
+
+def test_many_different_mistakes_in_rows_are_counted(rows: Path) -> None:
+    _write_rows(
+        rows,
+        images={n: ["a.png"] * n for n in (1, 2, 3, 4)},
+        videos={n: ["a.mp4"] * n for n in (1, 2, 3, 4)},
+    )
+    with pytest.raises(SeveralProblems) as raised:
+        _check(rows=rows)
+    assert len(raised.value.errors) == 6
+    assert str(raised.value.errors[-1]) == "train rows have 3 more problems"
+
+
+def test_tools_that_do_not_load_and_the_loops_that_rows_name(tmp_path: Path, rows: Path) -> None:
+    _write_rows(rows, agent_name={3: "tool_agnt"})
+    (tmp_path / "broken.py").write_text("import json\nnothing\n", encoding="utf-8")
+    tools = tmp_path / "tools.yaml"
+    tools.write_text(
+        "tools: [{function: 'none.py:tool'}, {function: 'broken.py:tool'}]\n", encoding="utf-8"
+    )
+    with pytest.raises(SeveralProblems) as raised:
+        _check(f"agent.tool_catalogue={tools}", rows=rows)
+    catalogue, loop = map(str, raised.value.errors)
+    assert "tools[0].function: the tool file" in catalogue.splitlines()[0]
+    assert "tools[1].function: cannot load the tool from" in catalogue.splitlines()[1]
+    assert "NameError: name 'nothing' is not defined (" in catalogue
+    assert "broken.py:2, in <module>)" in catalogue
+    assert "line 3: agent loop 'tool_agnt' is not registered" in loop
 
 
 def test_a_directory_of_another_run(tmp_path: Path, rows: Path) -> None:
