@@ -5,6 +5,7 @@ import re
 import select
 import signal
 
+import grpc
 import pytest
 
 from treadle.trainer.report import read_status
@@ -30,6 +31,7 @@ def _curve(trainer: Trainer) -> list[tuple[int, float, float]]:
 def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartTrainer) -> None:
     killed = start_trainer(*_SAVED, _ENDLESS, name="killed")
     killed.read_until(" 3/1000")
+    _stranger_is_refused(killed)
     server = os.pidfd_open(killed.pid_of("rollout-0"))
     rank = os.pidfd_open(killed.pid_of("policy-0"))
     killed.process.kill()
@@ -59,6 +61,19 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
     finished = start_trainer(*steps, name="killed")
     assert finished.wait() == 0, finished.output
     assert f"nothing to train: step {step + 2} has been reached" in finished.output
+
+
+def _stranger_is_refused(trainer: Trainer) -> None:
+    """Calls the run's server as any other program of this machine can."""
+    log = (trainer.run_dir / "logs" / "rollout-0.log").read_text(encoding="utf-8")
+    (address,) = re.findall(r"serves at (127\.0\.0\.1:\d+)", log)
+    methods = ("WeightSyncService/BeginUpdate", "ServerService/Pause")
+    with grpc.insecure_channel(address) as channel:
+        for method in methods:
+            call = channel.unary_unary(f"/treadle.rollout.v1.{method}")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=60)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def _await_end(pidfd: int) -> None:

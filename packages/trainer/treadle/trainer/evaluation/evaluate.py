@@ -37,6 +37,7 @@ from treadle.trainer.rollout.loops_from_config import prompt_rules, sampling_par
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_process import check_server_command
+from treadle.trainer.rollout.server_security import with_own_token
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.run_log import run_log, run_tracing
 from treadle.trainer.training_loop.validation import validation_tasks
@@ -124,7 +125,8 @@ async def _start(
     stack: contextlib.AsyncExitStack, config: Config, out: Path, inputs: Inputs
 ) -> ServerPool:
     launcher = await stack.enter_async_context(make_launcher(config, out / "logs"))
-    servers = await stack.enter_async_context(ServerPool(launcher, config))
+    secured = stack.enter_context(with_own_token(config, out))
+    servers = await stack.enter_async_context(ServerPool(launcher, secured))
     await servers.connect(_requirements(config, inputs))
     return servers
 

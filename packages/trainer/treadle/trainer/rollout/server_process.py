@@ -20,6 +20,7 @@ from treadle.trainer.config.schema import Config, FileTransportConfig, RolloutCo
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
 from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.rollout.server_security import needs_own_token
 
 __all__ = ["ask_server_command", "check_server_command", "engine_settings", "server_spec"]
 
@@ -100,6 +101,8 @@ def ask_server_command(config: Config) -> str:
     """
     command = config.rollout.server_command
     wanted = [key for key, _ in _arguments(config, Path("weights"))]
+    if needs_own_token(config):
+        wanted.append("security.token_file")
     shown = shlex.join((*command, "--help"))
     try:
         answer = subprocess.run(

@@ -26,6 +26,11 @@ def _told(config: Config) -> dict[str, str]:
     return dict(zip(args[::2], args[1::2], strict=True))
 
 
+def _all(config: Config) -> list[str]:
+    """What a server of a run is told, with the token that the run makes."""
+    return [*_told(config), "--security.token_file"]
+
+
 def test_a_server_is_told_what_was_set_and_nothing_else() -> None:
     plain = _told(_config())
     assert "--model.tensor_model_parallel_size" not in plain
@@ -66,7 +71,7 @@ def test_an_engine_that_is_nowhere_is_refused_with_the_key_to_set() -> None:
 
 
 def test_a_server_that_answers_for_other_settings_is_refused(tmp_path: Path) -> None:
-    known = [key for key in _told(_config()) if key != "--model.dtype"]
+    known = [key for key in _all(_config()) if key != "--model.dtype"]
     text = f"print({' text '.join([*known, ''])!r})"
     with pytest.raises(ConfigError, match=r"does not know --model\.dtype, which"):
         ask_server_command(_config(server_command=(sys.executable, "-c", text)))
@@ -77,7 +82,7 @@ def test_a_server_that_answers_for_other_settings_is_refused(tmp_path: Path) -> 
 
 
 def test_a_server_that_knows_every_setting_says_so() -> None:
-    known = _told(_config(name="vllm", kv_cache_bytes=1))
+    known = _all(_config(name="vllm", kv_cache_bytes=1))
     command = (sys.executable, "-c", f"print({' text '.join([*known, ''])!r})")
     said = ask_server_command(_config(name="vllm", kv_cache_bytes=1, server_command=command))
     assert said.endswith(f"knows all {len(known)} settings that a server of this run is given")

@@ -24,7 +24,7 @@ from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 from treadle.trainer.weight_sync.publisher import WeightPublisher
@@ -70,16 +70,17 @@ async def build_context(
             metrics_log.append(checkpoint.step, checkpoint.metrics)
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
+        secured = stack.enter_context(with_own_token(config, run_dir))
         policy = _policy(config, launcher, threads=plan.policy_threads)
         publisher = WeightPublisher(
             policy,
             config.sync,
             element_type=config.rollout.dtype,
             directory=weights_directory,
-            security=ServerSecurity.of(config.rollout),
+            security=ServerSecurity.of(secured.rollout),
         )
         servers = ServerPool(
-            launcher, config, publish=publisher.publish, weights_directory=weights_directory
+            launcher, secured, publish=publisher.publish, weights_directory=weights_directory
         )
         with progress.phase("start"):
             await concurrently(stack.enter_async_context(part) for part in (policy, servers))
