@@ -4,6 +4,7 @@ import os
 import re
 import select
 import signal
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -70,7 +71,7 @@ def _stranger_is_refused(trainer: Trainer) -> None:
     methods = ("WeightSyncService/BeginUpdate", "ServerService/Pause")
     with grpc.insecure_channel(address) as channel:
         for method in methods:
-            call = channel.unary_unary(f"/treadle.rollout.v1.{method}")
+            call: Callable[..., object] = channel.unary_unary(f"/treadle.rollout.v1.{method}")
             with pytest.raises(grpc.RpcError) as refused:
                 call(b"", timeout=60)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
