@@ -43,9 +43,10 @@ class Programs:
 
     def command(self, *arguments: str) -> tuple[str, ...]:
         """Returns the command that runs Python with `arguments` in this version's environment."""
-        # Safe path: neither the working directory nor a script's folder is on the path.
+        # Safe path: neither the working directory nor a script's folder is on the path. The options
+        # that this pytest was given are not for that of the conformance kit.
         settings = (f"PYTHONPATH={os.pathsep.join(self.path)}", "PYTHONSAFEPATH=1")
-        return ("env", *settings, sys.executable, *arguments)
+        return ("env", "--unset=PYTEST_ADDOPTS", *settings, sys.executable, *arguments)
 
     @property
     def server(self) -> tuple[str, ...]:
@@ -60,5 +61,7 @@ class Programs:
 
     def sample_on(self, address: str) -> dict[str, Any]:
         """Runs `client_program`; returns what it printed."""
-        printed: dict[str, Any] = json.loads(self.run(client_program.__file__, address))
+        printed: dict[str, Any] = json.loads(
+            self.run(os.path.abspath(client_program.__file__), address)
+        )
         return printed

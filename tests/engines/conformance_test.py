@@ -1,6 +1,7 @@
 """Runs the conformance kit as its users do, against an honest server and against faulty ones."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -41,6 +42,8 @@ def kit(*arguments: str, output: Path) -> tuple[int, dict[str, Any], str]:
     """Runs the kit and returns its exit code, its JSON and its output."""
     done = subprocess.run(
         [*KIT, *arguments, "--json", str(output)],
+        # What a user gives pytest is not for the kit.
+        env={**os.environ, "PYTEST_ADDOPTS": "--color=no"},
         capture_output=True,
         text=True,
         check=False,

@@ -152,8 +152,10 @@ def run(
         *("-o", "python_files=*_checks.py", "-o", "python_classes=Check*"),
         *(() if only is None else ("-k", _expression(only))),
     ]
-    # Other plugins that are installed here may change or slow down the run.
+    # Other plugins that are installed here may change or slow down the run; the options that the
+    # user gives pytest may be unknown to it without them.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)
     ended = pytest.ExitCode(pytest.main(arguments, plugins=[plugin]))
     sys.stderr.write("\n")
     if plugin.broken:
