@@ -3,10 +3,12 @@
 Invariant: the result of a program is a 200 with SandboxFusion's body; 422 is a request that cannot
 be run, 429 one that was not started because the queue is full (with `Retry-After`). A
 client that hangs up ends its program within a second. Bodies are bounded, each (413) and together
-(503 with `Retry-After`). A web page cannot run programs through a browser on this host (403): only
-browsers send `Origin` with a POST.
+(503 with `Retry-After`), in the time they may take to arrive (408), and in the number of their JSON
+values before they are parsed (422): 3 bytes of `[],` become 64 of memory. A web page cannot run
+programs through a browser on this host (403): only browsers send `Origin` with a POST.
 
-Who waits: the handler, for the sandbox or for the client to hang up, whichever comes first. A
+Who waits: the handler, for the body, for its turn with a large one, which a thread decodes one at a
+time, then for the sandbox or for the client to hang up, whichever comes first. A
 client sees a blank, which JSON allows before a value, every `_BEAT_S`: so that a client
 with the usual timeout per byte never takes a long queue for a dead server.
 """
@@ -15,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -46,11 +49,23 @@ from treadle.tools.sandbox.wire import (
 _BEAT_S: Final = 5.0
 _ROOM: Final = 4 << 20  # for code and stdin, beside the files
 _TOGETHER: Final = 8  # of the largest bodies; far more of those that are usual
+_BODY_S: Final = 60.0
+_LARGE: Final = 1 << 16
+_OTHER_VALUES: Final = 64  # beside the names and contents of files
+_STRING_OR_MORE: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)
 
 
 def make_app(sandbox: LocalSandbox) -> Starlette:
     """Returns the application; the sandbox must have been entered."""
     bodies = _Bodies(2 * (sandbox.limits.disk_mib << 20) + _ROOM)
+    most_values = 2 * sandbox.limits.entries + _OTHER_VALUES
+    one_at_a_time = asyncio.Lock()
+
+    async def decode(body: bytearray) -> Program:
+        if len(body) < _LARGE:
+            return _decode(body, most_values)
+        async with one_at_a_time:
+            return await asyncio.to_thread(_decode, body, most_values)
 
     async def run_code(request: Request) -> Response:
         if page := request.headers.get("origin"):
@@ -58,10 +73,13 @@ def make_app(sandbox: LocalSandbox) -> Starlette:
         body = await bodies.read(request)
         size = len(body)
         try:
-            program = decode_request(_json(body))
+            program = await decode(body)
         except InvalidRequestError as error:
             bodies.release(size)
             return _unprocessable(error.field, error.reason)
+        except BaseException:
+            bodies.release(size)
+            raise
         return _Run(sandbox, program, lambda: bodies.release(size))
 
     async def ping(request: Request) -> Response:
@@ -94,30 +112,55 @@ class _Bodies:
         """Returns the body, whose size must be released; a refused client is disconnected."""
         body = bytearray()
         try:
-            async for part in request.stream():
-                body += part
-                self._together += len(part)
-                if len(body) > self._most_each:
-                    why = f"the body has more than {self._most_each} bytes"
-                    raise HTTPException(413, why, {"connection": "close"})
-                if self._together > _TOGETHER * self._most_each:
-                    why = f"requests of {self._together} bytes are under way, which is the limit"
-                    raise HTTPException(503, why, {"connection": "close", "retry-after": "1"})
+            async with asyncio.timeout(_BODY_S):
+                await self._read(request, body)
+        except TimeoutError:
+            self.release(len(body))
+            why = f"the body did not arrive in {_BODY_S:g} s; {len(body)} bytes did"
+            raise HTTPException(408, why, {"connection": "close"}) from None
         except BaseException:
             self.release(len(body))
             raise
         return body
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        async for part in request.stream():
+            body += part
+            self._together += len(part)
+            if len(body) > self._most_each:
+                why = f"the body has more than {self._most_each} bytes"
+                raise HTTPException(413, why, {"connection": "close"})
+            if self._together > _TOGETHER * self._most_each:
+                why = f"requests of {self._together} bytes are under way, which is the limit"
+                raise HTTPException(503, why, {"connection": "close", "retry-after": "1"})
 
     def release(self, size: int) -> None:
         """The program of a body of this size has ended."""
         self._together -= size
 
 
-def _json(body: bytearray) -> Any:
+def _decode(body: bytearray, most_values: int) -> Program:
+    if _has_more_values(body, most_values):
+        raise InvalidRequestError(
+            "body", f"more than {most_values} JSON values, which suffice for all files allowed here"
+        )
     try:
-        return json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("body", f"not JSON: {error}") from None
+    return decode_request(value)
+
+
+def _has_more_values(body: bytearray, most: int) -> bool:
+    """Returns whether a JSON text has more values than that; makes none of them."""
+    if sum(map(body.count, (b"[", b"{", b","))) <= most:  # far faster, and counts those in strings
+        return False
+    found = 0
+    for part in _STRING_OR_MORE.finditer(body):
+        found += body[part.start()] != ord('"')
+        if found > most:
+            return True
+    return False
 
 
 class _Run(Response):

@@ -97,7 +97,8 @@ async def test_the_other_routes(server: httpx.AsyncClient) -> None:
     ("request_body", "why"),
     [
         ("{", "not JSON"),
-        pytest.param("[" * 200_000, "not JSON", id="deep"),
+        pytest.param("[" * 10_000, "not JSON", id="deep"),
+        pytest.param("[" * 200_000, "more than 20064 JSON values", id="deeper"),
         ('{"code": "", "language": "python", "\\ud800": 1}', "unknown; known are code"),
         ('{"code": "", "language": "\\ud800"}', "is not run here"),
         ('{"code": "", "language": "python", "run_timeout": 1%s}' % ("0" * 400), "too large"),
@@ -144,6 +145,54 @@ async def test_a_body_beyond_all_bounds_is_not_read(server: httpx.AsyncClient) -
         answer = await server.post("/run_code", content=endless())
         assert answer.status_code == 413
     assert (await server.get("/v1/ping")).text == "pong"
+
+
+@in_loop
+async def test_a_body_of_millions_of_values_is_not_parsed(user_namespaces: None) -> None:
+    """As lists they would have 130 MiB."""
+    async with (
+        server_process(*PLAIN) as (url, process),
+        httpx.AsyncClient(base_url=url.removesuffix("/run_code"), timeout=60) as client,
+    ):
+        assert (await post(client, "print(1)", stdin="x" * (8 << 20))).status_code == 200
+        before = most_memory_kib(process.pid)
+        answer = await client.post("/run_code", content="[" + "[]," * (2 << 20) + "[]]")
+        assert most_memory_kib(process.pid) - before < 50 << 10
+    assert answer.status_code == 422
+    assert "more than 20064 JSON values" in answer.text
+
+
+def most_memory_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+@in_loop
+async def test_code_and_input_may_look_like_any_number_of_values(
+    server: httpx.AsyncClient,
+) -> None:
+    answer = await post(server, "print(len(input()))", stdin='"[{,\\' * 100_000)
+    assert answer.json()["run_result"]["stdout"] == "500000\n"
+
+
+@in_loop
+async def test_a_body_that_does_not_arrive_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "_BODY_S", 0.05)
+    monkeypatch.setattr(app, "_TOGETHER", 1)
+
+    async def halting() -> AsyncIterator[bytes]:
+        yield b" " * (5 << 20)
+        await asyncio.Event().wait()
+
+    sandbox = LocalSandbox(limits=SandboxLimits(disk_mib=1), warm=0, packages=(), preload=())
+    transport = httpx.ASGITransport(app.make_app(sandbox))
+    async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client:
+        for _ in range(2):  # and what did arrive is not counted any more
+            async with asyncio.timeout(20):
+                answer = await client.post("/run_code", content=halting())
+            assert (answer.status_code, "5242880 bytes did" in answer.text) == (408, True)
 
 
 @in_loop
