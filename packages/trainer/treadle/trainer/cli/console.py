@@ -5,7 +5,7 @@ import datetime
 import sys
 from pathlib import Path
 
-__all__ = ["fail", "new_run_dir", "say"]
+__all__ = ["exit_text", "fail", "new_run_dir", "say"]
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -31,3 +31,12 @@ def new_run_dir(name: str) -> Path:
     """Returns where a run without `run.dir` goes: ./runs/NAME-DATE-TIME."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path.cwd() / "runs" / f"{name}-{stamp}"
+
+
+def exit_text(exit_: SystemExit) -> str:
+    """Returns which code ended the work: in a task of its own, nothing catches an `exit()`."""
+    from treadle.agent_loop import user_place
+
+    place = user_place(exit_)
+    at = "" if place is None else f" at {place}"
+    return f"it was ended by exit({exit_.code!r}){at}: raise an error there instead"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.trainer.cli.console import fail, new_run_dir, say
+from treadle.trainer.cli.console import exit_text, fail, new_run_dir, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 
 if TYPE_CHECKING:
@@ -82,17 +82,19 @@ def main(argv: Sequence[str]) -> int:
     from treadle.agent_loop import SetupError
     from treadle.trainer.checkpoint.run_directory import RunDirectoryError
     from treadle.trainer.config.load import ConfigError
-    from treadle.trainer.data import DataError, read_rows
-    from treadle.trainer.evaluation.evaluate import EvaluationError, evaluate
+    from treadle.trainer.data import DataError
+    from treadle.trainer.evaluation.check import check_evaluation
+    from treadle.trainer.evaluation.evaluate import evaluate
     from treadle.trainer.evaluation.settings import load_settings
     from treadle.trainer.evaluation.source import find_source
     from treadle.trainer.launch.process import ProcessError
     from treadle.trainer.rollout.server_pool import NoServerLeftError
 
     args = _parser().parse_intermixed_args(argv)
+    out = args.out
     try:
         source = find_source(args.source, step=args.step)
-        out = args.out or _new_directory(source)
+        out = out or _new_directory(source)
         settings = load_settings(
             source,
             files=args.config,
@@ -101,12 +103,11 @@ def main(argv: Sequence[str]) -> int:
             samples=args.samples,
             limit=args.limit,
         )
-        for note in settings.notes:
+        for note in (*source.notes, *settings.notes):
             say(f"note: {note}")
-        data = settings.config.data
-        rows = read_rows(data.val_files, limit=data.max_val_rows)
-        results = asyncio.run(until_signal(evaluate(settings.config, source, rows, out)))
-    except (ConfigError, DataError, EvaluationError, RunDirectoryError, SetupError) as error:
+        checked = check_evaluation(settings.config, source, out)
+        results = asyncio.run(until_signal(evaluate(checked)))
+    except (ConfigError, DataError, RunDirectoryError, SetupError) as error:
         return fail(error)
     except (NoServerLeftError, ProcessError) as error:
         return fail(error, status=1)
@@ -117,6 +118,9 @@ def main(argv: Sequence[str]) -> int:
         begun = (out / "trajectories.jsonl").exists()
         say(f"interrupted; finished rows are in {out}" if begun else "interrupted", error=True)
         return 128 + ended.number
+    except SystemExit as exit_:
+        say(f"error: {exit_text(exit_)}", error=True)
+        return 1
     return _show(results, out)
 
 

@@ -41,6 +41,15 @@ def test_wrong_input_is_one_message_and_leaves_nothing_behind(
     assert {path.name for path in Path().rglob("*")} == {"full", "kept"}
 
 
+def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--data=no.jsonl", "--out=full", "reward.name=gsm9k", "rollout.response_length=100000"]
+    assert main(["eval", "demo:calculator", *wrong]) == 2
+    err = capsys.readouterr().err
+    assert "error: 4 problems" in err
+    for said in ("no.jsonl does not exist", "full is not empty", "gsm9k", "context of"):
+        assert said in err
+
+
 @pytest.mark.parametrize("option", ["--limit=0", "--samples=many"])
 def test_numbers_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.trainer.cli.console import fail, new_run_dir, say
+from treadle.trainer.cli.console import exit_text, fail, new_run_dir, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
 from treadle.trainer.demo import DEMO
@@ -165,16 +165,7 @@ def _train(loaded: LoadedConfig) -> int:
         return 128 + ended.number
     except SystemExit as exit_:
         # The status would be the user's, 0 even, though the run has not done what was asked.
-        say(f"error: {_exit_text(exit_)}", error=True)
+        say(f"error: {exit_text(exit_)}", error=True)
         return 1
     print_summary(summary, run_dir)
     return 0
-
-
-def _exit_text(exit_: SystemExit) -> str:
-    """Returns which code ended the run: in a task of its own, nothing catches an `exit()`."""
-    from treadle.agent_loop import user_place
-
-    place = user_place(exit_)
-    at = "" if place is None else f" at {place}"
-    return f"the run was ended by exit({exit_.code!r}){at}: raise an error there instead"

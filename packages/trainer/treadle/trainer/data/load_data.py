@@ -1,7 +1,7 @@
-"""Loads the inputs of a run: rows, tokenizer and reward, checked before the first step.
+"""Loads what a run or an evaluation reads besides its rows: the reward and the tokenizer.
 
-Invariant: training can start with what `prepare` returns. Every fault of the user's files is an
-error here that names file and row. Takes seconds; the caller chooses the thread.
+A fault of the user's files is an error that names the file. Takes seconds; the caller chooses the
+thread.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
 from treadle.trainer.config.schema import Config
-from treadle.trainer.data import Prompt, PromptRules, Row, check_each, make_prompts, read_rows
+from treadle.trainer.data import Prompt, PromptRules, Row, check_each
 from treadle.trainer.own_code import NOTHING, OwnCode
 
 if TYPE_CHECKING:
@@ -21,28 +21,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Inputs",
-    "Rows",
     "check_context",
     "check_ground_truth",
     "load_renderer",
     "load_reward",
-    "prepare",
-    "read_all_rows",
     "read_model_config",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a run; those of an evaluation are in `val`."""
-
-    train: Sequence[Row]
-    val: Sequence[Row]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The user's files, read and checked; `notes` are lines to print at start."""
+    """The user's files, read and checked; `notes` are lines to print at start.
+
+    An evaluation has no training rows.
+    """
 
     renderer: "HfRenderer"
     rules: PromptRules
@@ -50,48 +42,6 @@ class Inputs:
     train: Sequence[Prompt]
     val: Sequence[Prompt]
     notes: tuple[str, ...]
-
-
-def read_all_rows(config: Config) -> Rows:
-    """Returns the training and validation rows.
-
-    Raises:
-        DataError: A file is missing or damaged, or a row lacks a column.
-    """
-    data = config.data
-    val = read_rows(data.val_files, limit=data.max_val_rows) if data.val_files else ()
-    return Rows(read_rows(data.train_files), val)
-
-
-def prepare(config: Config, rows: Rows, rules: PromptRules, own: OwnCode = NOTHING) -> Inputs:
-    """Loads the tokenizer and the reward, and makes a prompt of every row.
-
-    Args:
-        config: The run's configuration; `model.path` is a directory.
-        rows: As `read_all_rows` gives them; a split may be empty.
-        rules: What the rows may ask for.
-        own: The user's objects beside the configuration.
-
-    Raises:
-        SetupError: The model's context is too short, or the tokenizer or the reward cannot be
-            used.
-        DataError: A row cannot be used.
-    """
-    check_context(config)
-    reward = load_reward(config, [*rows.train, *rows.val], own)
-    renderer = load_renderer(config)
-    train, val = (
-        make_prompts(of_split, split=split, rules=rules, renderer=renderer) if of_split else None
-        for split, of_split in (("train", rows.train), ("val", rows.val))
-    )
-    return Inputs(
-        renderer=renderer,
-        rules=rules,
-        reward=reward,
-        train=() if train is None else train.prompts,
-        val=() if val is None else val.prompts,
-        notes=tuple(note for split in (train, val) if split is not None for note in split.notes),
-    )
 
 
 def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> RewardFn:

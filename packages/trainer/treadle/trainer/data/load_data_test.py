@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -6,14 +7,17 @@ import pytest
 from treadle.agent_loop import SetupError
 from treadle.trainer.config.load import load_config
 from treadle.trainer.data import DataError
-from treadle.trainer.data.load_data import Inputs, prepare, read_all_rows
+from treadle.trainer.data.load_data import Inputs
 from treadle.trainer.demo import DEMO
-from treadle.trainer.rollout.loops_from_config import prompt_rules
+from treadle.trainer.preflight import check_run
+
+_TRAINING_ONLY = ("data.val_files=[]", "schedule.val_every=null", "data.prompts_per_step=8")
 
 
-def _prepare(*overrides: str) -> Inputs:
-    config = load_config([DEMO], overrides).config
-    return prepare(config, read_all_rows(config), prompt_rules(config))
+def _prepare(*overrides: str, base: Sequence[str] = _TRAINING_ONLY) -> Inputs:
+    """Returns the inputs of the demo."""
+    config = load_config([DEMO], [*base, *overrides]).config
+    return check_run(config, Path("/nowhere")).inputs
 
 
 def _rows(path: Path, **changes: object) -> str:
@@ -27,7 +31,7 @@ def _rows(path: Path, **changes: object) -> str:
 
 
 def test_the_demo_is_ready_to_run() -> None:
-    inputs = _prepare("data.max_val_rows=5")
+    inputs = _prepare("data.max_val_rows=5", base=())
     assert len(inputs.val) == 5
     assert list(inputs.rules.tools) == ["calculator"]
     assert {prompt.loop for prompt in inputs.train} == {"tool_agent"}
