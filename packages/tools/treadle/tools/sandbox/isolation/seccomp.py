@@ -2,7 +2,7 @@
 
 Invariant: a program under the filter can neither trace nor reach into another process, nor change
 its limits or its share of the processor (process 1's, say), nor mount, make or enter a namespace,
-open a socket other than a Unix one, or take what all users of the host share a count of (inotify,
+open sockets other than Unix ones, or take what all users of the host share a count of (inotify,
 aio). Nor does it get memory that nothing here counts: memfd, System V, message queues, anonymous
 memory that is shared (which outlives its mapping's pages), files' pages held by pipes and sockets
 after the file is gone, larger socket buffers, Landlock rules. Calls newer than the list was
@@ -169,6 +169,7 @@ class _Machine:
     column: int
     clone: int
     socket: int
+    socketpair: int
     setsockopt: int
     ioctl: int
     mmap: int
@@ -181,6 +182,7 @@ _MACHINES: Final[Mapping[str, _Machine]] = MappingProxyType(
             column=0,
             clone=56,
             socket=41,
+            socketpair=53,
             setsockopt=54,
             ioctl=16,
             mmap=9,
@@ -190,6 +192,7 @@ _MACHINES: Final[Mapping[str, _Machine]] = MappingProxyType(
             column=1,
             clone=220,
             socket=198,
+            socketpair=199,
             setsockopt=208,
             ioctl=29,
             mmap=222,
@@ -240,7 +243,8 @@ def compile_filter(machine: str | None = None) -> bytes:
     for number in sorted(denied_calls(machine).values()):
         program += _return_if(_JUMP_EQUAL, number, _REFUSE)
     program += _when_called(about.clone, (0, _none_of_the_bits(_CLONE_NAMESPACES)))
-    program += _when_called(about.socket, (0, _return_unless_equal(_AF_UNIX, _REFUSE)))
+    for number in (about.socket, about.socketpair):
+        program += _when_called(number, (0, _return_unless_equal(_AF_UNIX, _REFUSE)))
     program += _when_called(about.setsockopt, (2, _none_of(_SOCKET_MEMORY)))
     program += _when_called(about.ioctl, (1, _none_of(_TERMINAL_INPUT)))
     flags = (_not_all_of_the_bits(_SHARED_ANONYMOUS), _none_of_the_bits(_HUGE_PAGES))

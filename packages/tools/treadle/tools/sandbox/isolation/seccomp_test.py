@@ -17,6 +17,7 @@ KILL = 0x80000000
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 SOCKET = {"x86_64": 41, "aarch64": 198}
+SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 IOCTL = {"x86_64": 16, "aarch64": 29}
 SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 MMAP = {"x86_64": 9, "aarch64": 222}
@@ -64,9 +65,10 @@ def test_calls_that_depend_on_their_arguments(machine: str) -> None:
     for namespace in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000):
         assert verdict(machine, CLONE[machine], sigchld | namespace) == REFUSE
     assert verdict(machine, CLONE[machine], 0x40000000 | sigchld) == REFUSE  # NEWNET
-    assert verdict(machine, SOCKET[machine], 1) == ALLOW
-    for family in (0, 2, 10, 16, 17, 38, 40):
-        assert verdict(machine, SOCKET[machine], family) == REFUSE
+    for number in (SOCKET[machine], SOCKETPAIR[machine]):
+        assert verdict(machine, number, 1) == ALLOW
+        for family in (0, 2, 10, 16, 17, 30, 38, 40):
+            assert verdict(machine, number, family) == REFUSE
     assert verdict(machine, IOCTL[machine], 0, 0x5413) == ALLOW
     assert verdict(machine, IOCTL[machine], 0, 0x5412) == REFUSE
     # The kernel looks at 32 bits of the request; so must the filter.
