@@ -8,14 +8,17 @@ group can only be closed. Closing ends the processes, which frees every thread.
 """
 
 import asyncio
+import logging
 import pickle
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from treadle.agent_loop.aio import concurrently
 from treadle.trainer.config.policy import PolicyConfig
@@ -31,8 +34,11 @@ from treadle.trainer.policy.commands import (
     OpenRendezvous,
     Stop,
 )
+from treadle.trainer.policy.driver_connection import connect_to_rank
 
 __all__ = ["PolicyError", "PolicyGroup"]
+
+_log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 
@@ -66,6 +72,10 @@ class PolicyGroup:
 
     `async with PolicyGroup(...) as policy: await policy.call(Update(...))`
     """
+
+    _PATIENCE_S: ClassVar[float] = 60.0
+    """How long a command may take before a warning names the ranks that work on it; then twice as
+    long, and so on."""
 
     def __init__(
         self,
@@ -142,9 +152,16 @@ class PolicyGroup:
             )
         )
         host, _, port = (await process.ready(self._start_deadline_s)).rpartition(":")
-        connection = await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: Client((host, int(port)), authkey=self._key)
-        )
+        deadline_s = self._start_deadline_s
+        connect = partial(connect_to_rank, host, int(port), self._key, deadline_s=deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):  # also if the rank stands still meanwhile
+                connection = await asyncio.get_running_loop().run_in_executor(self._pool, connect)
+        except (AuthenticationError, EOFError, OSError) as error:
+            raise PolicyError(
+                f"policy rank {number} at {host}:{port} took no connection within {deadline_s:g} s "
+                f"(launch.start_deadline_s): {type(error).__name__}: {error}"
+            ) from error
         return _Rank(number, process, connection)
 
     async def call(self, command: Command) -> list[Any]:
@@ -172,8 +189,14 @@ class PolicyGroup:
         ]
         self._broken = True  # until every answer has arrived
         pending = set(waits)
+        patience_s = self._PATIENCE_S
         while pending:
-            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            ended, pending = await asyncio.wait(
+                pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not ended:
+                self._tell_of_wait(commands, waits, pending, patience_s)
+                patience_s *= 2
             if any(not isinstance(task.result(), Done) for task in ended):
                 break
         if pending:  # the first failure may only be the loss of the rank that failed
@@ -184,6 +207,27 @@ class PolicyGroup:
             raise await self._explain(answers)
         self._broken = False
         return [answer.value for answer in done]
+
+    def _tell_of_wait(
+        self,
+        commands: Sequence[Command | None],
+        waits: Sequence["asyncio.Future[Any]"],
+        pending: Set["asyncio.Future[Any]"],
+        waited_s: float,
+    ) -> None:
+        """Says which ranks have not answered: one that stands still looks like one at work."""
+        asked = [number for number, command in enumerate(commands) if command is not None]
+        late = [number for number, wait in zip(asked, waits, strict=True) if wait in pending]
+        what = type(commands[late[0]]).__name__
+        names = ", ".join(str(number) for number in late)
+        _log.warning(
+            "no answer to %s for %g s from policy rank %s: it works, or its process stands still "
+            "(see `ps`, and policy-%d.log)",
+            what,
+            waited_s,
+            names,
+            late[0],
+        )
 
     async def _explain(self, answers: Sequence[Done | Failed | _Lost | None]) -> PolicyError:
         """Returns the failure that is not the consequence of another rank's."""

@@ -1,6 +1,7 @@
 """The driver's end against real ranks: real processes, real Megatron on gloo."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -74,6 +75,38 @@ async def _group(
         ) as group,
     ):
         yield group, launcher
+
+
+class _Continue(logging.Handler):
+    """Lets a stopped process go on when a warning comes."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(logging.WARNING)
+        self.pid = pid
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_stands_still_is_named_and_waited_for(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicyGroup, "_PATIENCE_S", 0.05)
+    async with _group(tmp_path, model_path) as (group, launcher):
+        pid = launcher.processes["policy-0"].pid
+        handler = _Continue(pid)
+        logger = logging.getLogger("treadle.trainer.policy.group")
+        logger.addHandler(handler)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert await group.call(Specs())
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            logger.removeHandler(handler)
+    assert "no answer to Specs for 0.05 s from policy rank 0: it works, or its" in handler.said[0]
 
 
 def _sequences() -> tuple[TrainSequence, ...]:

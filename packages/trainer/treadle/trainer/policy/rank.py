@@ -39,6 +39,7 @@ from treadle.trainer.policy.commands import (
     Update,
     WriteFiles,
 )
+from treadle.trainer.policy.driver_connection import accept_driver
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.backend import MegatronPolicy
@@ -229,10 +230,10 @@ def main(argv: Sequence[str]) -> int:
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     watch_parent(args.parent_pid)
-    with Listener((args.host, 0), authkey=read_authkey()) as listener:
+    with Listener((args.host, 0), backlog=64) as listener:
         address: tuple[str, int] = listener.address  # type: ignore[assignment]
         write_ready(args.ready_file, f"{address[0]}:{address[1]}")
-        with listener.accept() as connection:
+        with accept_driver(listener, read_authkey()) as connection:
             return 0 if serve(connection, PolicyRank(args.host)) else 1
 
 
