@@ -3,10 +3,14 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
+import ssl
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -46,15 +50,51 @@ async def rollout_server(started: Process) -> str:
     return ready[1].decode()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Secrets:
+    """Options with which everybody shows a certificate and the server wants a token."""
+
+    server: tuple[str, ...] = ()
+    proxy: tuple[str, ...] = ()
+    trusted: "ssl.SSLContext | bool" = False
+
+
+def secrets_in(folder: Path) -> Secrets:
+    """Makes a certificate and a token; none where there is no openssl."""
+    if shutil.which("openssl") is None:
+        return Secrets()
+    certificate, key, token = (str(folder / name) for name in ("cert.pem", "key.pem", "token"))
+    Path(token).write_text("s3cret")
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 1 "
+        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=60)
+    return Secrets(
+        server=(
+            *("--security.tls_certificate", certificate, "--security.tls_key", key),
+            *("--security.token_file", token),
+        ),
+        proxy=(
+            *("--tls-certificate", certificate, "--tls-key", key, "--replica-tls"),
+            *("--replica-certificates", certificate, "--replica-token-file", token),
+        ),
+        trusted=ssl.create_default_context(cafile=certificate),
+    )
+
+
 @pytest.mark.asyncio
-async def test_an_agent_anywhere_is_captured_through_a_process() -> None:
+async def test_an_agent_anywhere_is_captured_through_a_process(tmp_path: Path) -> None:
+    secrets = secrets_in(tmp_path)
     async with process(
-        *("treadle.rollout_server", "--engine", "fake", "--model.path", str(MODEL))
+        *("treadle.rollout_server", "--engine", "fake", "--model.path", str(MODEL)),
+        *secrets.server,
     ) as server:
         replica = await rollout_server(server)
         async with process(
             *("treadle.agent_loop.proxy", "--replicas", replica, "--tokenizer", str(MODEL)),
             *("--port", "0", "--max-response-tokens", "200", "--max-tokens", "16"),
+            *secrets.proxy,
         ) as proxy:
             assert proxy.stdout is not None
             line = await proxy.stdout.readline()
@@ -65,14 +105,14 @@ async def test_an_agent_anywhere_is_captured_through_a_process() -> None:
             web = httpx.AsyncClient(
                 base_url=said["address"],
                 headers={"authorization": f"Bearer {said['key']}"},
-                verify=False,
+                verify=secrets.trusted,
             )
             async with web:
                 opened = (await web.post("/sessions", json={"task_id": "t", "seed": 1})).json()
                 async with AsyncOpenAI(
                     base_url=opened["base_url"],
                     api_key=opened["api_key"],
-                    http_client=DefaultAsyncHttpxClient(verify=False),
+                    http_client=DefaultAsyncHttpxClient(verify=secrets.trusted),
                 ) as client:
                     answer = await client.chat.completions.create(
                         model="any",

@@ -17,6 +17,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.errors import SetupError
@@ -25,7 +26,7 @@ from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.parsers import PARSER_NAMES, parser_named
 from treadle.agent_loop.proxy.admin import SessionAdmin
 from treadle.agent_loop.proxy.app import make_app
-from treadle.agent_loop.proxy.server import SharedServer
+from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
 from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSessions
 from treadle.agent_loop.types import SamplingParams
 
@@ -35,20 +36,56 @@ _MAX_BODY_BYTES = 64 << 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        tls = _tls(arguments)
+        token, roots = _replica_secrets(arguments)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(_run(arguments))
+        asyncio.run(_run(arguments, tls, token, roots))
     except (ModuleNotFoundError, SetupError, ValueError) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
     return 0
 
 
-async def _run(arguments: argparse.Namespace) -> None:
+def _tls(arguments: argparse.Namespace) -> TlsFiles | None:
+    certificate, key = arguments.tls_certificate, arguments.tls_key
+    if (certificate is None) != (key is None):
+        raise ValueError("--tls-certificate and --tls-key go together: give both or neither")
+    tls = None if certificate is None else TlsFiles(certificate=certificate, key=key)
+    check_exposure(
+        arguments.host,
+        tls=tls,
+        allow="pass --insecure-allow-plaintext-beyond-loopback",
+        allowed=arguments.insecure_allow_plaintext_beyond_loopback,
+    )
+    return tls
+
+
+def _replica_secrets(arguments: argparse.Namespace) -> tuple[str | None, bytes | None]:
+    """Returns the token for the replicas, and the certificates that they are checked with."""
+    token = roots = None
+    if (path := arguments.replica_token_file) is not None:
+        token = path.read_text().strip()
+        if not token:
+            raise ValueError(f"--replica-token-file {path} is empty: write the token to it")
+    if (path := arguments.replica_certificates) is not None:
+        if not arguments.replica_tls:
+            raise ValueError("--replica-certificates is for --replica-tls: give both")
+        roots = path.read_bytes()
+    return token, roots
+
+
+async def _run(
+    arguments: argparse.Namespace, tls: TlsFiles | None, token: str | None, roots: bytes | None
+) -> None:
     # Imported here so that --help needs neither gRPC nor transformers.
     from treadle.agent_loop.hf import HfRenderer
-    from treadle.agent_loop.rpc import Requirements, connect
+    from treadle.agent_loop.rpc import ChannelSecurity, Requirements, connect
 
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -58,7 +95,8 @@ async def _run(arguments: argparse.Namespace) -> None:
     needs = Requirements(tokenizer_sha256=renderer.tokenizer_sha256, vocab_size=renderer.vocab_size)
     given = os.environ.get("TREADLE_PROXY_KEY")
     key = given or secrets.token_urlsafe(24)
-    async with connect(arguments.replicas, requirements=needs) as generator:
+    security = ChannelSecurity(tls=arguments.replica_tls, root_certificates=roots, token=token)
+    async with connect(arguments.replicas, requirements=needs, security=security) as generator:
         services = Services(
             generator=generator,
             renderer=renderer,
@@ -86,7 +124,8 @@ async def _run(arguments: argparse.Namespace) -> None:
         app = make_app(
             sessions, model=arguments.model, max_body_bytes=_MAX_BODY_BYTES, more=admin.routes
         )
-        async with SharedServer(app, host=arguments.host, port=arguments.port) as address:
+        server = SharedServer(app, host=arguments.host, port=arguments.port, tls=tls)
+        async with server as address:
             said = {"address": address} | ({} if given else {"key": key})
             sys.stdout.write(json.dumps(said) + "\n")
             sys.stdout.flush()
@@ -106,6 +145,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--parser", choices=PARSER_NAMES, help="of calls and reasoning; default: the template's")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="0 picks a free port")
+    add("--tls-certificate", type=Path, metavar="FILE", help="PEM chain, to serve HTTPS")
+    add("--tls-key", type=Path, metavar="FILE", help="PEM private key")
+    add(
+        "--insecure-allow-plaintext-beyond-loopback",
+        action="store_true",
+        help="listen beyond loopback without TLS; anyone on the way can read the keys",
+    )
+    add("--replica-tls", action="store_true", help="the rollout servers speak TLS")
+    add(
+        "--replica-certificates",
+        type=Path,
+        metavar="FILE",
+        help="PEM certificates that the rollout servers' are checked with; default: the system's",
+    )
+    add("--replica-token-file", type=Path, metavar="FILE", help="token of the rollout servers")
     add("--model", default="policy", help="model name that agents see")
     add("--max-response-tokens", type=int, default=8192, help="of a sample, after its prompt")
     add(

@@ -31,7 +31,7 @@ from treadle.agent_loop.errors import boundary
 from treadle.agent_loop.loops.loop import Score, Services
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
 from treadle.agent_loop.proxy.app import make_app
-from treadle.agent_loop.proxy.server import SharedServer
+from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
 from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSession, EndpointSessions
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
@@ -71,9 +71,13 @@ class ProxyAgentLoop:
         port: 0 picks a free port.
         max_session_requests: Maximum number of in-flight requests per agent; others get 429.
         max_requests: Maximum number of in-flight requests of all agents.
+        tls: Certificate and key to serve HTTPS with; agents must trust the certificate.
+        insecure_allow_plaintext_beyond_loopback: Listen beyond loopback without TLS. Anyone on
+            the way can then read the sessions' keys.
 
     Raises:
-        ValueError: A bound is below 1, or `host` is an address that agents cannot use.
+        ValueError: A bound is below 1, or `host` is an address that agents cannot use, or one
+            beyond loopback without TLS.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class ProxyAgentLoop:
         port: int = 0,
         max_session_requests: int = 16,
         max_requests: int = 1024,
+        tls: TlsFiles | None = None,
+        insecure_allow_plaintext_beyond_loopback: bool = False,
     ) -> None:
         if min(max_session_requests, max_requests) < 1:
             raise ValueError(
@@ -99,6 +105,13 @@ class ProxyAgentLoop:
                 f"host is {host!r}, all addresses of this machine: told_host must say which of its "
                 "names or addresses the agents are told"
             )
+        check_exposure(
+            host,
+            tls=tls,
+            allow="pass insecure_allow_plaintext_beyond_loopback=True",
+            allowed=insecure_allow_plaintext_beyond_loopback,
+        )
+        self._tls = tls
         self._agent = agent if callable(agent) else CommandAgent(agent)
         self._on_crash = OnCrash(on_crash)
         self._sampling = AgentSampling(sampling)
@@ -144,7 +157,13 @@ class ProxyAgentLoop:
         if loop not in self._endpoints:
             sessions = EndpointSessions(max_in_flight=self._max_requests)
             app = make_app(sessions, model=self._model, max_body_bytes=_MAX_BODY_BYTES)
-            server = SharedServer(app, host=self._host, told_host=self._told_host, port=self._port)
+            server = SharedServer(
+                app,
+                host=self._host,
+                told_host=self._told_host,
+                port=self._port,
+                tls=self._tls,
+            )
             self._endpoints[loop] = _Endpoint(sessions=sessions, server=server)
         return self._endpoints[loop]
 

@@ -3,6 +3,9 @@
 import asyncio
 import os
 import select
+import shutil
+import ssl
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +39,7 @@ from treadle.agent_loop.proxy import (
     CommandAgent,
     OnCrash,
     ProxyAgentLoop,
+    TlsFiles,
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 
@@ -345,9 +349,53 @@ async def test_15b_agents_are_told_an_address_that_they_can_reach() -> None:
         addresses.append(session.base_url)
         await ask(session, "u")
 
-    loop = ProxyAgentLoop(agent, host="0.0.0.0", told_host="localhost")
+    loop = ProxyAgentLoop(
+        agent,
+        host="0.0.0.0",
+        told_host="localhost",
+        insecure_allow_plaintext_beyond_loopback=True,
+    )
     await loop.run(TASK, services(ScriptedGenerator(["one"])))
     assert addresses[0].startswith("http://localhost:")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gpu7", "127.0.0.1.example.org"])
+def test_15c_beyond_loopback_plain_text_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match=r"is reachable from other machines.*in plain text"):
+        ProxyAgentLoop(["true"], host=host, told_host="localhost")
+
+
+def self_signed(folder: Path) -> TlsFiles:
+    tls = TlsFiles(certificate=folder / "certificate.pem", key=folder / "key.pem")
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {tls.key} -out {tls.certificate} "
+        "-days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=60)
+    return tls
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+async def test_15d_with_a_certificate_the_endpoint_speaks_https(tmp_path: Path) -> None:
+    tls = self_signed(tmp_path)
+    trusted = ssl.create_default_context(cafile=str(tls.certificate))
+
+    async def agent(session: AgentSession) -> None:
+        assert session.base_url.startswith("https://localhost:")
+        async with httpx.AsyncClient(verify=trusted) as web:
+            answer = await web.post(
+                f"{session.base_url}/chat/completions",
+                json={"messages": [{"role": "user", "content": "u"}]},
+                headers={"authorization": f"Bearer {session.api_key}"},
+            )
+        assert answer.status_code == 200, answer.text
+
+    loop = ProxyAgentLoop(agent, host="0.0.0.0", told_host="localhost", tls=tls)
+    await loop.run(TASK, services(ScriptedGenerator(["one"])))
+    with pytest.raises(SetupError, match=r"cannot serve with .*none\.pem"):
+        none = TlsFiles(certificate=tmp_path / "none.pem", key=tls.key)
+        await ProxyAgentLoop(agent, tls=none).run(TASK, services(ScriptedGenerator([])))
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import uvicorn
@@ -17,6 +19,7 @@ from starlette.applications import Starlette
 
 from treadle.agent_loop.aio import run_shielded
 from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.loopback import is_loopback
 
 _GRACE_S = 1  # for in-flight answers; uvicorn requires an integer
 _STOP_S = 10.0
@@ -37,6 +40,19 @@ class _Server(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """What a server shows of itself.
+
+    Attributes:
+        certificate: PEM certificate chain.
+        key: PEM private key.
+    """
+
+    certificate: Path
+    key: Path
+
+
 class SharedServer:
     """An HTTP server that runs while it has users.
 
@@ -45,18 +61,26 @@ class SharedServer:
         host: Address to listen on.
         told_host: Host in the address that users get. None means `host`.
         port: 0 picks a free port.
+        tls: Serves HTTPS with these; None means plain HTTP.
 
         async with shared as address:
             ...
     """
 
     def __init__(
-        self, app: Starlette, *, host: str, port: int, told_host: str | None = None
+        self,
+        app: Starlette,
+        *,
+        host: str,
+        port: int,
+        told_host: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._app = app
         self._host = host
         self._told_host = host if told_host is None else told_host
         self._port = port
+        self._tls = tls
         self._lock = asyncio.Lock()
         self._users = 0
         self._address = ""
@@ -64,10 +88,11 @@ class SharedServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> str:
-        """Starts the server if it is not running; returns its address as http://host:port.
+        """Starts the server if it is not running; returns its address as http(s)://host:port.
 
         Raises:
-            SetupError: The address is taken or does not belong to this machine.
+            SetupError: The address is taken or does not belong to this machine, or the
+                certificate and the key cannot be used.
         """
         async with self._lock:
             if not self._users:
@@ -84,7 +109,6 @@ class SharedServer:
         await run_shielded(self._leave(), timeout_s=_STOP_S)
 
     def _start(self) -> None:
-        listener = _listen(self._host, self._port)
         config = uvicorn.Config(
             self._app,
             log_config=None,
@@ -94,11 +118,19 @@ class SharedServer:
             timeout_graceful_shutdown=_GRACE_S,
             server_header=False,
             date_header=False,
+            ssl_certfile=None if self._tls is None else self._tls.certificate,
+            ssl_keyfile=None if self._tls is None else self._tls.key,
         )
+        try:
+            config.load()  # Here, because a server that fails to load ends its process.
+        except OSError as error:  # An ssl.SSLError is one.
+            raise SetupError(f"cannot serve with {self._tls}: {error}") from error
+        listener = _listen(self._host, self._port)
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host = f"[{self._told_host}]" if ":" in self._told_host else self._told_host
-        self._address = f"http://{host}:{listener.getsockname()[1]}"
+        scheme = "http" if self._tls is None else "https"
+        self._address = f"{scheme}://{host}:{listener.getsockname()[1]}"
 
     async def _leave(self) -> None:
         async with self._lock:
@@ -108,6 +140,26 @@ class SharedServer:
             assert self._server is not None and self._serving is not None
             self._server.stop.set()
             await self._serving
+
+
+def check_exposure(host: str, *, tls: TlsFiles | None, allow: str, allowed: bool) -> None:
+    """Refuses plain text beyond loopback, where every session's key could be read on the way.
+
+    Args:
+        host: Address to listen on.
+        tls: What the server serves with.
+        allow: How the caller's user allows it.
+        allowed: Whether the user did.
+
+    Raises:
+        ValueError: The host is reachable from other machines, and neither is given.
+    """
+    if tls is None and not allowed and not is_loopback(host):
+        raise ValueError(
+            f"host {host!r} is reachable from other machines, and the keys of all sessions would "
+            f"travel there in plain text: set the TLS certificate and key, listen on 127.0.0.1, or "
+            f"{allow} on a network where you trust every machine"
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

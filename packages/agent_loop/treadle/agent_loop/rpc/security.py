@@ -3,13 +3,13 @@
 Invariant: a bearer token never leaves the machine in plain text.
 """
 
-import ipaddress
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
 from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.loopback import is_loopback
 
 CHANNEL_OPTIONS = (
     # `retry` implements retries and waits; gRPC's own would multiply them.
@@ -85,10 +85,4 @@ class ChannelSecurity:
 def _is_loopback(address: str) -> bool:
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(address.rpartition(":")[0])

@@ -11,7 +11,6 @@ The main task waits for SIGTERM or SIGINT.
 
 import argparse
 import asyncio
-import ipaddress
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.loopback import is_loopback
 from treadle.agent_loop.routing.placement import HashedSession, StickySession
 from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
 
@@ -145,20 +145,13 @@ def _check_exposure(arguments: argparse.Namespace) -> None:
         for name in ("tls_certificate", "tls_key", "token_file")
         if getattr(arguments, name) is None
     ]
-    exposed = not arguments.insecure_allow_plaintext_beyond_loopback and not _is_loopback(host)
+    exposed = not arguments.insecure_allow_plaintext_beyond_loopback and not is_loopback(host)
     if missing and exposed:
         raise ValueError(
             f"--address {arguments.address} is reachable from other machines and "
             f"{', '.join(missing)} is not set: set it, listen on 127.0.0.1, or pass "
             "--insecure_allow_plaintext_beyond_loopback"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _run(config: RouterConfig, ready_file: Path | None) -> None:
