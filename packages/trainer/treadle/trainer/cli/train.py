@@ -112,11 +112,13 @@ def _run(args: argparse.Namespace) -> int:
 def _dry_run(loaded: LoadedConfig) -> int:
     from treadle.trainer.preflight import check_run
 
-    sys.dont_write_bytecode = True  # beside the user's reward.py
+    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # beside the user's reward.py
     try:
         run = check_run(loaded.config, _run_dir(loaded), keep_torch_out=True)
     except _user_errors() as error:
         return fail(error)
+    finally:
+        sys.dont_write_bytecode = wrote
     for note in run.inputs.notes:
         say(note)
     say(run.plan.text())
