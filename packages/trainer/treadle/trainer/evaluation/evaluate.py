@@ -31,6 +31,7 @@ from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_security import with_own_token
+from treadle.trainer.training_loop.context import Timer
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.run_log import run_log, run_tracing
 from treadle.trainer.training_loop.validation import validation_tasks
@@ -64,12 +65,14 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
         for line in _plan(checked, servers):
             progress.note(line)
         step = source.step if source.step is not None else _weight_version(servers)
-        trajectories = await _sample(checked, servers, progress, step=step)
+        timer = Timer()
+        with timer.phase("validate"):
+            trajectories = await _sample(checked, servers, progress, step=step)
         results = make_results(
             config, source, trajectories, servers=servers.generator.servers, began=began
         )
         with MetricsLog(out / "metrics.jsonl") as log:
-            log.append(step, validation_metrics(trajectories))
+            log.append(step, {**validation_metrics(trajectories), **timer.seconds})
         write_json(out / RESULTS, results.record)
     return results
 
