@@ -61,7 +61,8 @@ class Program:
         memory_limit_mib: For it and its processes together. None: the sandbox's own limit.
         stdin: What it reads. None: nothing.
         files: Relative path to content; there before it begins.
-        fetch_files: Relative paths to give back after it ended; missing ones are left out.
+        fetch_files: Paths to give back after it ended, relative to the work directory or absolute
+            in the sandbox; missing ones are left out.
     """
 
     code: str

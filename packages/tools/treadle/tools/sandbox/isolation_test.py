@@ -256,6 +256,35 @@ async def test_links_lead_nowhere(sandbox: LocalSandbox, tmp_path: Path) -> None
     assert execution.files == {"huge": b"", "fine": b"y"}  # it could not be made huge
 
 
+async def test_absolute_paths_to_fetch_are_the_sandboxs(
+    sandbox: LocalSandbox, tmp_path: Path
+) -> None:
+    """And show nothing that the program could not read: process 1, which fetches, can more."""
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    secret.chmod(0o644)
+    execution = await run(
+        sandbox,
+        "import os\n"
+        "open('/tmp/fine', 'w').write('y')\n"
+        "os.symlink('/proc/self/environ', '/tmp/a')\n"
+        "os.symlink('/proc/1/cmdline', '/tmp/b')\n",
+        fetch_files=(
+            "/tmp/fine",
+            "/tmp/a",
+            "/tmp/b",
+            "/proc/1/environ",
+            "/proc/self/maps",
+            "/proc/self/fd/0",
+            "/dev/random",
+            "/tmp",
+            "/no/such",
+            str(secret),
+        ),
+    )
+    assert execution.files == {"/tmp/fine": b"y"}
+
+
 async def test_a_path_of_the_host_is_one_in_the_sandbox(
     sandbox: LocalSandbox, tmp_path: Path
 ) -> None:

@@ -306,10 +306,16 @@ class LocalSandbox:
                     f"{len(names)} files are more than the {limits.entries} that this sandbox "
                     "allows; give fewer, or start it with more"
                 )
-        for name in (*program.files, *program.fetch_files):
+        for name in program.files:
             if not _leads_inside(name):
                 raise UnsupportedProgramError(
                     f"the file name {name!r} must be relative and lead into the work directory"
+                )
+        for name in program.fetch_files:
+            if not _leads_inside(name.lstrip("/")):
+                raise UnsupportedProgramError(
+                    f"the name {name!r} of a file to fetch must be that of a file in the work "
+                    "directory or, absolute, in the sandbox, without '..'"
                 )
         if SCRIPTS[program.language] in map(os.path.normpath, program.files):
             raise UnsupportedProgramError(

@@ -240,10 +240,15 @@ def _proportional_bytes(task: str, private: int) -> int:
 
 
 def _fetch(names: tuple[str, ...], budget: int) -> Iterator[tuple[str, bytes]]:
-    """Regular files below the work directory, as long as they fit; nobody can change them now."""
+    """Regular files, as long as they fit; nobody can change them now.
+
+    A relative name is one below the work directory; an absolute one may be anything that the
+    program could read, which what `/proc` says of this process is not.
+    """
+    proc = os.stat("/proc").st_dev
     for name in names:
-        path = os.path.join(_WORK, name)
-        if not os.path.realpath(path).startswith(_WORK + "/"):
+        path = os.path.realpath(os.path.join(_WORK, name))
+        if not (os.path.isabs(name) or path.startswith(_WORK + "/")):
             continue
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -251,7 +256,8 @@ def _fetch(names: tuple[str, ...], budget: int) -> Iterator[tuple[str, bytes]]:
             continue
         with open(descriptor, "rb") as file:
             about = os.fstat(descriptor)
-            if stat.S_ISREG(about.st_mode) and about.st_size <= budget:
+            readable = stat.S_ISREG(about.st_mode) and about.st_dev != proc
+            if readable and about.st_size <= budget:
                 budget -= about.st_size
                 yield name, file.read()
 
