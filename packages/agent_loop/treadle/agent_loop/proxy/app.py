@@ -57,6 +57,8 @@ def make_app(
         exception_handlers={
             ApiError: _answer_error,
             HTTPException: _answer_unknown,
+            # By name: what the handler of `Exception` answers is raised and logged again.
+            ClientDisconnect: _answer_gone,
             Exception: _answer_bug,
         },
     )
@@ -73,10 +75,12 @@ class _Endpoint:
 
     async def complete(self, request: Request) -> Response:
         session = self._session(request)
-        with session.slot(), self._sessions.slot():
-            body = read_body(request, max_bytes=self._max_body_bytes)
-            asked = read_request(await session.while_open(body))
-            turn = await session.complete(asked, gone=lambda: _disconnected(request))
+        with session.slot():
+            body = await session.while_open(read_body(request, max_bytes=self._max_body_bytes))
+            # Only now: agents that send slowly take no place of the others.
+            with self._sessions.slot():
+                asked = read_request(body)
+                turn = await session.complete(asked, gone=lambda: _disconnected(request))
         if turn is None:
             return Response(status_code=_CLIENT_GONE)
         answer = ChatAnswer(
@@ -140,9 +144,11 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
     return JSONResponse(unknown.body, status_code=error.status_code, headers=error.headers)
 
 
+async def _answer_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_GONE)
     _logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     bug = ApiError(
         f"internal error: {type(error).__name__}; see the log of the endpoint",
