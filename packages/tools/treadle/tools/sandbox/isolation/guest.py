@@ -23,7 +23,6 @@ import builtins
 import ctypes
 import gc
 import io
-import itertools
 import marshal
 import os
 import resource
@@ -188,13 +187,12 @@ def _excess(job: dict[str, Any]) -> str | None:
     if entries > job["max_entries"]:
         return "entries"
     pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    private = dict(map(_private_bytes, pids))
-    if used + sum(private.values()) <= job["memory_bytes"]:
+    seen = {pid: _private_bytes(pid) for pid in pids}
+    if used + sum(private for _, private in seen.values()) <= job["memory_bytes"]:
         return None
     # Pages shared since a fork count once in this, which is slower to read.
-    if used + sum(itertools.starmap(_proportional_bytes, private.items())) <= job["memory_bytes"]:
-        return None
-    return "memory"
+    proportional = sum(_proportional_bytes(pid, task) for pid, (task, _) in seen.items())
+    return "memory" if used + proportional > job["memory_bytes"] else None
 
 
 def _private_bytes(pid: str) -> tuple[str, int]:
@@ -228,7 +226,7 @@ def _pages(task: str) -> tuple[int, int, int]:
     return int(size), int(resident), int(shared)
 
 
-def _proportional_bytes(task: str, private: int) -> int:
+def _proportional_bytes(pid: str, task: str) -> int:
     try:
         with open(f"/proc/{task}/smaps_rollup") as file:
             for line in file:
@@ -236,7 +234,7 @@ def _proportional_bytes(task: str, private: int) -> int:
                     return int(line.split()[1]) * 1024
     except OSError:  # ended, or hides its memory map: then it counts in full
         pass
-    return private
+    return _private_bytes(pid)[1]
 
 
 def _fetch(names: tuple[str, ...], budget: int) -> Iterator[tuple[str, bytes]]:
