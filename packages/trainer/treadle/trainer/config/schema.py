@@ -252,6 +252,9 @@ class RolloutConfig(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum number of restarts per run of servers that died. After that the run continues with
     the remaining replicas, and fails when none remains."""
+    unresponsive_s: Seconds = 60.0
+    """If no server answers, the run waits this long for one; then they count as dead, are ended and
+    started again."""
     val: ValidationSamplingConfig = ValidationSamplingConfig()
     """Sampling settings of validation."""
 

@@ -16,7 +16,7 @@ left, and for all where servers lend their memory, since a start during a loan w
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -29,7 +29,7 @@ from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError
 from treadle.trainer.rollout.server_process import server_spec
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.client import WeightSyncClient
+from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.publisher import PublishReport
 
@@ -81,6 +81,7 @@ class ServerPool:
 
     _EXIT_GRACE_S: ClassVar[float] = 1.0
     """How long after its connections break a process may take to end."""
+    _ASK_AGAIN_S: ClassVar[float] = 1.0
 
     def __init__(
         self,
@@ -193,44 +194,76 @@ class ServerPool:
         """Removes dead servers, and lets in restarted ones with the present weights.
 
         Returns:
-            Whether a server died or was restarted.
+            Whether a server died, was waited for or was restarted.
 
         Raises:
             NoServerLeftError: no server is left.
             WeightSyncError: no restarted server took the weights, and no other is left.
             SetupError: a restarted server does not fit.
         """
-        died = await self.check_health()
+        disturbed = await self.check_health()
         restarted = await self.restart()
         if restarted:
             await self.resync(restarted)
-        return bool(died or restarted)
+        return disturbed or bool(restarted)
 
-    async def check_health(self, *, after_failure: bool = False) -> Sequence[str]:
+    async def check_health(self, *, after_failure: bool = False) -> bool:
         """Removes the servers whose process ended or whose engine failed.
+
+        If no server answers, it waits until one does. Those that gave no answer for
+        `rollout.unresponsive_s` are dead, and are removed.
 
         Args:
             after_failure: A call to a server has just failed. Its connection breaks a moment
                 before its process ends, so the processes get that moment.
 
         Returns:
-            One sentence per removed server.
+            Whether a server was removed or waited for, so that calls that failed may succeed now.
         """
         if after_failure and self._rotation:
             ends = [server.ended for server in self.live]
             await asyncio.wait(ends, timeout=self._EXIT_GRACE_S)
-        removed = []
-        for server in self.live:
+        before = len(self._rotation)
+        waits = bool(self._rotation) and await self._remove_dead() == self._rotation.keys()
+        if waits and self._rotation:
+            await self._wait_for_answer()
+        return waits or len(self._rotation) < before
+
+    async def _remove_dead(self) -> Set[str]:
+        """Removes servers that ended or lost their engine; returns which others are silent."""
+        servers = self.live
+        states = await concurrently(server.client.state() for server in servers)
+        silent = set()
+        for server, state in zip(servers, states, strict=True):
             if server.ended.done():
-                end = describe_exit(server.ended.result())
-            elif await server.client.engine_failed():
-                end = "lost its engine"
-            else:
-                continue
-            tail = await server.process.log_tail(10)
-            removed.append(f"{server.name} ({server.address}) {end}")
-            await self.remove(server.name, f"{removed[-1]}; its log ends with:\n{tail}")
-        return removed
+                await self._bury(server, describe_exit(server.ended.result()))
+            elif state is ServerState.FAILED:
+                await self._bury(server, "lost its engine")
+            elif state is ServerState.SILENT:
+                silent.add(server.name)
+        return silent
+
+    async def _wait_for_answer(self) -> None:
+        """Waits until a server answers; removes all that gave no answer for too long."""
+        limit_s = self._config.rollout.unresponsive_s
+        _log.warning("no rollout server answers; waiting up to %g s for one", limit_s)
+        clock = asyncio.get_running_loop().time
+        end = clock() + limit_s
+        while self._rotation:
+            ends = [server.ended for server in self.live]
+            await asyncio.wait(ends, timeout=self._ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if await self._remove_dead() != self._rotation.keys():
+                _log.warning("a rollout server answers again")
+                return
+            if clock() >= end:
+                for server in self.live:
+                    cause = f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
+                    await self._bury(server, cause)
+
+    async def _bury(self, server: Server, end: str) -> None:
+        tail = await server.process.log_tail(10)
+        text = f"{server.name} ({server.address}) {end}; its log ends with:\n{tail}"
+        await self.remove(server.name, text)
 
     async def remove(self, name: str, cause: str) -> None:
         """Takes a server out of the rotation and ends its process. Idempotent."""
@@ -313,8 +346,8 @@ class ServerPool:
             try:
                 report = await self._publisher(version, self.clients)
             except WeightSyncError as error:
-                await self.check_health(after_failure=True)
-                if error.outcome is Outcome.FATAL or self._rotation:
+                disturbed = await self.check_health(after_failure=True)
+                if error.outcome is Outcome.FATAL or (self._rotation and not disturbed):
                     raise
         if report.failed:
             await self.check_health(after_failure=True)  # the end of a process is the better cause

@@ -16,6 +16,7 @@ from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.rollout.server_pool import NoServerLeftError, ServerPool, required_capabilities
+from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
 
@@ -82,8 +83,27 @@ class _Publisher:
         return SimpleNamespace(failed=failed)
 
 
+class _Client(WeightSyncClient):
+    """Of a server that answers as a test says; at first, that it serves."""
+
+    def __init__(self, states: list[ServerState], name: str, address: str) -> None:
+        super().__init__(name, address, control_deadline_s=1, commit_deadline_s=1)
+        self._states = states
+
+    async def state(self) -> ServerState:
+        return self._states.pop(0) if self._states else ServerState.SERVES
+
+
 class _Pool(ServerPool):
     _EXIT_GRACE_S = 0.01
+    _ASK_AGAIN_S = 0.001
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.states: dict[str, list[ServerState]] = {}
+
+    def _open_client(self, name: str, address: str) -> WeightSyncClient:
+        return _Client(self.states.setdefault(address, []), name, address)
 
     async def die(self, name: str, status: int = -9) -> None:
         """Ends the process of a server; nobody has noticed yet."""
@@ -109,12 +129,15 @@ def _pool(launcher: _Launcher, publisher: _Publisher | None = None, **rollout: A
 
 
 @pytest.mark.asyncio
-async def test_the_others_go_on_while_a_server_starts_again() -> None:
+async def test_the_others_go_on_while_a_server_starts_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     launcher = _Launcher()
     async with _pool(launcher) as pool:
         await pool.die("rollout-0")
         launcher.may_serve.clear()
-        assert "was ended by SIGKILL" in (await pool.check_health())[0]
+        assert await pool.check_health()
+        assert "was ended by SIGKILL" in caplog.text
         assert await pool.restart() == []
         assert pool.names == ["rollout-1"]
         launcher.may_serve.set()
@@ -136,6 +159,66 @@ async def test_a_run_that_cannot_go_on_waits_for_the_start(rollout: dict[str, An
         await pool.check_health()
         assert await pool.restart() == ["rollout-0"]
         assert pool.names == before
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_loses_its_engine_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+    async with _pool(_Launcher()) as pool:
+        pool.states["127.0.0.1:2"].append(ServerState.FAILED)
+        assert await pool.check_health()
+        assert pool.names == ["rollout-0"]
+    assert "rollout-1 (127.0.0.1:2) lost its engine" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_the_only_server_is_waited_for_when_it_stands_still(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with _pool(_Launcher(), num_replicas=1) as pool:
+        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 3
+        # What failed meanwhile is worth another attempt.
+        assert await pool.ensure_healthy()
+        assert pool.names == ["rollout-0"]
+        assert not await pool.ensure_healthy()
+    assert "no rollout server answers; waiting up to 60 s" in caplog.text
+    assert "a rollout server answers again" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_never_answers_is_dead_and_starts_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launcher = _Launcher()
+    async with _pool(launcher, num_replicas=1, unresponsive_s=0.01) as pool:
+        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 1000
+        assert await pool.ensure_healthy()
+        assert launcher.processes["rollout-0"].stopped
+        assert [server.address for server in pool.live] == ["127.0.0.1:2"]
+    assert "rollout-0 (127.0.0.1:1) gave no answer for 0.01 s" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_nobody_is_waited_for_while_another_server_answers() -> None:
+    async with _pool(_Launcher(), unresponsive_s=1000) as pool:
+        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 1000
+        assert not await pool.ensure_healthy()
+        assert pool.names == ["rollout-0", "rollout-1"]
+
+
+@pytest.mark.asyncio
+async def test_weights_are_published_again_to_a_server_that_was_waited_for() -> None:
+    publisher = _Publisher(refusing=("rollout-0",))
+    async with _pool(_Launcher(), publisher, num_replicas=1) as pool:
+
+        def freeze() -> None:
+            if len(publisher.published) == 0:
+                pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 2
+            else:
+                publisher.refusing = ()
+
+        publisher.before = freeze
+        await pool.sync_weights(1)
+        assert publisher.published == [(1, ["rollout-0"])] * 2
 
 
 @pytest.mark.asyncio
