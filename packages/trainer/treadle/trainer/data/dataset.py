@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.trainer.data.errors import DataError, nearest
+from treadle.trainer.data.row_problems import RowProblems
 from treadle.trainer.hub import HubError, download_data, is_data_uri
+from treadle.trainer.problems import Problems
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 
@@ -51,30 +53,46 @@ def read_rows(
     Raises:
         DataError: A file is missing, damaged, empty or of another type, or a row lacks a column or
             has a value of the wrong shape. The message names file, line and column.
+        SeveralProblems: More than one of these.
     """
     rows: list[Row] = []
-    for path in _local(paths):
-        before = len(rows)
-        for place, columns in _read(path):
-            _check(place, columns, required)
-            rows.append(Row(index=len(rows), place=place, columns=columns))
-            if len(rows) == limit:
-                return tuple(rows)
-        if len(rows) == before:
-            raise DataError(f"{path} has no rows")
+    problems, of_rows = Problems(DataError), RowProblems("rows")
+    for path in paths:
+        with problems.collected():
+            for file in _local(path):
+                with problems.collected():
+                    _append(rows, file, required, limit, of_rows)
+    with problems.collected():
+        of_rows.raise_if_any()
+    problems.raise_if_any()
     return tuple(rows)
 
 
-def _local(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yields the files, those on the Hub from its cache."""
-    for path in paths:
-        if is_data_uri(path):
-            try:
-                yield from download_data(path)
-            except HubError as error:
-                raise DataError(str(error)) from None
-        else:
-            yield path
+def _append(
+    rows: list[Row], file: Path, required: Sequence[str], limit: int | None, found: RowProblems
+) -> None:
+    """Appends the rows of one file, and to `found` what is wrong with them."""
+    before = len(rows)
+    if before == limit:
+        return
+    for place, columns in _read(file):
+        for problem in _problems_of(columns, required):
+            found.add(place, problem)
+        rows.append(Row(index=len(rows), place=place, columns=columns))
+        if len(rows) == limit:
+            return
+    if len(rows) == before:
+        raise DataError(f"{file} has no rows")
+
+
+def _local(path: Path) -> Sequence[Path]:
+    """Returns the file, or the files on the Hub from its cache."""
+    if not is_data_uri(path):
+        return (path,)
+    try:
+        return download_data(path)
+    except HubError as error:
+        raise DataError(str(error)) from None
 
 
 def _read(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -129,39 +147,38 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
 
 
-def _check(place: str, columns: Mapping[str, object], required: Sequence[str]) -> None:
-    for column in required:
-        if columns.get(column) is None:
-            what = "is null" if column in columns else "is missing"
-            present = ", ".join(columns) or "none"
-            raise DataError(
-                f"{place}: the column {column!r} {what}{nearest(column, columns)}; "
-                f"columns present: {present}"
-            )
+def _problems_of(columns: Mapping[str, object], required: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with the columns of one row."""
+    if missing := [column for column in required if columns.get(column) is None]:
+        column, *others = missing
+        what = "is null" if column in columns else "is missing"
+        also = f", also {', '.join(map(repr, others))}" if others else ""
+        yield (
+            f"the column {column!r} {what}{nearest(column, columns)}{also}; "
+            f"columns present: {', '.join(columns) or 'none'}"
+        )
     if (prompt := columns.get("prompt")) is not None:
-        _check_prompt(place, prompt)
+        yield from _problems_of_prompt(prompt)
     for column in ("reward_model", "extra_info"):
         value = columns.get(column)
         if value is not None and not isinstance(value, Mapping):
-            raise DataError(f"{place}: {column} must be a mapping, got {value!r:.80}")
+            yield f"{column} must be a mapping, got {value!r:.80}"
     name = columns.get("agent_name")
     if name is not None and not isinstance(name, str):
-        raise DataError(f"{place}: agent_name must be a string, got {name!r:.80}")
+        yield f"agent_name must be a string, got {name!r:.80}"
 
 
-def _check_prompt(place: str, prompt: object) -> None:
+def _problems_of_prompt(prompt: object) -> Iterator[str]:
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{place}: prompt must be a list of messages, got {prompt!r:.80}")
+        yield f"prompt must be a list of messages, got {prompt!r:.80}"
+        return
     for index, message in enumerate(prompt):
-        where = f"{place}: prompt[{index}]"
+        where = f"prompt[{index}]"
         if not isinstance(message, Mapping):
-            raise DataError(f"{where} must be a mapping with role and content, got {message!r:.80}")
-        unknown = sorted(set(message) - {"role", "content"})
-        if unknown:
-            raise DataError(f"{where} has unknown keys {', '.join(unknown)}; known: role, content")
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise DataError(
-                f"{where}.role must be system, user or assistant, got {message.get('role')!r}"
-            )
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}.content must be a string, got {message.get('content')!r:.80}")
+            yield f"{where} must be a mapping with role and content, got {message!r:.80}"
+        elif unknown := sorted(set(message) - {"role", "content"}):
+            yield f"{where} has unknown keys {', '.join(unknown)}; known: role, content"
+        elif message.get("role") not in ("system", "user", "assistant"):
+            yield f"{where}.role must be system, user or assistant, got {message.get('role')!r}"
+        elif not isinstance(message.get("content"), str):
+            yield f"{where}.content must be a string, got {message.get('content')!r:.80}"

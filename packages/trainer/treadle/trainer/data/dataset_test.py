@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from treadle.trainer.data import DataError, Row, read_rows
+from treadle.trainer.problems import SeveralProblems
 
 
 def make_columns(question: str = "What is 2 + 2?", **changes: object) -> dict[str, object]:
@@ -107,7 +108,7 @@ def test_what_is_not_required_may_be_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.jsonl", "{}\n{", r"a\.jsonl, line 1: the column"),
+        ("a.jsonl", "{}\n{}", r"a\.jsonl, line 1: the column .* \(and 1 more rows\)"),
         ("a.jsonl", "{", r"a\.jsonl, line 1: not a JSON object"),
         ("a.jsonl", "[1]", "a row must be a JSON object, got list"),
         ("a.jsonl", "", r"a\.jsonl has no rows"),
@@ -121,6 +122,24 @@ def test_a_file_that_cannot_be_used_is_named(
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=why):
         read_rows([tmp_path / name])
+
+
+def test_all_that_is_wrong_with_files_and_rows_is_said_at_once(tmp_path: Path) -> None:
+    good: dict[str, object] = {
+        "data_source": "s",
+        "prompt": [{"role": "user", "content": "hi"}],
+        "reward_model": {"ground_truth": "1"},
+    }
+    first = write_jsonl(tmp_path / "a.jsonl", {**good, "prompt": "hi", "agent_name": 1}, good)
+    (tmp_path / "b.jsonl").write_text("{", encoding="utf-8")
+    last = write_jsonl(tmp_path / "c.jsonl", {**good, "agent_name": 1})
+    with pytest.raises(SeveralProblems) as raised:
+        read_rows([first, tmp_path / "b.jsonl", tmp_path / "none.jsonl", last])
+    damaged, absent, prompt, name = map(str, raised.value.errors)
+    assert damaged.startswith(f"{tmp_path / 'b.jsonl'}, line 1: not a JSON object")
+    assert absent == f"{tmp_path / 'none.jsonl'} does not exist"
+    assert prompt == f"{first}, line 1: prompt must be a list of messages, got 'hi'"
+    assert name == f"{first}, line 1: agent_name must be a string, got 1 (and 1 more rows)"
 
 
 def test_data_of_an_example_comes_with_the_command_that_makes_it(tmp_path: Path) -> None:
@@ -169,5 +188,5 @@ def test_any_row_is_used_or_refused(
     tmp_path_factory: pytest.TempPathFactory, columns: dict[str, object]
 ) -> None:
     path = write_jsonl(tmp_path_factory.getbasetemp() / "any.jsonl", columns)
-    with pytest.raises(DataError):
+    with pytest.raises((DataError, SeveralProblems)):
         read_rows([path])

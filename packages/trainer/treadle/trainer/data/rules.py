@@ -25,9 +25,7 @@ from treadle.agent_loop import (
 )
 from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
-from treadle.trainer.problems import Problems
-
-_MAX_SHOWN = 5  # different problems of the rows of a split
+from treadle.trainer.data.row_problems import RowProblems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +79,10 @@ def check_row_loops(
         SeveralProblems: There are several reasons.
     """
     resolved = _ResolvedLoops(loops)
-    found = _Found(split)
+    found = RowProblems(f"{split} rows")
     for row in rows:
         if (error := resolved.error(_loop_of(row, default_loop))) is not None:
-            found.add(row, str(error), error)
+            found.add(row.place, str(error), error)
     found.raise_if_any()
 
 
@@ -104,10 +102,10 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
         SeveralProblems: There are several such reasons.
     """
     loops = _ResolvedLoops(rules.loops)
-    found = _Found(split)
+    found = RowProblems(f"{split} rows")
     for row in rows:
         for problem, error in _problems_of(row, rules, loops):
-            found.add(row, problem, error)
+            found.add(row.place, problem, error)
     found.raise_if_any()
     if rules.tools:
         _check_tools_are_reached(rows, split, rules)
@@ -120,10 +118,10 @@ def check_each(rows: Sequence[Row], *, split: str, problem: Callable[[Row], str 
         DataError: There is one such row, or several with one text.
         SeveralProblems: There are several texts.
     """
-    found = _Found(split)
+    found = RowProblems(f"{split} rows")
     for row in rows:
         if (text := problem(row)) is not None:
-            found.add(row, text, None)
+            found.add(row.place, text)
     found.raise_if_any()
 
 
@@ -143,31 +141,6 @@ class _ResolvedLoops:
             except SetupError as error:
                 self._errors[name] = error
         return self._errors[name]
-
-
-class _Found:
-    """Problems of rows by their text, with the rows that have them."""
-
-    def __init__(self, split: str) -> None:
-        self._split = split
-        self._rows: dict[str, list[Row]] = {}
-        self._errors: dict[str, SetupError | None] = {}
-
-    def add(self, row: Row, problem: str, error: SetupError | None) -> None:
-        self._rows.setdefault(problem, []).append(row)
-        self._errors.setdefault(problem, error)
-
-    def raise_if_any(self) -> None:
-        problems = Problems(DataError)
-        for problem, rows in list(self._rows.items())[:_MAX_SHOWN]:
-            others = len(rows) - 1
-            more = f" (and {others} more {self._split} rows)" if others else ""
-            error = DataError(f"{rows[0].place}: {problem}{more}")
-            error.__cause__ = self._errors[problem]
-            problems.add(error)
-        if (rest := len(self._rows) - _MAX_SHOWN) > 0:
-            problems.add(DataError(f"{self._split} rows have {rest} more problems"))
-        problems.raise_if_any()
 
 
 def _problems_of(
