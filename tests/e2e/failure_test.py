@@ -5,6 +5,7 @@ import re
 import select
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -62,6 +63,32 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
     finished = start_trainer(*steps, name="killed")
     assert finished.wait() == 0, finished.output
     assert f"nothing to train: step {step + 2} has been reached" in finished.output
+
+    # Damage is noticed, broken weights are not kept, and the run goes on as if neither had been.
+    checkpoints = killed.run_dir / "checkpoints"
+    tensors = checkpoints / f"step-{step + 2:08d}" / "policy" / "__0_0.distcp"
+    _flip_a_bit(tensors)
+    broken = start_trainer(*steps, "policy.optimizer.lr=1e30", name="killed")
+    assert broken.wait() == 1, broken.output
+    said = " ".join(broken.output.split())
+    assert f"step-{step + 2:08d} cannot be used: the content of policy/__0_0.distcp" in said
+    assert f"resuming after step {step} (" in said
+    assert "the update left weights with which log-probabilities are not finite (gradient " in said
+    assert f"The last good checkpoint is {checkpoints}/step-{step:08d}: start again" in said
+    assert "Traceback" not in broken.output
+    again = start_trainer(*steps, name="killed")
+    assert again.wait() == 0, again.output
+    assert f"resuming after step {step} (" in again.output
+    assert _curve(again) == _curve(whole)
+
+
+def _flip_a_bit(path: Path) -> None:
+    """Flips a bit in the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
 
 
 def _stranger_is_refused(trainer: Trainer) -> None:

@@ -31,13 +31,14 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
+from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
 from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import InFlight
 from treadle.trainer.demo import DEMO
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.preflight import check_run
-from treadle.trainer.report import LiveReport
+from treadle.trainer.report import LiveReport, MetricsLog
 from treadle.trainer.report.progress import PlainProgress
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
@@ -96,9 +97,9 @@ async def _running(
         own=run.own,
         plan=run.plan,
         run_dir=tmp_path,
-        begun=False,
+        resume=ResumePoint(begun=False, checkpoint=None, notes=()),
         checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),
-        checkpoint=None,
+        metrics_log=MetricsLog(tmp_path / "metrics.jsonl"),
         progress=progress,
         report=LiveReport(tmp_path),
     ) as context:
@@ -192,7 +193,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
     ):
         config = context.config
         first = await _sample(context, 1)
-        await context.update_policy(_sequences(first, 0))
+        await context.update_policy(1, _sequences(first, 0))
         prompt = first[0].samples[0].ids[:8]
         room = generator.context_length - len(prompt)
         # Of different lengths: or all of them could be between two when the weights change.
@@ -238,7 +239,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
                     ids = [*prompt, *completion.token_ids]
                     before = enumerate(completion.chunks[0].logprobs, start=len(prompt))
                     assert _gap(model, ids, dict(before)) < 1e-4
-            stats = await context.update_policy(_sequences(trajectories, version))
+            stats = await context.update_policy(version + 1, _sequences(trajectories, version))
             metrics = update_metrics(stats)
             assert 0 < metrics["rollout/stale_tokens"] < 1
             assert metrics["rollout/logprob_diff_fresh_max"] < 1e-4

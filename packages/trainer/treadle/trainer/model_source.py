@@ -88,7 +88,7 @@ def _in_directory(path: Path) -> Path:
             if checkpoint is None:
                 raise SetupError(f"model.path={path} is a run directory without a checkpoint")
             return _model_of(checkpoint, path)
-        if path.parent.name == CHECKPOINTS and (path / "state.json").is_file():
+        if path.parent.name == CHECKPOINTS and path.name.startswith("step-"):
             digits = path.name.removeprefix("step-")
             step = int(digits) if digits.isdecimal() else -1
             return _model_of(Checkpoints(path.parent, keep=1).at(step), path.parent.parent)

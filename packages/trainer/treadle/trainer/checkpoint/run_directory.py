@@ -1,36 +1,58 @@
 """The run directory's state: its checkpoints, its configuration and its lock.
 
-Invariant: `checkpoints/latest` names a complete checkpoint or does not exist. A checkpoint is
-written under a `.partial` name, then renamed, then named in `latest`, each step atomic. What a
-killed trainer leaves behind is removed by the next. One trainer uses a run directory at a time:
-it holds a lock on `lock`, which the operating system frees when the trainer dies.
+Invariant: a checkpoint is used only after its files were compared with its manifest. It is written
+under a `.partial` name, the manifest last, then renamed, then named in `latest`, each step atomic.
+What a killed trainer leaves behind is removed by the next. `latest` is a hint: it says which
+checkpoint to try first, so a run is set back by writing another name into it; if it is missing or
+leads nowhere, the newest whole checkpoint is the latest. One trainer uses a run directory at a
+time: it holds a lock on `lock`, which the operating system frees when the trainer dies.
 
 Besides the policy a checkpoint needs only the step: data order and seeds are functions of it. It
-also carries the step's metrics, in case the trainer dies before they are logged.
+also carries the step's metrics, in case the trainer dies before they are logged, and a copy of
+`config.json`, by which a run is known whose own was lost.
 """
 
+import asyncio
+import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from treadle.trainer.checkpoint.manifest import (
+    MANIFEST,
+    DamageError,
+    check_manifest,
+    write_json,
+    write_manifest,
+)
 
 __all__ = [
     "CHECKPOINTS",
+    "CONFIG",
     "HF",
     "POLICY",
     "Checkpoint",
     "Checkpoints",
+    "NewestWhole",
     "RunDirectory",
     "RunDirectoryError",
+    "read_config",
     "write_json",
 ]
 
-_FORMAT = 1
+_FORMAT = 2
+_WITHOUT_MANIFEST = 1
+"""The format of release 0.1."""
+_STATE = "state.json"
+_LATEST = "latest"
+CONFIG = "config.json"
+"""The configuration in a run directory; each checkpoint has a copy as it was then."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
 POLICY = "policy"
@@ -45,30 +67,37 @@ class RunDirectoryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint.
+    """A checkpoint whose files were compared with its manifest.
 
     Attributes:
         step: Number of steps trained.
         policy_directory: The policy's tensors.
         hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
+        config_file: The configuration of the run as it was then; None if the checkpoint has none.
         metrics: The metrics of `step`.
+        checked_bytes: Size of the files that were compared; None for a checkpoint of release 0.1,
+            which has no manifest.
     """
 
     step: int
     policy_directory: Path
     hf_directory: Path | None
+    config_file: Path | None
     metrics: Mapping[str, float]
+    checked_bytes: int | None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file atomically: it is complete or absent."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestWhole:
+    """The checkpoint to resume from.
+
+    Attributes:
+        checkpoint: None if the run has none.
+        notes: Why it is not the one that `latest` names.
+    """
+
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...]
 
 
 class RunDirectory:
@@ -114,20 +143,25 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has logged a step here; before that, there is nothing to lose."""
+        """Whether a run has logged or saved a step here; before that, there is nothing to lose."""
         metrics = self.path / "metrics.jsonl"
-        begun = metrics.exists() and metrics.stat().st_size > 0
-        return begun and (self.path / "config.json").exists()
-
-    def read_config(self) -> Mapping[str, Any]:
-        """Returns the configuration of the run that began here."""
-        value = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        assert isinstance(value, dict)
-        return value
+        logged = metrics.exists() and metrics.stat().st_size > 0
+        return logged or bool(Checkpoints(self.path / CHECKPOINTS, keep=1).steps())
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration of the run."""
-        write_json(self.path / "config.json", config)
+        write_json(self.path / CONFIG, config)
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Returns the configuration in a run's file.
+
+    Raises:
+        DamageError: It is missing or damaged.
+    """
+    if not path.exists():
+        raise DamageError(f"{path.name} is missing")
+    return _json_object(path)
 
 
 class Checkpoints:
@@ -142,45 +176,100 @@ class Checkpoints:
         """
         self._directory = directory
         self._keep = keep
+        self._last_good: Path | None = None
+
+    @property
+    def last_good(self) -> Path | None:
+        """Directory of the checkpoint that was last resumed from or written here; None: none."""
+        return self._last_good
+
+    def newest_whole(self, *, contents: bool = True) -> NewestWhole:
+        """Returns the checkpoint to resume from: that of `latest` if it is whole, else the newest.
+
+        Args:
+            contents: Whether to compare the contents of the files too, not only their sizes.
+
+        Raises:
+            RunDirectoryError: There are checkpoints, but none is whole.
+        """
+        steps, note = self._in_order()
+        notes = [] if note is None else [note]
+        for step in steps:
+            try:
+                checkpoint = _open(self._directory / _name(step), to="resume", contents=contents)
+            except DamageError as error:
+                notes.append(f"{self._directory / _name(step)} cannot be used: {error}")
+            else:
+                self._last_good = self._directory / _name(step)
+                return NewestWhole(checkpoint=checkpoint, notes=tuple(notes))
+        if steps:
+            raise RunDirectoryError(
+                f"{self._directory} holds no checkpoint to go on from: {'; '.join(notes)}. Put one "
+                "back from a copy, or start a new run with another run.dir"
+            )
+        return NewestWhole(checkpoint=None, notes=tuple(notes))
 
     def latest(self) -> Checkpoint | None:
-        """Returns the latest complete checkpoint, or None.
+        """Returns the checkpoint that `latest` names, or else the newest; None if there is none.
+
+        Its model was compared with the manifest; what only a resume reads was not. No other
+        checkpoint is taken in its place: it would be another model.
 
         Raises:
-            RunDirectoryError: `latest` names one that cannot be read.
+            RunDirectoryError: It is damaged; the message names the newest that is whole.
         """
-        pointer = self._directory / "latest"
-        if not pointer.exists():
-            return None
-        directory = self._directory / pointer.read_text(encoding="utf-8").strip()
-        try:
-            return _read(directory)
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(
-                f"{pointer} names {directory}, which cannot be read: {error}. Write the name of "
-                "another checkpoint into it, or start a new run with another run.dir"
-            ) from None
+        steps, _ = self._in_order()
+        return self.at(steps[0]) if steps else None
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps that have a checkpoint, in order."""
-        names = (path.name for path in self._directory.glob("step-*") if path.is_dir())
+        """Returns the steps that have a checkpoint, whole or not, in order."""
+        names = {path.name for path in self._directory.glob("step-*") if path.is_dir()}
         digits = (name.removeprefix("step-") for name in names)
-        return tuple(sorted(int(number) for number in digits if number.isdecimal()))
+        steps = sorted(int(number) for number in digits if number.isdecimal())
+        return tuple(step for step in steps if _name(step) in names)
 
     def at(self, step: int) -> Checkpoint:
-        """Returns the checkpoint of a step.
+        """Returns the checkpoint of a step; its model was compared with the manifest.
 
         Raises:
-            RunDirectoryError: There is none, or it cannot be read.
+            RunDirectoryError: There is none, or it is damaged.
         """
-        try:
-            return _read(self._directory / _name(step))
-        except (OSError, ValueError) as error:
+        directory = self._directory / _name(step)
+        if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise RunDirectoryError(
-                f"{self._directory} has no checkpoint of step {step} that can be read ({error}); "
-                f"steps with a checkpoint: {there}"
+                f"{self._directory} has no checkpoint of step {step}; steps with a checkpoint: "
+                f"{there}"
+            )
+        try:
+            return _open(directory, to="read the model")
+        except DamageError as error:
+            raise RunDirectoryError(
+                f"{directory} cannot be used: {error}. {self._whole_beside(step)}"
             ) from None
+
+    def _whole_beside(self, step: int) -> str:
+        for other in reversed(self.steps()):
+            if other != step:
+                with contextlib.suppress(DamageError):
+                    _open(self._directory / _name(other), to="read the model")
+                    return f"The newest whole one is {self._directory / _name(other)}"
+        return "No other checkpoint of the run is whole"
+
+    def _in_order(self) -> tuple[Sequence[int], str | None]:
+        """Returns the steps in the order to try them, and what is wrong with `latest`."""
+        newest_first = self.steps()[::-1]
+        pointer = self._directory / _LATEST
+        try:
+            name = pointer.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return newest_first, f"{pointer} is missing" if newest_first else None
+        except (OSError, ValueError) as error:
+            return newest_first, f"{pointer} cannot be read: {error}"
+        for step in newest_first:
+            if _name(step) == name:
+                return [step, *(other for other in newest_first if other != step)], None
+        return newest_first, f"{pointer} names {name[:40]!r}, and there is no such checkpoint"
 
     async def save(
         self,
@@ -194,7 +283,7 @@ class Checkpoints:
             step: Number of steps trained.
             metrics: The metrics of `step`.
             write: Writes `policy` below the given directory, and `hf` if the checkpoint is to
-                hold the model as a Hugging Face directory.
+                hold the model as a Hugging Face directory. Both are read again for the manifest.
 
         Raises:
             RunDirectoryError: the disk is full or cannot be written; the previous checkpoint stays
@@ -208,13 +297,18 @@ class Checkpoints:
                 shutil.rmtree(self._directory / name)
             partial.mkdir(parents=True)
             await write(partial)
+            config = self._directory.parent / CONFIG
+            if config.is_file():
+                shutil.copyfile(config, partial / CONFIG)
             write_json(
-                partial / "state.json", {"format": _FORMAT, "step": step, "metrics": dict(metrics)}
+                partial / _STATE, {"format": _FORMAT, "step": step, "metrics": dict(metrics)}
             )
+            await asyncio.to_thread(write_manifest, partial)
             partial.rename(self._directory / name)
-            pointer = self._directory / "latest.partial"
+            pointer = self._directory / f"{_LATEST}.partial"
             pointer.write_text(f"{name}\n", encoding="utf-8")
-            pointer.replace(self._directory / "latest")
+            pointer.replace(self._directory / _LATEST)
+            self._last_good = self._directory / name
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise RunDirectoryError(
@@ -245,23 +339,51 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _read(directory: Path) -> Checkpoint:
-    """Reads a checkpoint's state.
+def _open(
+    directory: Path, *, to: Literal["resume", "read the model"], contents: bool = True
+) -> Checkpoint:
+    """Opens a checkpoint and checks what will be read of it.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not JSON.
-        RunDirectoryError: Another release wrote it.
+        DamageError: It is not what was written.
+        RunDirectoryError: A later release wrote it.
     """
-    state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    if state["format"] != _FORMAT:
+    hf, config = directory / HF, directory / CONFIG
+    has_hf = hf.is_dir()
+    checked = None
+    if (directory / MANIFEST).exists():
+        tensors = HF if has_hf and to == "read the model" else POLICY
+        checked = check_manifest(directory, parts=(_STATE, CONFIG, tensors), contents=contents)
+    state = _json_object(directory / _STATE)
+    written = state.get("format")
+    if isinstance(written, int) and written > _FORMAT:
         raise RunDirectoryError(
-            f"{directory} has checkpoint format {state['format']}, this release reads {_FORMAT}"
+            f"{directory} has checkpoint format {written}, this release reads up to {_FORMAT}"
         )
-    hf = directory / HF
+    if checked is None and written != _WITHOUT_MANIFEST:
+        raise DamageError(f"{MANIFEST} is missing")
+    step, metrics = state.get("step"), state.get("metrics")
+    if not isinstance(step, int) or not isinstance(metrics, dict):
+        raise DamageError(f"{_STATE} holds no step and metrics")
+    if _name(step) != directory.name:
+        raise DamageError(f"{_STATE} is of step {step}")
     return Checkpoint(
-        step=state["step"],
+        step=step,
         policy_directory=directory / POLICY,
-        hf_directory=hf if hf.is_dir() else None,
-        metrics=state["metrics"],
+        hf_directory=hf if has_hf else None,
+        config_file=config if config.is_file() else None,
+        metrics=metrics,
+        checked_bytes=checked,
     )
+
+
+def _json_object(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DamageError(f"{path.name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DamageError(f"{path.name} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise DamageError(f"{path.name} is damaged: it holds no JSON object")
+    return value

@@ -1,10 +1,17 @@
 import asyncio
 import errno
+import json
+import zlib
 from pathlib import Path
 
 import pytest
 
-from treadle.trainer.checkpoint.run_directory import Checkpoints, RunDirectory, RunDirectoryError
+from treadle.trainer.checkpoint.run_directory import (
+    Checkpoints,
+    RunDirectory,
+    RunDirectoryError,
+    read_config,
+)
 
 
 async def _write_policy(directory: Path) -> None:
@@ -52,7 +59,7 @@ def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
     assert checkpoints.steps() == (3, 7)
     assert checkpoints.at(3).hf_directory is None
     assert checkpoints.at(7).hf_directory == tmp_path / "step-00000007" / "hf"
-    with pytest.raises(RunDirectoryError, match=r"no checkpoint of step 5 .*checkpoint: 3, 7$"):
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint of step 5; .*checkpoint: 3, 7$"):
         checkpoints.at(5)
 
 
@@ -75,7 +82,6 @@ def test_a_full_disk_leaves_the_newest_checkpoint_as_it_was(tmp_path: Path) -> N
 def test_what_a_killed_trainer_left_behind_is_removed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     (tmp_path / "step-00000005.partial" / "policy").mkdir(parents=True)
-    (tmp_path / "step-00000005").mkdir()  # renamed, but not yet named in `latest`
     assert checkpoints.latest() is None
     _save(checkpoints, 5)
     latest = checkpoints.latest()
@@ -83,10 +89,44 @@ def test_what_a_killed_trainer_left_behind_is_removed(tmp_path: Path) -> None:
     assert latest.step == 5
 
 
-def test_a_pointer_to_nothing_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("step-00000007\n")
-    with pytest.raises(RunDirectoryError, match="step-00000007, which cannot be read"):
-        Checkpoints(tmp_path, keep=1).latest()
+def test_the_manifest_has_every_file_and_is_written_last(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    _save(checkpoints, 5)
+    saved = tmp_path / "checkpoints" / "step-00000005"
+    files = {
+        path.relative_to(saved).as_posix(): path for path in saved.rglob("*") if path.is_file()
+    }
+    manifest = files.pop("manifest.json")
+    entries = json.loads(manifest.read_text())["files"]
+    assert entries == {
+        name: {"bytes": path.stat().st_size, "crc32": f"{zlib.crc32(path.read_bytes()):08x}"}
+        for name, path in files.items()
+    }
+    assert set(entries) == {"config.json", "policy/weights", "state.json"}
+    assert all(path.stat().st_mtime_ns <= manifest.stat().st_mtime_ns for path in files.values())
+    assert checkpoints.last_good == saved
+
+
+def test_the_pointer_is_a_hint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (5, 10, 15):
+        _save(checkpoints, step)
+    (tmp_path / "latest").write_text("step-00000005\n")  # the run is set back
+    again = Checkpoints(tmp_path, keep=3)
+    assert again.newest_whole().notes == ()
+    assert again.last_good == tmp_path / "step-00000005"
+    (tmp_path / "step-00000005" / "policy" / "weights").write_text("other")
+    (tmp_path / "step-00000015" / "state.json").write_text("{}")
+    found = again.newest_whole()
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 10
+    assert [note.partition(" cannot be used")[0][-13:] for note in found.notes] == [
+        "step-00000005",
+        "step-00000015",
+    ]
+    with pytest.raises(RunDirectoryError, match=r"policy/weights has .* The newest whole one is "):
+        again.latest()
 
 
 def test_one_trainer_at_a_time(tmp_path: Path) -> None:
@@ -101,7 +141,7 @@ def test_one_trainer_at_a_time(tmp_path: Path) -> None:
         assert not again.holds_run
         (again.path / "metrics.jsonl").write_text('{"step": 0}\n')
         assert again.holds_run
-        assert again.read_config() == {"run": {"seed": 1}}
+        assert read_config(again.path / "config.json") == {"run": {"seed": 1}}
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

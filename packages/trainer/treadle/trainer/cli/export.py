@@ -87,14 +87,13 @@ def _check_place(out: Path) -> None:
 
 def _checkpoint(run: Path, step: int | None) -> "tuple[Config, Checkpoint]":
     """Returns the configuration of a run and the wanted checkpoint."""
-    from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints
+    from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, CONFIG, Checkpoints
     from treadle.trainer.config.load import load_config
 
-    if not (run / "config.json").is_file() or not (run / "metrics.jsonl").is_file():
+    if not any((run / name).exists() for name in ("metrics.jsonl", CHECKPOINTS)):
         raise ExportError(
-            f"{run} is not a run directory: it has no config.json and metrics.jsonl of a run"
+            f"{run} is not a run directory: it has no {CHECKPOINTS} and metrics.jsonl of a run"
         )
-    config = load_config([run / "config.json"], []).config
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     if checkpoint is None:
@@ -102,6 +101,7 @@ def _checkpoint(run: Path, step: int | None) -> "tuple[Config, Checkpoint]":
             f"{run} holds no checkpoint: none was reached yet, or schedule.save_last=false and "
             "schedule.save_every=null kept none"
         )
+    config = load_config([checkpoint.config_file or run / CONFIG], []).config
     return config, checkpoint
 
 

@@ -127,6 +127,10 @@ class PolicyBackend(Protocol):
         """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`."""
         ...
 
+    def weights_are_finite(self) -> bool:
+        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        ...
+
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """Returns all weights of the model, from all senders; the same on every rank."""
         ...
@@ -162,7 +166,8 @@ class PolicyBackend(Protocol):
         """Restores weights, optimizer and step counter, whatever the parallel sizes were.
 
         Raises:
-            CheckpointError: There is no complete checkpoint, or it is of another model.
+            CheckpointError: There is no complete checkpoint, or it is of another model, or its
+                weights are not finite.
         """
         ...
 

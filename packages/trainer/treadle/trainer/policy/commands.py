@@ -90,12 +90,14 @@ class UpdateStats:
     """The result of an `Update`.
 
     Attributes:
+        broken: What is not finite after it, for a message; None: the policy is sound.
         logprobs_s: Seconds spent on old and reference log-probabilities; 0 if none was needed.
         mismatch: See `algorithms.mismatch`, over the whole batch. None means that the metrics of
             the first step have it, for what that step computed.
     """
 
     steps: tuple[StepStats, ...]
+    broken: str | None
     logprobs_s: float
     mismatch: Mapping[str, float] | None = None
 

@@ -7,7 +7,7 @@ While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `roll
 from treadle.trainer.report.console import print_summary
 from treadle.trainer.report.files import write_page, write_reports
 from treadle.trainer.report.live import LiveReport, live_report
-from treadle.trainer.report.metrics import MetricsLog, read_metrics
+from treadle.trainer.report.metrics import MetricsLog, last_saved_step, read_metrics
 from treadle.trainer.report.notes import NotesLog
 from treadle.trainer.report.progress import Progress, open_progress
 from treadle.trainer.report.rollout import rollout_metrics, validation_metrics
@@ -23,6 +23,7 @@ __all__ = [
     "Progress",
     "Summary",
     "TrajectoryLog",
+    "last_saved_step",
     "live_report",
     "open_progress",
     "print_summary",

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
-from treadle.trainer.report.lines import keep_lines, read_lines
+from treadle.trainer.report.lines import keep_lines, read_lines, undamaged_lines
 
 STEP: Final = "step"
 """Optimizer steps taken; 0 is the state before training."""
@@ -41,6 +41,8 @@ ROLLOUT_S: Final = "time/rollout_s"
 TRAIN_S: Final = "time/train_s"
 SAMPLED_TOKENS: Final = "tokens/sampled"
 """Tokens that the model sampled in the step's training trajectories."""
+SAVE_S: Final = "time/save_s"
+"""Seconds that the checkpoint took; only in steps that saved one."""
 TRAINED_TOKENS: Final = "tokens/trained"
 """Tokens that went through the training step, prompts and tool results included."""
 MISMATCH: Final = "rollout/logprob_diff"
@@ -68,7 +70,6 @@ class MetricsLog:
 
     Raises:
         FileExistsError: `resume_after` is None and the file already holds lines.
-        ValueError: A line in the middle of the file is damaged; the text names it.
     """
 
     def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
@@ -124,6 +125,17 @@ class MetricsLog:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def last_saved_step(run_dir: Path) -> int | None:
+    """Returns the last step of a run that saved a checkpoint, as its metrics log tells.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    path = run_dir / "metrics.jsonl"
+    lines = undamaged_lines(path) if path.exists() else ()
+    return max((line[STEP] for line in lines if SAVE_S in line), default=None)
 
 
 def read_metrics(path: Path) -> tuple[Record, ...]:

@@ -70,14 +70,19 @@ def test_a_line_that_a_crash_cut_short_is_dropped(path: Path) -> None:
     assert steps_of(path) == [1, 2, 3]
 
 
-def test_a_damaged_line_in_the_middle_is_named(path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_named_and_left_out_on_resuming(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(path, 1)
     with path.open("ab") as file:
         file.write(b'oops\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is damaged"):
         read_metrics(path)
-    with pytest.raises(ValueError, match="line 2 is damaged"):
-        MetricsLog(path, resume_after=5)
+    damaged = path.read_bytes()
+    write(path, 4, resume_after=3)
+    assert [line["step"] for line in read_metrics(path)] == [1, 3, 4]
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    assert "line 2 is damaged" in caplog.text
 
 
 def test_the_metrics_of_another_run_are_not_written_over(path: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
-from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
+from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
+from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.schema import Config, FileTransportConfig
 from treadle.trainer.data import DataOrder
 from treadle.trainer.data.load_data import Inputs
@@ -40,9 +41,9 @@ async def build_context(
     own: OwnCode,
     plan: Plan,
     run_dir: Path,
-    begun: bool,
+    resume: ResumePoint,
     checkpoints: Checkpoints,
-    checkpoint: Checkpoint | None,
+    metrics_log: MetricsLog,
     progress: Progress,
     report: LiveReport,
 ) -> AsyncIterator[TrainingContext]:
@@ -54,20 +55,14 @@ async def build_context(
         own: The user's objects beside the configuration.
         plan: Of the configuration.
         run_dir: Where everything is written.
-        begun: Whether the run directory holds steps of this run already.
+        resume: Where the run goes on.
         checkpoints: Where checkpoints are kept.
-        checkpoint: What to resume from; None: the model directory.
+        metrics_log: Of the run directory.
         progress: What the user sees.
         report: What the user sees later.
     """
+    checkpoint, resume_after = resume.checkpoint, resume.after
     async with contextlib.AsyncExitStack() as stack:
-        # As the logs take it: -1 keeps nothing of a run that never reached a checkpoint.
-        resume_after = checkpoint.step if checkpoint is not None else -1 if begun else None
-        metrics_log = stack.enter_context(
-            MetricsLog(run_dir / "metrics.jsonl", resume_after=resume_after)
-        )
-        if checkpoint is not None and metrics_log.last_step < checkpoint.step:
-            metrics_log.append(checkpoint.step, checkpoint.metrics)
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
         secured = stack.enter_context(with_own_token(config, run_dir))

@@ -20,7 +20,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
 from treadle.trainer.own_code import OnStep
 from treadle.trainer.policy.commands import Save, SaveHf, Update, UpdateStats
-from treadle.trainer.policy.group import PolicyGroup
+from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
 from treadle.trainer.report.warning_signs import Watch
@@ -157,8 +157,12 @@ class TrainingContext:
             with self.progress.phase("release"):
                 await self.memory_offload.sleep()
 
-    async def update_policy(self, sequences: Sequence[TrainSequence]) -> UpdateStats:
-        """Runs the optimizer steps of one batch."""
+    async def update_policy(self, step: int, sequences: Sequence[TrainSequence]) -> UpdateStats:
+        """Runs the optimizer steps of one batch.
+
+        Raises:
+            PolicyError: A policy rank failed, or the policy is not finite afterwards.
+        """
         with self.progress.phase("train"):
             command = Update(
                 sequences=tuple(sequences),
@@ -168,7 +172,25 @@ class TrainingContext:
             )
             stats = (await self.policy.call(command))[0]
         assert isinstance(stats, UpdateStats)
+        if stats.broken is not None:
+            raise PolicyError(self._broken_policy(step, stats))
         return stats
+
+    def _broken_policy(self, step: int, stats: UpdateStats) -> str:
+        """Says which update broke the policy; later ones have no finite gradient."""
+        applied = [update for update in stats.steps if not update.skipped]
+        last = applied[-1] if applied else stats.steps[-1]
+        kept = self.checkpoints.last_good
+        go_on = (
+            "no checkpoint was saved before: start again in another run.dir"
+            if kept is None
+            else f"the last good checkpoint is {kept}: start again with the same run.dir"
+        )
+        return (
+            f"step {step}: the update left {stats.broken} (gradient norm "
+            f"{last.grad_norm:.4g}, learning rate {last.learning_rate:.4g}); they are neither "
+            f"published nor saved. {go_on[0].upper()}{go_on[1:]} and a lower policy.optimizer.lr"
+        )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Gives the policy's weights to all servers, as `version`; returns metrics of the bytes.

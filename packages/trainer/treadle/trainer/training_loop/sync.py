@@ -23,7 +23,7 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
     Raises:
         NoGroupLeftError: a step gave nothing to train on.
         NoServerLeftError: no rollout server is left.
-        PolicyError: a policy rank failed.
+        PolicyError: a policy rank failed, or an update left a policy that is not finite.
         WeightSyncError: no server takes new weights.
         RunDirectoryError: a checkpoint cannot be written.
     """
@@ -53,7 +53,7 @@ async def _train_step(context: TrainingContext, step: int) -> None:
         with timer.phase("release"):
             await context.release_memory()
     with timer.phase("train"):
-        stats = await context.update_policy(batch.sequences)
+        stats = await context.update_policy(step, batch.sequences)
     if skipped := sum(update.skipped for update in stats.steps):
         context.note(
             step,

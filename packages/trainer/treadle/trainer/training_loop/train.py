@@ -6,8 +6,9 @@ found the errors of the user's files.
 """
 
 import asyncio
+from pathlib import Path
 
-from treadle.trainer.checkpoint.begin_or_resume import changed_settings
+from treadle.trainer.checkpoint.begin_or_resume import ResumePoint, find_resume_point
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
     Checkpoints,
@@ -16,6 +17,7 @@ from treadle.trainer.checkpoint.run_directory import (
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.preflight import CheckedRun
 from treadle.trainer.report import (
+    MetricsLog,
     Summary,
     live_report,
     open_progress,
@@ -47,24 +49,19 @@ async def run_training(run: CheckedRun) -> Summary:
     config = await asyncio.to_thread(with_local_model, given)
     with RunDirectory(run_dir) as directory:
         checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=config.schedule.keep_checkpoints)
-        checkpoint = checkpoints.latest()
-        changes = changed_settings(directory, given, checkpoint)
-        begun = directory.holds_run
+        resume = await asyncio.to_thread(find_resume_point, directory, checkpoints, given)
         directory.write_config(given.model_dump(mode="json"))
-        first_step = checkpoint.step + 1 if checkpoint is not None else 1
+        first_step = resume.first_step
         with (
             open_progress(total_steps=plan.total_steps, first_step=first_step) as display,
             run_log(run_dir / "logs" / "trainer.log", display),
             run_tracing(config, run_dir),
+            _open_metrics(run_dir, resume) as metrics_log,
         ):
             progress = LoggedProgress(display, total_steps=plan.total_steps)
             progress.note(f"run directory  {run_dir}\n{plan.text()}")
-            for change in changes:
-                progress.note(f"changed since the run began: {change}")
-            if checkpoint is not None:
-                progress.note(f"resuming after step {checkpoint.step}")
-            elif begun:
-                progress.note("no checkpoint was reached before: beginning again")
+            for note in resume.notes:
+                progress.note(note)
             if first_step <= plan.total_steps:
                 async with (
                     live_report(run_dir) as report,
@@ -74,9 +71,9 @@ async def run_training(run: CheckedRun) -> Summary:
                         own=run.own,
                         plan=plan,
                         run_dir=run_dir,
-                        begun=begun,
+                        resume=resume,
                         checkpoints=checkpoints,
-                        checkpoint=checkpoint,
+                        metrics_log=metrics_log,
                         progress=progress,
                         report=report,
                     ) as context,
@@ -86,3 +83,11 @@ async def run_training(run: CheckedRun) -> Summary:
                 async with live_report(run_dir):  # whatever the last trainer said of its end
                     progress.note(f"nothing to train: step {plan.total_steps} has been reached")
         return summarize(await asyncio.to_thread(read_metrics, run_dir / "metrics.jsonl"))
+
+
+def _open_metrics(run_dir: Path, resume: ResumePoint) -> MetricsLog:
+    """Opens the metrics log; the checkpoint has the last step's line, if the trainer died first."""
+    log = MetricsLog(run_dir / "metrics.jsonl", resume_after=resume.after)
+    if resume.checkpoint is not None and log.last_step < resume.checkpoint.step:
+        log.append(resume.checkpoint.step, resume.checkpoint.metrics)
+    return log

@@ -6,6 +6,7 @@ reference, if the loss needs them; then `epochs` x `mini_batches` optimizer step
 """
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -73,7 +74,25 @@ def run_update(
     )
     if free_memory:
         torch.cuda.empty_cache()  # does nothing without CUDA
-    return UpdateStats(steps=steps, logprobs_s=logprobs_s, mismatch=mismatch)
+    return UpdateStats(
+        steps=steps,
+        broken=_not_finite(policy, sequences, temperature),
+        logprobs_s=logprobs_s,
+        mismatch=mismatch,
+    )
+
+
+def _not_finite(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], temperature: float
+) -> str | None:
+    """Returns what is not finite; finite weights may be so large that what they compute is not."""
+    if not policy.weights_are_finite():
+        return "weights that are not finite"
+    probe = min((s for s in sequences if s.num_loss_tokens), key=lambda s: len(s.ids))
+    (logprobs,) = policy.logprobs([probe], temperature=temperature)
+    if not all(map(math.isfinite, logprobs)):
+        return "weights with which log-probabilities are not finite"
+    return None
 
 
 def _with_old_logprobs(

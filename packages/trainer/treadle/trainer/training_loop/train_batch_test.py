@@ -1,3 +1,4 @@
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ class _Policy:
 
     step = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, weight: float = 1.0, logprob: float = -1.0) -> None:
+        self.weight, self.logprob = weight, logprob
         self.trained: list[Sequence[TrainSequence]] = []
         self.temperatures: set[float] = set()
 
@@ -30,7 +32,7 @@ class _Policy:
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
         self.temperatures.add(temperature)
-        return [(-1.0,) * len(sequence.ids) for sequence in sequences]
+        return [(self.logprob,) * len(sequence.ids) for sequence in sequences]
 
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
@@ -62,6 +64,9 @@ class _Policy:
             num_micro_batches=1,
             time_s=0.0,
         )
+
+    def weights_are_finite(self) -> bool:
+        return math.isfinite(self.weight)
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         raise NotImplementedError
@@ -124,6 +129,16 @@ def test_the_ratio_may_be_taken_against_the_rollout() -> None:
     policy = _Policy()
     run_update(policy, _SEQUENCES, AlgorithmConfig(old_logprobs="rollout"), temperature=1.0)
     assert all(s.old_logprobs == (0.0, -0.5) for s in policy.trained[0])
+
+
+def test_a_policy_that_is_not_finite_afterwards_is_told() -> None:
+    def broken(policy: _Policy) -> str | None:
+        return run_update(policy, _SEQUENCES, AlgorithmConfig(), temperature=1.0).broken
+
+    assert broken(_Policy()) is None
+    assert broken(_Policy(weight=math.inf)) == "weights that are not finite"
+    told = "weights with which log-probabilities are not finite"
+    assert broken(_Policy(logprob=math.nan)) == told
 
 
 def test_a_kl_term_gets_the_reference() -> None:

@@ -26,7 +26,7 @@ def test_updates_are_averaged_over_those_that_have_the_number() -> None:
         _step(2.0, actor__entropy=0.5, rollout__kl=0.1),
         _step(3.0, actor__entropy=1.5, rollout__kl=0.9),
     )
-    metrics = update_metrics(UpdateStats(steps=steps, logprobs_s=0.0))
+    metrics = update_metrics(UpdateStats(steps=steps, broken=None, logprobs_s=0.0))
     assert metrics["actor/loss"] == 2.0
     assert metrics["actor/entropy"] == 1.0
     assert metrics["tokens/trained"] == 30
@@ -34,9 +34,11 @@ def test_updates_are_averaged_over_those_that_have_the_number() -> None:
 
 def test_the_mismatch_is_that_before_the_batch_moved_the_policy() -> None:
     first, second = _step(1.0, rollout__kl=0.1), _step(2.0, rollout__kl=0.9)
-    alone = UpdateStats(steps=(first, second), logprobs_s=0.0)
+    alone = UpdateStats(steps=(first, second), broken=None, logprobs_s=0.0)
     assert update_metrics(alone)["rollout/kl"] == 0.1
-    later = UpdateStats(steps=(_step(1.0), second), logprobs_s=0.0)
+    later = UpdateStats(steps=(_step(1.0), second), broken=None, logprobs_s=0.0)
     assert "rollout/kl" not in update_metrics(later)
-    whole = UpdateStats(steps=(first, second), logprobs_s=0.0, mismatch={"rollout/kl": 0.2})
+    whole = UpdateStats(
+        steps=(first, second), broken=None, logprobs_s=0.0, mismatch={"rollout/kl": 0.2}
+    )
     assert update_metrics(whole)["rollout/kl"] == 0.2

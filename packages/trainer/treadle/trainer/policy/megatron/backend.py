@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.trainer.algorithms.mismatch import mismatch_metrics
-from treadle.trainer.policy.backend import LossFn, LossInputs
+from treadle.trainer.policy.backend import CheckpointError, LossFn, LossInputs
 from treadle.trainer.policy.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron import checkpoint, device, parallel, weights
@@ -83,6 +83,7 @@ class MegatronPolicy:
 
         Raises:
             UnsupportedModelError: The model, or its split into parts, is not supported.
+            ValueError: A weight is infinite or NaN.
             FileNotFoundError: The folder is not a model folder.
         """
         self._config = config
@@ -95,6 +96,8 @@ class MegatronPolicy:
             self._model = build(self.architecture, config, self.world)
             with WeightsReader(model_path) as reader:
                 weights.load(self._model, reader, self.architecture, self.world)
+            if not self.weights_are_finite():
+                raise ValueError(f"model.path={model_path}: its weights are not finite")
             self._net = _wrap(self._model, distributed_optimizer=self.world.data > 1)
             self._optimizer = PolicyOptimizer(self._net, config)
         except BaseException:
@@ -272,6 +275,14 @@ class MegatronPolicy:
 
     # --- weights and checkpoints ---------------------------------------------------------------
 
+    @torch.no_grad()
+    def weights_are_finite(self) -> bool:
+        """See `PolicyBackend.weights_are_finite`."""
+        finite = torch.stack([torch.isfinite(p).all() for p in self._model.parameters()]).all()
+        everywhere = finite.to(torch.int32)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        return bool(everywhere)
+
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """See `PolicyBackend.weight_specs`."""
         return weights.specs(self._model, self.architecture, self.world, dtype=self._config.dtype)
@@ -296,6 +307,8 @@ class MegatronPolicy:
         """See `PolicyBackend.load`."""
         state = checkpoint.PolicyState(self._model, self._optimizer, self.architecture)
         self._step = checkpoint.load(state, directory)
+        if not self.weights_are_finite():
+            raise CheckpointError(f"the weights in {directory} are not finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from treadle.trainer.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood, policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
-from treadle.trainer.policy.backend import LossFn, LossInputs, LossOutput
+from treadle.trainer.policy.backend import CheckpointError, LossFn, LossInputs, LossOutput
 from treadle.trainer.policy.megatron.architecture import Architecture, UnsupportedModelError
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.parallel import Rendezvous
@@ -195,6 +195,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     after = {t.name: t.tensor for t in policy.export_weights()}
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not policy.train_step(batch, ClippedSurrogate()).skipped
+
+
+def test_weights_that_are_not_finite_are_noticed_and_never_loaded(
+    folder: Path, tmp_path: Path, opened: list[MegatronPolicy]
+) -> None:
+    policy = MegatronPolicy(PolicyConfig(), folder)
+    opened.append(policy)
+    assert policy.weights_are_finite()
+    norm = next(t.tensor for t in policy.export_weights() if t.name == "model.norm.weight")
+    norm[3] = math.nan  # the live parameter: the model's own norm is not copied
+    assert not policy.weights_are_finite()
+    policy.save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"the weights in .*saved are not finite"):
+        policy.load(tmp_path / "saved")
+    policy.save_hf(tmp_path / "hf")
+    policy.close()
+    opened.remove(policy)
+    with pytest.raises(ValueError, match=r"hf: its weights are not finite"):
+        MegatronPolicy(PolicyConfig(), tmp_path / "hf")
 
 
 def test_supervised_training_learns_a_sequence(folder: Path, opened: list[MegatronPolicy]) -> None:

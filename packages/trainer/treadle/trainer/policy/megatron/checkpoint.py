@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -36,7 +37,11 @@ from treadle.trainer.policy.types import NamedTensor, TensorSpec
 device.install()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
+from megatron.core.dist_checkpointing.core import (  # noqa: E402
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import apply_factories  # noqa: E402
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor  # noqa: E402
@@ -178,11 +183,11 @@ def load(state: PolicyState, directory: Path) -> int:
         The step it was written at.
 
     Raises:
-        CheckpointError: The checkpoint is missing, or of another architecture.
+        CheckpointError: The checkpoint is missing, damaged, or of another architecture.
     """
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(f"{directory} holds no complete checkpoint")
-    common = dist_checkpointing.load_common_state_dict(str(directory))
+    common = _load_common(directory)
     different = {
         name: (common["architecture"].get(name), value)
         for name, value in state.architecture.items()
@@ -191,9 +196,24 @@ def load(state: PolicyState, directory: Path) -> int:
     if different:
         listed = ", ".join(f"{n} is {was}, not {now}" for n, (was, now) in different.items())
         raise CheckpointError(f"the checkpoint in {directory} is of another model: {listed}")
-    loaded = dist_checkpointing.load(state.sharded(loading=True), str(directory))
+    try:
+        loaded = dist_checkpointing.load(state.sharded(loading=True), str(directory))
+    except (CheckpointException, CheckpointingException) as error:
+        raise CheckpointError(f"{directory} is damaged: {_explain(error)}") from error
     state.fill(loaded, adam_steps=common["adam_steps"])
     return int(common["step"])
+
+
+def _load_common(directory: Path) -> dict[str, Any]:
+    """Returns what all ranks share: step, Adam's steps and architecture."""
+    path = directory / "common.pt"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        common: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
+    return common
 
 
 def save_hf(

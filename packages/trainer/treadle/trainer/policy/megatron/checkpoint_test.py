@@ -1,5 +1,6 @@
 import re
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,15 @@ def test_errors_name_the_checkpoint(
     with pytest.raises(CheckpointError, match=r"cannot write .*saved exists"):
         (tmp_path / "saved").mkdir()
         policy.save_hf(tmp_path / "saved")
+    whole = (tmp_path / "a" / "common.pt").read_bytes()
+    (tmp_path / "a" / "common.pt").write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"common\.pt is damaged"):
+        policy.load(tmp_path / "a")
+    (tmp_path / "a" / "common.pt").write_bytes(whole)
+    shutil.copytree(tmp_path / "a", tmp_path / "cut")
+    (tmp_path / "cut" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"cut is damaged: "):
+        policy.load(tmp_path / "cut")
     policy.close()
     write_model(tmp_path / "other", num_hidden_layers=2)
     other = MegatronPolicy(config(), tmp_path / "other")
