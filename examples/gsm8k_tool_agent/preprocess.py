@@ -18,6 +18,7 @@ from pathlib import Path
 
 from treadle.trainer.data import DataError
 from treadle.trainer.data import read_rows as read_published_rows
+from treadle.trainer.problems import SeveralProblems
 
 SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. "
@@ -71,6 +72,7 @@ def read_rows(file: Path, *, split: str) -> Iterator[dict[str, object]]:
     Raises:
         DataError: It cannot be had, or a row is not a question with an answer that ends in
             `#### number`.
+        SeveralProblems: More than one thing is wrong with its rows.
     """
     for row in read_published_rows([file], required=("question", "answer")):
         question, answer = str(row.columns["question"]), str(row.columns["answer"])
@@ -129,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target = options.output / f"{split}.{options.format}"
             write_rows(rows, target)
             sys.stdout.write(f"{target}: {len(rows)} rows\n")
-    except (DataError, OSError) as error:
+    except (DataError, SeveralProblems, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0

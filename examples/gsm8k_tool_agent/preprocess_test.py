@@ -133,3 +133,16 @@ def test_where_the_hub_is_out_of_reach_the_command_is_given(
         "run `hf download openai/gsm8k --repo-type dataset --include 'main/train-*.parquet'" in said
     )
     assert not (tmp_path / "data").exists()
+
+
+def test_damaged_rows_are_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": None, "answer": "#### 1"}, {"question": "1?", "answer": None}]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    assert main(["--source", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "line 1: the column 'question' is null" in said
+    assert "line 2: the column 'answer' is null" in said

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from treadle.trainer.data import DataError, read_rows
+from treadle.trainer.problems import SeveralProblems
 
 _HUB = Path("hf://datasets/hotpotqa/hotpot_qa/distractor/train-*.parquet")
 SYSTEM = (
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--limit is {options.limit}: it must be at least 1")
     try:
         _convert(options)
-    except (DataError, OSError) as error:
+    except (DataError, SeveralProblems, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
