@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -204,8 +205,9 @@ class _Guarded:
         error: RolloutServerError | None = self._problem
         if error is None and self._method.startswith(_OURS) and not _has_deadline(self._context):
             error = DeadlineRequired(self._method)
-        if error is not None:
-            await self._refuse(error)
+        refusal = None if error is None else self._refusal(error)
+        if refusal is not None:
+            await refusal.send(self._context)
 
     async def __aexit__(
         self,
@@ -213,32 +215,60 @@ class _Guarded:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        refusal = self._refusal(error)
+        # The frame of this call outlives it: see `_Refusal.send`.
+        del error, trace
+        if refusal is not None:
+            await refusal.send(self._context)
+
+    def _refusal(self, error: BaseException | None) -> "_Refusal | None":
+        """Notes how the call ended; returns what its caller is told, if it failed here."""
         if isinstance(error, RolloutServerError):
-            await self._refuse(error)
+            self._note(reason_name(error))
+            code, status = to_status(error)
+            trailer = (("grpc-status-details-bin", status.SerializeToString()),)
+            return _Refusal(code, message_of(error), trailer)
         unimplemented = grpc.StatusCode.UNIMPLEMENTED
         if isinstance(error, NotImplementedError) and self._context.code() is unimplemented:
             # Generated code says so of a method that is in the .proto and not in the servicer.
             self._note("unimplemented")
-            text = f"this server does not implement {self._method}"
-            await self._context.abort(unimplemented, text)
+            return _Refusal(unimplemented, f"this server does not implement {self._method}")
         # gRPC handles its own errors: an abort, or a write to a caller that has gone.
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
             self._note("bug")
             _log.error("a bug in %s", self._method, exc_info=error)
             text = f"{type(error).__name__}: a bug of the server, whose log has the trace"
-            await self._context.abort(grpc.StatusCode.INTERNAL, text)
+            return _Refusal(grpc.StatusCode.INTERNAL, text)
         self._note("ok" if error is None else "cancelled")
-
-    async def _refuse(self, error: RolloutServerError) -> None:
-        self._note(reason_name(error))
-        code, status = to_status(error)
-        trailer = (("grpc-status-details-bin", status.SerializeToString()),)
-        await self._context.abort(code, message_of(error), trailing_metadata=trailer)
+        return None
 
     def _note(self, outcome: str) -> None:
         if self._peer:
             took_ms = (time.monotonic() - self._began) * 1000
             _log.debug("%s %s %s %.1f ms", self._peer, self._method, outcome, took_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The status of a call that failed."""
+
+    code: grpc.StatusCode
+    text: str
+    trailer: tuple[tuple[str, bytes], ...] = ()
+
+    async def send(self, context: _Context) -> None:
+        """Ends the call, by raising.
+
+        gRPC keeps what is raised here in the call's state, to which the frames that it goes
+        through refer: a cycle. So neither the exception nor those frames may refer to the error of
+        the call, whose own frames hold what the call used, such as the descriptor of a sender's
+        memory. That would stay until Python's collector comes.
+        """
+        try:
+            await context.abort(self.code, self.text, trailing_metadata=self.trailer)
+        except grpc.aio.AbortError as aborted:
+            aborted.__context__ = None
+            raise
 
 
 def _has_deadline(context: _Context) -> bool:

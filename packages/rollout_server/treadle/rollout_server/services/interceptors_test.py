@@ -24,7 +24,9 @@ class Context:
         assert not self.ended, "gRPC would read freed memory here, and crash"
         return "ipv4:127.0.0.1:5"
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+    async def abort(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: object
+    ) -> NoReturn:
         self.aborted = (code, details)
         raise grpc.aio.AbortError
 

@@ -1,6 +1,7 @@
 """Shared memory over real gRPC, where the conformance kit cannot see."""
 
 import asyncio
+import gc
 import os
 import threading
 import zlib
@@ -30,6 +31,7 @@ from treadle.rollout_server.services.testing import (
 )
 from treadle.rollout_server.updates import incoming
 from treadle.rollout_server.updates.begin import Begin
+from treadle.rollout_server.updates.buckets import Segment
 from treadle.rollout_server.updates.files import WeightFiles
 from treadle.rollout_server.updates.staging import Assembler
 
@@ -225,3 +227,28 @@ async def test_a_delta_comes_in_buckets_too() -> None:
         assert await _push(server, sender.header(), *halves, LAST) == [0, 1, LAST.bucket.slot]
         assert await commit(server, update_id="d") == 2
         assert ids(await server.generate()) != before
+
+
+def _open_segments() -> int:
+    return sum(isinstance(thing, Segment) for thing in gc.get_objects())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_a_refused_push_keeps_no_descriptor_until_the_collector_comes(in_place: bool) -> None:
+    async with fake_server() as server:
+        gc.collect()
+        gc.disable()
+        try:
+            for i in range(4):
+                sender = Sender(f"u{i}")
+                begin = _begin(in_place=in_place, update_id=f"u{i}")
+                await server.weights.BeginUpdate(begin, timeout=60)
+                header = sender.header(**{"num_bytes": 1 << 40} if i % 2 else {})
+                twice = sender.of(1, (0, 0, 128), (0, 0, 128))
+                await refusal(_push(server, header, twice))
+            for _ in range(20):
+                await server.settle()
+            assert not _open_segments()
+        finally:
+            gc.enable()
