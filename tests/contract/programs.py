@@ -43,10 +43,12 @@ class Programs:
 
     def command(self, *arguments: str) -> tuple[str, ...]:
         """Returns the command that runs Python with `arguments` in this version's environment."""
-        # Safe path: neither the working directory nor a script's folder is on the path. The options
-        # that this pytest was given are not for that of the conformance kit.
+        # Safe path: neither the working directory nor a script's folder is on the path. Pants adds
+        # today's sources by an environment variable. The options that this pytest was given are not
+        # for that of the conformance kit.
+        unset = ("--unset=PYTEST_ADDOPTS", "--unset=PEX_EXTRA_SYS_PATH")
         settings = (f"PYTHONPATH={os.pathsep.join(self.path)}", "PYTHONSAFEPATH=1")
-        return ("env", "--unset=PYTEST_ADDOPTS", *settings, sys.executable, *arguments)
+        return ("env", *unset, *settings, sys.executable, *arguments)
 
     @property
     def server(self) -> tuple[str, ...]:

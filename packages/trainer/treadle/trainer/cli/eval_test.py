@@ -18,7 +18,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "there is no nothing; it must be a model directory"),
-        (["demo:calculater"], "there is no demo:calculater; it must be"),
+        (["demo:calc"], "there is no demo:calc; it must be"),
         (["demo:math_expression"], "there is no data to evaluate on: give --data FILE"),
         (["demo:calculator", "--data", "no.jsonl"], "no.jsonl does not exist"),
         (["demo:calculator", "--step", "3"], "--step 3: only a run has steps"),
