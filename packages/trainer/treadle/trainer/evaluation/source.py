@@ -57,7 +57,7 @@ def find_source(text: str, *, step: int | None = None) -> Source:
     path = Path(text).expanduser()
     if path.is_dir():
         path = path.absolute()
-        if path.parent.name == CHECKPOINTS and (path / "state.json").is_file():
+        if path.parent.name == CHECKPOINTS and path.name.startswith("step-"):
             if step is not None:
                 raise SetupError(f"--step {step}: {text} is a checkpoint already; leave one out")
             digits = path.name.removeprefix("step-")
@@ -93,10 +93,9 @@ def _of_run(text: str, run: Path, step: int | None) -> Source:
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     notes: tuple[str, ...] = ()
     try:
-        latest = checkpoints.latest()
         if step is not None:
             chosen = checkpoints.at(step)
-        elif latest is None:
+        elif (latest := checkpoints.latest()) is None:
             raise SetupError(f"{text} is a run without a checkpoint: it holds no model yet")
         else:
             chosen = _last_model(checkpoints, latest)

@@ -1,6 +1,7 @@
 """Every way to damage a run directory: the command goes on with a note, or ends with a sentence."""
 
 import asyncio
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from treadle.trainer.checkpoint.run_directory import (
 )
 from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
+from treadle.trainer.evaluation.source import Source, find_source
 from treadle.trainer.main import main
 from treadle.trainer.model_source import resolve_model
 
@@ -322,6 +324,10 @@ def test_a_checkpoint_of_release_0_1_is_used_and_said_to_be_unchecked(run: Path)
     assert note.startswith("resuming after step 2; its checkpoint is of release 0.1")
 
 
+def _evaluated(path: Path, step: int | None = None) -> Source:
+    return find_source(str(path), step=step)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -334,6 +340,7 @@ def test_a_model_that_is_damaged_is_neither_exported_nor_trained_from(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Damage, said: str
 ) -> None:
     damage(run)
+    assert _evaluated(run, step=1).step == 1
     refused = f"{_NEWEST} cannot be used: {said}"
     whole = f"The newest whole one is {run / CHECKPOINTS / _OLDER}"
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
@@ -341,9 +348,10 @@ def test_a_model_that_is_damaged_is_neither_exported_nor_trained_from(
     assert refused in err
     assert whole in err
     assert not (tmp_path / "out").exists()
-    for source in (run, run / _AT):
+    uses: tuple[Callable[[Path], object], ...] = (resolve_model, _evaluated)
+    for use, source in itertools.product(uses, (run, run / _AT)):
         with pytest.raises(SetupError) as caught:
-            resolve_model(source)
+            use(source)
         assert refused in str(caught.value)
         assert whole in str(caught.value)
 
