@@ -57,8 +57,8 @@ def load_settings(
         raise ConfigError(
             f"model.path={named} contradicts {source.text}, whose model is evaluated: leave it out"
         )
-    if source.run is not None:
-        files = [source.run / "config.json", *files]
+    if source.config is not None:
+        files = [source.config, *files]
     elif not files and _DEMO_MODEL in (source.model, named):
         files = [DEMO]
     if source.address is not None and not files and named is None:

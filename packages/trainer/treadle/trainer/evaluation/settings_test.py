@@ -35,8 +35,9 @@ def test_the_model_of_the_demo_brings_the_demo() -> None:
 
 def test_the_configuration_of_a_run_is_the_base(tmp_path: Path) -> None:
     limited = load_config([DEMO], ["data.max_val_rows=8", "run.seed=3"]).config
-    (tmp_path / "config.json").write_text(limited.model_dump_json())
-    source = Source(text="run", model="/step-40/hf", run=tmp_path, step=40)
+    saved = tmp_path / "config.json"
+    saved.write_text(limited.model_dump_json())
+    source = Source(text="run", model="/step-40/hf", run=tmp_path, step=40, config=saved)
     config = load(source).config
     assert (config.run.seed, config.data.max_val_rows) == (3, 8)
     assert config.model.path == Path("/step-40/hf")

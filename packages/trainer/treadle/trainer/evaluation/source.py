@@ -10,6 +10,7 @@ from pathlib import Path
 from treadle.agent_loop import SetupError
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
+    CONFIG,
     Checkpoint,
     Checkpoints,
     RunDirectoryError,
@@ -31,6 +32,7 @@ class Source:
         model: The value for `model.path`; None: the configuration's, for the tokenizer alone.
         run: The run directory that the model is of.
         step: Number of steps that the run's model was trained.
+        config: The configuration of the run at that step.
         address: host:port of a server that serves the model.
         notes: What to say about the choice.
     """
@@ -39,6 +41,7 @@ class Source:
     model: str | None = None
     run: Path | None = None
     step: int | None = None
+    config: Path | None = None
     address: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -106,14 +109,21 @@ def _of_run(text: str, run: Path, step: int | None) -> Source:
                 )
     except RunDirectoryError as error:
         raise SetupError(str(error)) from None
+    config = chosen.config_file or run / CONFIG
     if chosen.hf_directory is None:
         raise SetupError(
             f"the checkpoint of step {chosen.step} in {run} holds no Hugging Face directory: write "
             f"one with `treadle export {run} OUT --step {chosen.step}`, then `treadle eval OUT "
-            f"--config {run / 'config.json'}`"
+            f"--config {config}`"
         )
-    model = str(chosen.hf_directory)
-    return Source(text=text, model=model, run=run, step=chosen.step, notes=notes)
+    return Source(
+        text=text,
+        model=str(chosen.hf_directory),
+        run=run,
+        step=chosen.step,
+        config=config,
+        notes=notes,
+    )
 
 
 def _last_model(checkpoints: Checkpoints, latest: Checkpoint) -> Checkpoint:

@@ -55,9 +55,16 @@ def test_a_run_gives_its_latest_model_or_that_of_a_step() -> None:
     run = _run("run", steps={10: True, 20: True})
     latest = find_source("run")
     assert (latest.step, latest.run) == (20, run.absolute())
+    assert latest.config == run.absolute() / "config.json"
     assert latest.model == str(run.absolute() / "checkpoints/step-00000020/hf")
     assert find_source("run", step=10).step == 10
     assert find_source("run/checkpoints/step-00000010").step == 10
+
+
+def test_a_checkpoint_with_a_configuration_of_its_own_is_evaluated_with_that() -> None:
+    saved = _run("run", steps={10: True}).absolute() / "checkpoints/step-00000010/config.json"
+    saved.write_text("{}")
+    assert find_source("run").config == saved
 
 
 def test_a_latest_checkpoint_without_a_model_is_passed_over_and_said() -> None:
