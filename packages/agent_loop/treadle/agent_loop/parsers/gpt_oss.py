@@ -3,10 +3,10 @@
     <|channel|>analysis<|message|>The user asks ...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
 
-(in one line). A message to a recipient is a call, on any channel; the others are reasoning
-(analysis) or content (final, commentary). Several messages on one channel are joined by line
-feeds. A turn ends with <|call|> or <|return|>, which are stop tokens; the prompt ends with
-<|start|>assistant.
+(in one line). A message to a recipient is a call, on any channel, unless it goes to the assistant,
+as a tool's answer does that the model makes up; the others are reasoning (analysis) or content
+(final, commentary). Several messages on one channel are joined by line feeds. A turn ends with
+<|call|> or <|return|>, which are stop tokens; the prompt ends with <|start|>assistant.
 
 Invariant: damaged headers, which the models sometimes write, lose no text: a message without
 recipient that is not analysis is content.
@@ -27,6 +27,7 @@ _CONSTRAIN = "<|constrain|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _ENDS = (_END, _CALL, _RETURN)
 _SPECIAL = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
+_OURSELVES = "assistant"  # To whom a tool's own message goes, if the model writes one.
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ON_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _HEADER_ALONE = re.compile(r"(?:<\|start\|>)?(?:assistant)?(?:<\|channel\|>\w*)?\s*")
@@ -66,7 +67,7 @@ class GptOssParser:
             message = _next_message(scan, start)
             header, body = text[start : message.body], text[message.body : message.stop]
             recipient, channel = _RECIPIENT.search(header), _ON_CHANNEL.search(header)
-            if recipient is not None and _CHANNEL in header:
+            if recipient is not None and recipient[1] != _OURSELVES and _CHANNEL in header:
                 name = recipient[1].removeprefix("functions.")
                 if not _read_call(scan, message, name):
                     answers.append(text[start : message.after])

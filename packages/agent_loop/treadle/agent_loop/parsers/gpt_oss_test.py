@@ -34,6 +34,14 @@ def test_a_message_to_a_recipient_is_a_call(header: str) -> None:
         assert (parsed.content, parsed.malformed) == ("", ())
 
 
+def test_a_message_of_a_tool_is_no_call() -> None:
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    made_up = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>{}<|end|>"
+    parsed = PARSER.parse(THOUGHT + call + made_up)
+    assert [(c.name, c.arguments) for c in parsed.calls] == [("f", {"a": 1})]
+    assert (parsed.content, parsed.malformed) == ("{}", ())
+
+
 def test_channels_are_told_apart() -> None:
     text = (
         f"{THOUGHT}<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
