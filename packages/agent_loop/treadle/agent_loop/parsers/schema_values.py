@@ -4,7 +4,8 @@ qwen3_coder, glm and minimax write `<parameter=n>3</parameter>`: only the tool's
 number 3 from the string "3". The rules, in this order:
 
 1. If the schema allows the text as null, a boolean, a number, an array or an object, it is
-   converted. Python's True, False and None, which some templates write, are accepted too.
+   converted. Python's True, False and None, which some templates write, are accepted too. Null is
+   also read where the schema allows neither null nor a string: the tool tells the model.
 2. Otherwise it is a string. If the schema does not allow a string, the tool tells the model.
 3. Without a type (unknown tool or argument, or a schema that allows anything), JSON is parsed,
    unless it is a quoted string: templates write strings without quotes.
@@ -48,6 +49,8 @@ def read_as(text: str, types: frozenset[str]) -> object:
     literal = _LITERALS.get(bare)
     if literal is not None and literal[0] in types:
         return literal[1]
+    if literal is not None and literal[0] == "null" and types and "string" not in types:
+        return None
     if types and not types & {"integer", "number", "array", "object"}:
         return text
     try:
