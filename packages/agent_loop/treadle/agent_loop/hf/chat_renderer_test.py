@@ -304,3 +304,15 @@ def test_a_bound_changes_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths == [len(text)] * 2  # counted, then encoded
     assert renderer.bounded(len(text)).encode(text) == ids
     assert lengths == [len(text)] * 3
+
+
+def test_a_prompt_that_opens_the_reasoning_hides_no_part_of_the_call() -> None:
+    header = "<|im_start|>assistant\n"
+    opens = TEMPLATE.replace(
+        f"{{{{- '{header}' }}}}{{%- endif %}}\n", f"{{{{- '{header}<think>\n' }}}}{{%- endif %}}\n"
+    )
+    assert opens != TEMPLATE
+    renderer = HfRenderer(make_tokenizer(opens))
+    assert (renderer.template.probe_call or "").lstrip().startswith("<tool_call>")
+    text = renderer.decode(renderer.render(TASK, tools=(CALCULATOR,)).ids)
+    assert text.endswith(f"{header}<think>\n")

@@ -435,6 +435,9 @@ class ChatTemplate:
         whole = self.text((_QUESTION, turn), (PROBE_TOOL,), open_turn=False)
         pairs = enumerate(zip(prompt, whole, strict=False))
         start = next((i for i, (a, b) in pairs if a != b), len(prompt))
+        mark = whole.rfind("<", 0, start)
+        if mark >= 0 and ">" not in whole[mark:start]:
+            start = mark  # The prompt opens the reasoning: <think> begins like <tool_call>.
         cut = self._added.cut(closed, replace(end, token=end.stop))
         stop = len(whole) - len(closed) + len(closed if cut is None else cut[0])
         return whole[start:stop]
