@@ -129,7 +129,10 @@ def test_what_cannot_be_resolved_fails_at_start(mine: Path, reference: str, why:
 def test_a_file_that_ends_the_program_when_it_is_imported_says_so(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("def score(trajectory): return 0.0\nexit(0)\n")
-    with pytest.raises(SetupError, match=r"SystemExit: 0; it ends .* below `if __name__ =="):
+    with pytest.raises(
+        SetupError,
+        match=r"SystemExit: 0 \(.*script\.py:2, in <module>\); it ends .* below `if __name__ ==",
+    ):
         load(f"{path}:score")
 
 
