@@ -4,12 +4,14 @@
     <|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>
 
 (in one line). Invariant: the id is kept as the model wrote it, because the templates use it in the
-answer, where only the id tells the model which tool answered. Each call is parsed separately; the
+answer, where only the id tells the model which tool answered. An id is functions.NAME:NUMBER; newer
+checkpoints leave out a part or write something else behind the name, which is read if a tool of
+that name was shown. Each call is parsed separately; the
 marks around all of them may be missing, or in the singular, as the models sometimes write them.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from treadle.agent_loop.parsers.format_parser import writable
 from treadle.agent_loop.parsers.json_text import CallError, read_object, write_json
@@ -29,6 +31,7 @@ _MARKS = (_CALL_END, _CALL, *_SECTIONS)
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _HEAD = re.compile(r"[^<\n]*")
 _ID = re.compile(r"(?:functions\.)?([^:\s]+):\d+")
+_LOOSE_ID = re.compile(r"(?:functions\.)?([^:\s]+)(?::\S*)?")
 
 
 class KimiFormat:
@@ -44,7 +47,7 @@ class KimiFormat:
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
         for start in scan.call_starts(_CALL, *_SECTIONS):
-            _read_call(scan, start)
+            _read_call(scan, start, schemas.tools)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`; an id that does not name its tool cannot be written."""
@@ -55,17 +58,17 @@ class KimiFormat:
         return f"{_SECTION}{bodies}{_SECTION_END}"
 
 
-def _read_call(scan: Scan, start: int) -> None:
+def _read_call(scan: Scan, start: int, tools: Container[str]) -> None:
     """Parses one call, and the white space after it."""
     body, name = start + len(_CALL), None
     head = _HEAD.match(scan.text, scan.skip_space(body))
     assert head is not None
     call_id = head[0].strip()
     try:
-        named = _ID.fullmatch(call_id)
-        if named is None:
+        name = _name_in(call_id, tools)
+        if name is None:
             raise CallError(f"the id must be functions.NAME:NUMBER, got {call_id!r:.80}")
-        name, place = named[1], scan.after(_ARGUMENTS, head.end())
+        place = scan.after(_ARGUMENTS, head.end())
         if place < 0:
             raise CallError(f"the id is not followed by {_ARGUMENTS}")
         arguments, place = read_object(scan, scan.skip_space(place), *_MARKS)
@@ -80,8 +83,15 @@ def _read_call(scan: Scan, start: int) -> None:
     scan.mark(stop, scan.skip_space(stop))
 
 
+def _name_in(call_id: str, tools: Container[str]) -> str | None:
+    """Returns the tool that an id names; None if it names none."""
+    if named := _ID.fullmatch(call_id):
+        return named[1]
+    loose = _LOOSE_ID.fullmatch(call_id)
+    return loose[1] if loose is not None and loose[1] in tools else None
+
+
 def _own_id(call: ToolCall) -> str:
-    named = _ID.fullmatch(call.id)
-    if named is None or named[1] != call.name:
+    if _name_in(call.id, (call.name,)) != call.name:
         raise ValueError(f"the id of a call of {call.name!r} must be functions.{call.name}:NUMBER")
     return writable(call.id, "<", "\n")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from treadle.agent_loop import ToolCall
+from treadle.agent_loop import ToolCall, ToolSpec
 from treadle.agent_loop.parsers import parser_named
 
 PARSER = parser_named("kimi")
@@ -18,6 +18,17 @@ def test_an_id_is_kept_as_the_model_wrote_it() -> None:
     calls = PARSER.parse(text).calls
     assert [c.id for c in calls] == ["functions.f:7", "g:0", "functions.web.search:1"]
     assert [c.name for c in calls] == ["f", "g", "web.search"]
+
+
+@pytest.mark.parametrize(
+    "call_id", ["functions.f", "f", "functions.f:a1b2", "f:call-7", "f:", "functions.f:7"]
+)
+def test_an_id_that_names_a_tool_in_another_way_is_read_and_kept(call_id: str) -> None:
+    parsed = PARSER.parse(call(call_id, '{"a": 1}'), tools=(ToolSpec(name="f", description=""),))
+    assert [(c.id, c.name, c.arguments) for c in parsed.calls] == [(call_id, "f", {"a": 1})]
+    assert call_id in PARSER.render("", parsed.calls)
+    (bad,) = PARSER.parse(call("g"), tools=(ToolSpec(name="f", description=""),)).malformed
+    assert "must be functions.NAME:NUMBER, got 'g'" in bad.reason
 
 
 def test_an_id_that_is_used_twice_is_replaced() -> None:

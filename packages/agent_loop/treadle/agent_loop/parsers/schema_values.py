@@ -13,7 +13,7 @@ number 3 from the string "3". The rules, in this order:
 Invariant: texts are parsed as JSON or not at all. Nothing is evaluated, nothing raises.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 
 from treadle.agent_loop.parsers.json_text import CallError, decode_json
 from treadle.agent_loop.types import ToolSpec
@@ -34,6 +34,11 @@ class Schemas:
 
     def __init__(self, tools: Sequence[ToolSpec] = ()) -> None:
         self._parameters = {tool.name: tool.parameters for tool in tools}
+
+    @property
+    def tools(self) -> KeysView[str]:
+        """The names of the tools."""
+        return self._parameters.keys()
 
     def read(self, tool: str, argument: str, text: str) -> object:
         """Returns the value that `text` represents."""
