@@ -44,9 +44,10 @@ class Programs:
     def command(self, *arguments: str) -> tuple[str, ...]:
         """Returns the command that runs Python with `arguments` in this version's environment."""
         # Safe path: neither the working directory nor a script's folder is on the path. Pants adds
-        # today's sources by an environment variable. The options that this pytest was given are not
-        # for that of the conformance kit.
-        unset = ("--unset=PYTEST_ADDOPTS", "--unset=PEX_EXTRA_SYS_PATH")
+        # today's sources by two variables of the environment. The options that this pytest was
+        # given are not for that of the conformance kit.
+        hidden = ("PYTEST_ADDOPTS", "PEX_EXTRA_SYS_PATH", "__PEX_EXTRA_SYS_PATH__")
+        unset = [f"--unset={name}" for name in hidden]
         settings = (f"PYTHONPATH={os.pathsep.join(self.path)}", "PYTHONSAFEPATH=1")
         return ("env", *unset, *settings, sys.executable, *arguments)
 
