@@ -64,12 +64,15 @@ def confined(path: str, root: Path | None) -> Path:
     """Returns the real path of `path`, which may be relative to `root`.
 
     Raises:
-        FileOutsideRoot: It lies outside `root`, or the server has no root.
+        FileOutsideRoot: It lies outside `root`, or nobody may see where, or there is no root.
     """
     if root is None or "\0" in path:
         raise FileOutsideRoot(path, None if root is None else str(root))
     real_root = root.resolve()
-    real = Path(os.path.realpath(real_root / path))
+    try:
+        real = Path(os.path.realpath(real_root / path))
+    except OSError as error:  # A link that this user may not read, as /proc/1/root.
+        raise FileOutsideRoot(path, str(root)) from error
     if not real.is_relative_to(real_root):
         raise FileOutsideRoot(path, str(root))
     return real

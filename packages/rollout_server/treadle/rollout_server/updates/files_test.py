@@ -51,6 +51,18 @@ def stage(root: Path | None, directory: str = "1", crc32: list[int] | None = Non
     return [bytes(tensor.data) for tensor in assembler.named_tensors()]
 
 
+def test_a_link_that_may_not_be_read_leads_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def readlink(path: object, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(os, "readlink", readlink)  # As the kernel does for /proc/1/root.
+    with pytest.raises(FileOutsideRoot, match="link"):
+        stage(tmp_path, "link")
+
+
 def test_the_files_of_a_directory_together_hold_the_tensors(tmp_path: Path) -> None:
     write(tmp_path / "1" / "x.safetensors", {"b": DATA["b"]})
     write(tmp_path / "1" / "y.safetensors", {"a": DATA["a"]})
