@@ -39,7 +39,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.preflight import check_run
 from treadle.trainer.report import LiveReport, MetricsLog
-from treadle.trainer.report.progress import PlainProgress
+from treadle.trainer.report.terminal.progress import PlainProgress
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import make_batch

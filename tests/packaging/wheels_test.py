@@ -214,7 +214,7 @@ def test_the_trainers_wheel_ships_the_demo_the_report_and_the_template() -> None
         f"{demo}/tools.yaml",
         f"{demo}/train.jsonl",
         f"{demo}/val.jsonl",
-        "treadle/trainer/report/report.html.j2",
+        "treadle/trainer/report/page/report.html.j2",
         f"{template}/config.yaml",
         f"{template}/reward.py",
         f"{template}/train.jsonl",

@@ -25,7 +25,7 @@ from treadle.trainer.report import (
     open_progress,
     validation_metrics,
 )
-from treadle.trainer.report.logged_progress import LoggedProgress
+from treadle.trainer.report.terminal.logged_progress import LoggedProgress
 from treadle.trainer.rollout.attached_server import AttachedServer
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout

@@ -4,15 +4,15 @@ While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `roll
 `validation_metrics`, and `live_report`. At its end: `print_summary`. At any time: `write_reports`.
 """
 
-from treadle.trainer.report.console import print_summary
-from treadle.trainer.report.files import write_page, write_reports
-from treadle.trainer.report.live import LiveReport, live_report
 from treadle.trainer.report.metrics import MetricsLog, last_saved_step, read_metrics
 from treadle.trainer.report.notes import NotesLog
-from treadle.trainer.report.progress import Progress, open_progress
+from treadle.trainer.report.page.files import write_page, write_reports
+from treadle.trainer.report.page.live import LiveReport, live_report
 from treadle.trainer.report.rollout import rollout_metrics, validation_metrics
 from treadle.trainer.report.status import read_status
 from treadle.trainer.report.summary import Change, Summary, summarize
+from treadle.trainer.report.terminal.console import print_summary
+from treadle.trainer.report.terminal.progress import Progress, open_progress
 from treadle.trainer.report.trajectories import TrajectoryLog
 
 __all__ = [

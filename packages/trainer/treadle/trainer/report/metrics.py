@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
-from treadle.trainer.report.lines import keep_lines, read_lines, undamaged_lines
+from treadle.trainer.report.terminal.lines import keep_lines, read_lines, undamaged_lines
 
 STEP: Final = "step"
 """Optimizer steps taken; 0 is the state before training."""

@@ -6,7 +6,7 @@ Invariant: as for the metrics log, a run that resumes after step s removes later
 import json
 from pathlib import Path
 
-from treadle.trainer.report.lines import keep_lines
+from treadle.trainer.report.terminal.lines import keep_lines
 
 __all__ = ["NotesLog"]
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from treadle.trainer.report.lines import read_lines
 from treadle.trainer.report.notes import NotesLog
+from treadle.trainer.report.terminal.lines import read_lines
 
 
 def test_notes_follow_the_steps_that_a_run_resumes_after(tmp_path: Path) -> None:

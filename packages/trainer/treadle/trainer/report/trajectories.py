@@ -32,7 +32,7 @@ from treadle.tracing import (
     use_sink,
 )
 from treadle.trainer.report.failures import whole_traceback
-from treadle.trainer.report.lines import keep_lines
+from treadle.trainer.report.terminal.lines import keep_lines
 
 Phase = Literal["train", "val"]
 Decode = Callable[[Sequence[int]], str]

@@ -24,7 +24,7 @@ from treadle.trainer.report import (
     read_metrics,
     summarize,
 )
-from treadle.trainer.report.logged_progress import LoggedProgress
+from treadle.trainer.report.terminal.logged_progress import LoggedProgress
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.run_log import run_log, run_tracing
 from treadle.trainer.training_loop.sync import run_sync

@@ -1,9 +1,9 @@
 import math
 from itertools import pairwise
 
-from treadle.trainer.report.charts import MORE, make_panels
-from treadle.trainer.report.colours import hue, rgb
 from treadle.trainer.report.metrics import Record
+from treadle.trainer.report.page.charts import MORE, make_panels
+from treadle.trainer.report.page.colours import hue, rgb
 
 
 def names(records: list[Record]) -> dict[str, list[tuple[str, ...]]]:

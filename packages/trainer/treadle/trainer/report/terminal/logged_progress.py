@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from treadle.trainer.report.metrics import Record
-from treadle.trainer.report.progress import Progress, step_line
+from treadle.trainer.report.terminal.progress import Progress, step_line
 
 __all__ = ["LoggedProgress"]
 

@@ -9,10 +9,11 @@ import pytest
 
 from treadle.agent_loop import Finding, Message, ToolError, Trajectory
 from treadle.tracing import Metric
-from treadle.trainer.report import html, summarize
-from treadle.trainer.report.html import flatten, render_html, trace_bars
+from treadle.trainer.report import summarize
 from treadle.trainer.report.logged_groups import LoggedGroup, LoggedGroups, without_ids
 from treadle.trainer.report.metrics import Record
+from treadle.trainer.report.page import html
+from treadle.trainer.report.page.html import flatten, render_html, trace_bars
 from treadle.trainer.report.status import Status
 from treadle.trainer.report.testing import make_task, make_trajectory
 from treadle.trainer.report.trajectories import to_record

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treadle.trainer.report.curves import draw_curves
-from treadle.trainer.report.html import MAX_TRAJECTORIES, render_html
-from treadle.trainer.report.lines import read_lines
 from treadle.trainer.report.logged_groups import LoggedGroups, read_groups
 from treadle.trainer.report.metrics import Record, read_metrics
+from treadle.trainer.report.page.curves import draw_curves
+from treadle.trainer.report.page.html import MAX_TRAJECTORIES, render_html
 from treadle.trainer.report.status import read_status
 from treadle.trainer.report.summary import Summary, summarize
+from treadle.trainer.report.terminal.lines import read_lines
 
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"

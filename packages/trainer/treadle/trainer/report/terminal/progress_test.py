@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from treadle.trainer.report import Progress, open_progress
-from treadle.trainer.report.progress import Eta, LiveProgress, PlainProgress, step_line
+from treadle.trainer.report.terminal.progress import Eta, LiveProgress, PlainProgress, step_line
 
 STEP = {
     "reward/mean": 0.75,

@@ -16,8 +16,8 @@ from treadle.trainer.report import (
     rollout_metrics,
     write_reports,
 )
-from treadle.trainer.report.charts import running_mean
-from treadle.trainer.report.curves import draw_curves
+from treadle.trainer.report.page.charts import running_mean
+from treadle.trainer.report.page.curves import draw_curves
 from treadle.trainer.report.status import Status, write_status
 from treadle.trainer.report.testing import make_task, make_trajectory
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from treadle.trainer.report.colours import hue
 from treadle.trainer.report.metrics import STEP, Record
+from treadle.trainer.report.page.colours import hue
 
 WIDTH, HEIGHT = 360, 180
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 22

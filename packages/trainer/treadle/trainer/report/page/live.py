@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from treadle.trainer.report.files import REPORT, write_page, write_reports
+from treadle.trainer.report.page.files import REPORT, write_page, write_reports
 from treadle.trainer.report.status import Status, write_status
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from treadle.trainer.report.charts import MAX_PANELS, MORE, make_panels
 from treadle.trainer.report.logged_groups import Line, LoggedGroup, LoggedGroups, thin_out
 from treadle.trainer.report.metrics import (
     KL,
@@ -36,6 +35,7 @@ from treadle.trainer.report.metrics import (
     VAL_TOOL_RATE,
     Record,
 )
+from treadle.trainer.report.page.charts import MAX_PANELS, MORE, make_panels
 from treadle.trainer.report.status import Status
 from treadle.trainer.report.summary import Summary, summary_rows
 
@@ -117,7 +117,7 @@ def render_html(
     )
     environment.filters["number"] = _number
     environment.filters["json"] = json.dumps
-    source = resources.files("treadle.trainer.report").joinpath("report.html.j2")
+    source = resources.files("treadle.trainer.report.page").joinpath("report.html.j2")
     columns = [column for column in _COLUMNS if any(column[1] in record for record in records)]
     num_shown = sum(len(group.lines) for group in logged.groups)
     share = MAX_CHARACTERS // max(1, num_shown)

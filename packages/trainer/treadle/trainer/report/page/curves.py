@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from treadle.trainer.report.charts import running_mean
-from treadle.trainer.report.colours import Colour, rgb
 from treadle.trainer.report.metrics import (
     REWARD,
     STEP,
@@ -22,6 +20,8 @@ from treadle.trainer.report.metrics import (
     VAL_TOOL_RATE,
     Record,
 )
+from treadle.trainer.report.page.charts import running_mean
+from treadle.trainer.report.page.colours import Colour, rgb
 from treadle.trainer.report.summary import phase_seconds
 
 if TYPE_CHECKING:
