@@ -17,6 +17,23 @@ from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.types import AgentTask, Message, StopReason
 from treadle.tracing import Metric
 
+# The variance of a group needs the square, which must be a float too.
+_MAX_REWARD = 1e100
+
+
+def check_reward(reward: float) -> None:
+    """Raises unless a reward is a finite number of usual size.
+
+    Raises:
+        ValueError: It is not; the message has the value and the bounds.
+    """
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}; it must be a finite number")
+    if abs(reward) > _MAX_REWARD:
+        raise ValueError(
+            f"the reward is {reward}; it must be between {-_MAX_REWARD:g} and {_MAX_REWARD:g}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -52,7 +69,8 @@ class Trajectory:
         error: Why the attempt failed.
 
     Raises:
-        ValueError: `stop` and `error` contradict, or the reward is not finite.
+        ValueError: `stop` and `error` contradict, or the reward is refused by
+            `check_reward`.
     """
 
     task: AgentTask
@@ -71,8 +89,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if (self.error is not None) is not (self.stop is StopReason.ERROR):
             raise ValueError(f"stop is {self.stop} and error is {self.error!r}; they contradict")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"the reward is {self.reward}; it must be a finite number")
+        if self.reward is not None:
+            check_reward(self.reward)
 
     @classmethod
     def failed(cls, task: AgentTask, error: RolloutError) -> "Trajectory":

@@ -81,6 +81,12 @@ class Plan:
             f"{updates} of {per_update} trajectories, in micro-batches of "
             f"{config.policy.micro_batch_tokens} tokens per rank",
         )
+        if rollout.context_length > config.policy.micro_batch_tokens:
+            yield (
+                "long trajectories",
+                "those of more tokens than a micro-batch train in one of their own, and need the "
+                "memory for it",
+            )
         yield (
             "policy",
             f"{parallel.num_ranks} processes (tensor {parallel.tensor} x pipeline "

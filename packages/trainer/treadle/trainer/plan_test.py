@@ -35,6 +35,18 @@ def test_total_steps_overrides_epochs() -> None:
     assert "4 prompts x 8 samples = 32 trajectories" in plan.text()
 
 
+def test_trajectories_that_exceed_a_micro_batch_are_announced() -> None:
+    config = _config(total_steps=1)
+    text = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
+    assert "long trajectories" not in text
+    policy = config.policy.model_copy(
+        update={"micro_batch_tokens": config.rollout.context_length - 1}
+    )
+    config = config.model_copy(update={"policy": policy})
+    text = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
+    assert "long trajectories  those of more tokens than a micro-batch train in one of" in text
+
+
 def test_the_servers_are_shown_with_their_command_and_what_is_set_of_the_engine() -> None:
     rollout = RolloutConfig(
         name="vllm",

@@ -17,7 +17,7 @@ from treadle.agent_loop.runner.watchdog import Pulse
 from treadle.agent_loop.tokens.renderer import ChatRenderer
 from treadle.agent_loop.tools.interaction import Interaction
 from treadle.agent_loop.tools.tool import Tool
-from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.trajectory import Trajectory, check_reward
 from treadle.agent_loop.types import AgentTask, SamplingParams
 from treadle.tracing import Metric
 
@@ -27,19 +27,20 @@ class Score:
     """A reward with metrics.
 
     Attributes:
-        value: The reward; finite.
+        value: The reward; a number of at most 1e100 in magnitude.
         metrics: Added to `Trajectory.metrics`.
 
     Raises:
-        ValueError: The value is not a finite number.
+        ValueError: The value is no such number.
     """
 
     value: float
     metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.value, Real) or not math.isfinite(self.value):
+        if not isinstance(self.value, Real):
             raise ValueError(f"the reward is {self.value!r}; it must be a finite number")
+        check_reward(float(self.value))
 
     @classmethod
     def of(cls, result: object) -> "Score":

@@ -336,6 +336,14 @@ async def test_code_that_calls_exit_fails_its_own_attempt(where: str) -> None:
     assert str(failed.error).endswith(": SystemExit: 0")
 
 
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308, 1.0001e100])
+async def test_a_reward_whose_square_is_no_float_fails_its_attempt(value: float) -> None:
+    sink = Collected()
+    report = await runner(reward=lambda _: value).run([task(0)], sink)
+    assert report.num_failed == 1
+    assert "it must be between -1e+100 and 1e+100" in str(sink.trajectories[0].error)
+
+
 async def test_a_plain_reward_leaves_the_event_loop_free() -> None:
     both = threading.Barrier(2, timeout=10)
 
