@@ -40,6 +40,7 @@ from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.preflight import check_run
 from treadle.trainer.report import LiveReport, MetricsLog
 from treadle.trainer.report.terminal.progress import PlainProgress
+from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import make_batch
@@ -89,6 +90,10 @@ async def _running(
         "policy.optimizer.lr=1e-3",
         "policy.optimizer.warmup_steps=0",
     ]
+    # Given, so that the test can call the servers too.
+    token = tmp_path / "token"
+    token.write_text("of-the-test")
+    arguments.append(f"rollout.token_file={token}")
     config = load_config([DEMO], arguments).config
     run = check_run(config, tmp_path)
     async with build_context(
@@ -189,7 +194,10 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
     progress = _Trigger()
     async with (
         _running(tmp_path, engine, progress) as context,
-        connect([server.address for server in context.servers.live]) as generator,
+        connect(
+            [server.address for server in context.servers.live],
+            security=ServerSecurity.of(context.config.rollout).read(),
+        ) as generator,
     ):
         config = context.config
         first = await _sample(context, 1)
@@ -203,6 +211,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
                 context.policy,
                 config.sync.model_copy(update={"in_flight": policy}),
                 element_type=config.rollout.dtype,
+                security=ServerSecurity.of(config.rollout),
                 directory=tmp_path,
             )
             context.servers._publish = publisher.publish
