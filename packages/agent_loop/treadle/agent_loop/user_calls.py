@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -29,24 +30,23 @@ _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakK
 _logger = logging.getLogger(__name__)
 
 
-async def call_user(what: str, function: Callable[..., object], *args: object) -> object:
-    """Calls a plain or async function and returns its result.
+async def call_user(what: str, function: Callable[[], object]) -> object:
+    """Calls a plain or async function and returns its result; leaves behind what does not end.
 
     Args:
         what: Names it in the warning if it is left behind, as "the reward".
         function: Plain functions run on a thread, several at a time.
-        args: Its arguments.
 
     Raises:
         BaseException: Whatever the function raised.
     """
-    if _is_async(function):
-        result = function(*args)
-    else:
-        result = await in_thread(what, lambda: function(*args))
-    if inspect.isawaitable(result):
-        return await end_if_cancelled(what, _awaited(result))
-    return result
+    return await end_if_cancelled(what, result_of(what, function))
+
+
+async def result_of(what: str, function: Callable[[], object]) -> object:
+    """Does the same for a caller that is itself bounded by `end_if_cancelled`."""
+    result = function() if _is_async(function) else await in_thread(what, function)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def in_thread(what: str, function: Callable[[], T]) -> T:
@@ -132,10 +132,6 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T] | BaseException:
         return error
 
 
-async def _awaited(result: Any) -> object:
-    return await result
-
-
 def _leave_behind(task: asyncio.Task[Any]) -> None:
     # The end of asyncio.run would cancel it once more, and wait for it for ever.
     asyncio._unregister_task(task)
@@ -147,6 +143,7 @@ def _leave_behind(task: asyncio.Task[Any]) -> None:
     )
 
 
-def _is_async(function: Callable[..., object]) -> bool:
-    call = type(function).__call__
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+def _is_async(function: Callable[[], object]) -> bool:
+    called = function.func if isinstance(function, partial) else function
+    call = type(called).__call__
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(call)

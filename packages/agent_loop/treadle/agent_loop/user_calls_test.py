@@ -22,10 +22,10 @@ async def test_plain_functions_run_beside_the_event_loop_and_async_ones_on_it() 
     async def on_the_loop(value: int) -> int:
         return value + threading.get_ident()
 
-    assert await call_user("f", lambda value: value + threading.get_ident(), 1) != here + 1
-    assert await call_user("f", on_the_loop, 1) == here + 1
-    assert await call_user("f", _AsyncObject(), 1) == here + 1
-    assert await call_user("f", lambda value: on_the_loop(value), 1) == here + 1
+    assert await call_user("f", partial(lambda value: value + threading.get_ident(), 1)) != here + 1
+    assert await call_user("f", partial(on_the_loop, 1)) == here + 1
+    assert await call_user("f", partial(_AsyncObject(), 1)) == here + 1
+    assert await call_user("f", lambda: on_the_loop(1)) == here + 1
 
 
 @pytest.mark.asyncio

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from treadle.agent_loop.aio import sole_cause
 from treadle.agent_loop.clock import Clock
@@ -218,7 +219,7 @@ class RolloutRunner:
         if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
             return trajectory
         with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
-            score = Score.of(await call_user("the reward", reward, trajectory))
+            score = Score.of(await call_user("the reward", partial(reward, trajectory)))
         metrics = (*trajectory.metrics, *score.metrics)
         return replace(trajectory, reward=float(score.value), metrics=metrics)
 

@@ -25,7 +25,7 @@ from functools import partial
 
 from treadle.agent_loop.tools.tool import ToolFailure, ToolResult
 from treadle.agent_loop.types import AgentTask, ToolSpec
-from treadle.agent_loop.user_calls import in_thread
+from treadle.agent_loop.user_calls import result_of
 
 _JSON_TYPES: dict[type, str] = {
     str: "string",
@@ -64,13 +64,8 @@ class FunctionTool:
             ToolFailure: The arguments do not fit the schema, or the function raised it.
         """
         _check_arguments(self.spec.parameters, arguments)
-        if inspect.iscoroutinefunction(self.function):
-            result = await self.function(**arguments)
-        else:
-            call = partial(self.function, **arguments)
-            result = await in_thread(f"tool {self.spec.name!r}", call)
-            if inspect.isawaitable(result):  # a plain wrapper around an async function
-                result = await result
+        call = partial(self.function, **arguments)
+        result = await result_of(f"tool {self.spec.name!r}", call)
         return result if isinstance(result, ToolResult) else ToolResult(content=str(result))
 
     async def aclose(self) -> None:
