@@ -44,7 +44,11 @@ async def call_user(what: str, function: Callable[[], object]) -> object:
 
 
 async def result_of(what: str, function: Callable[[], object]) -> object:
-    """Does the same for a caller that is itself bounded by `end_if_cancelled`."""
+    """Calls it likewise, without the grace: for callers that run inside `end_if_cancelled`.
+
+    Raises:
+        BaseException: Whatever the function raised.
+    """
     result = function() if _is_async(function) else await in_thread(what, function)
     return await result if inspect.isawaitable(result) else result
 

@@ -220,8 +220,8 @@ class RolloutConfig(Section):
     """PEM file of the root certificates that the certificate is checked against. Null: the
     system's."""
     token_file: Path | None = None
-    """File with the bearer token that the servers require in every call. Null: the run makes one of
-    its own, unless it has TLS or `launch.allow_plaintext_on_network`."""
+    """File with the bearer token that the servers require in every call. Null: the run creates a
+    token, unless it uses TLS or `launch.allow_plaintext_on_network`."""
     tensor_model_parallel_size: Count = 1
     """Number of devices that one copy of the weights is split over, per server (vllm, sglang)."""
     data_parallel_size: Count = 1
