@@ -15,6 +15,7 @@ from treadle.tracing.span import (
     current_sink,
     current_span,
     span,
+    use_attributes,
     use_parent,
     use_sink,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "extract",
     "inject",
     "span",
+    "use_attributes",
     "use_parent",
     "use_sink",
 ]

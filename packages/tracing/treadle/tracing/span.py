@@ -61,6 +61,10 @@ class SpanHandle(Protocol):
 _NULL_SINK: Final = NullSink()
 _sink: ContextVar[TraceSink] = ContextVar("treadle_trace_sink", default=_NULL_SINK)
 _parent: ContextVar[SpanContext | None] = ContextVar("treadle_trace_parent", default=None)
+_NO_ATTRIBUTES: Final[Mapping[str, object]] = MappingProxyType({})
+_shared: ContextVar[Mapping[str, object]] = ContextVar(
+    "treadle_trace_attributes", default=_NO_ATTRIBUTES
+)
 
 # Not the module-level generator of `random`: a traced run must draw the same numbers as an
 # untraced one. A forked child must not repeat its parent's ids.
@@ -103,6 +107,20 @@ def use_parent(parent: SpanContext | None) -> Iterator[None]:
         yield
     finally:
         _parent.reset(token)
+
+
+@contextmanager
+def use_attributes(**attributes: object) -> Iterator[None]:
+    """Adds attributes to all spans of this block, and of the tasks started in it.
+
+    A span's own attribute of the same name takes precedence.
+    """
+    frozen = {key: freeze(value) for key, value in attributes.items()}
+    token = _shared.set(MappingProxyType({**_shared.get(), **frozen}))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 def current_sink() -> TraceSink:
@@ -168,7 +186,8 @@ class _LiveSpan:
     def __init__(self, sink: TraceSink, name: str, attributes: Mapping[str, object]) -> None:
         self._sink = sink
         self._name = name
-        self._attributes = {key: freeze(value) for key, value in attributes.items()}
+        own = {key: freeze(value) for key, value in attributes.items()}
+        self._attributes = {**_shared.get(), **own}
         self._token: Token[SpanContext | None] | None = None
 
     def set(self, **attributes: object) -> None:

@@ -14,6 +14,7 @@ from treadle.tracing import (
     current_sink,
     current_span,
     span,
+    use_attributes,
     use_parent,
     use_sink,
 )
@@ -77,6 +78,29 @@ async def test_tasks_started_in_a_span_nest_below_it_and_not_in_each_other(
         group.create_task(work("right"))
     spans = by_name(sink)
     assert spans["left"].parent_id == spans["right"].parent_id == spans["parent"].span_id
+
+
+@pytest.mark.asyncio
+async def test_attributes_of_a_block_are_of_its_spans_and_those_of_its_tasks(
+    sink: MemorySink,
+) -> None:
+    async def work() -> None:
+        with span("task"):
+            pass
+
+    with use_attributes(step=3, validate=False):
+        with use_attributes(step=4), span("inner"):
+            task = asyncio.create_task(work())
+        with span("own", step=5):
+            pass
+    await task
+    with span("outside"):
+        pass
+    spans = by_name(sink)
+    assert spans["inner"].attributes == {"step": 4, "validate": False}
+    assert spans["task"].attributes == {"step": 4, "validate": False}
+    assert spans["own"].attributes == {"step": 5, "validate": False}
+    assert spans["outside"].attributes == {}
 
 
 def test_an_exception_is_recorded_and_goes_on(sink: MemorySink) -> None:
