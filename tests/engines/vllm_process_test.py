@@ -17,7 +17,7 @@ from treadle.conformance.client.remote_engine import connect_engine
 from treadle.conformance.contracts.reader import random_prompt, request, run, run_all
 from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout_server.engine import EngineRequest
-from treadle.rollout_server.testing.descendants import Descendants
+from treadle.rollout_server.testing.descendants import Descendants, shm_files
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess, running_server
 
@@ -104,6 +104,8 @@ def failing_start(*arguments: str) -> str:
 
 def test_nothing_outlives_a_server_that_is_killed(server: ServerProcess) -> None:
     left = Descendants(server.popen.pid)
+    made = shm_files(server.popen.pid)
     assert left
-    os.kill(server.popen.pid, signal.SIGKILL)
+    os.killpg(server.popen.pid, signal.SIGKILL)  # with the processes that could clean up
     left.wait_gone()
+    assert [path for path in made if path.exists()] == []

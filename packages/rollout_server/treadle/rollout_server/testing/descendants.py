@@ -28,6 +28,17 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def shm_files(pid: int) -> set[Path]:
+    """Returns the files in /dev/shm that `pid` and its descendants have mapped."""
+    mapped: set[int] = set()
+    for one in (pid, *descendants(pid)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{one}/maps").read_text().splitlines()
+            # By inode: a semaphore is mapped before it gets its name.
+            mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in mapped}
+
+
 class Descendants:
     """The current descendants of a process.
 

@@ -21,6 +21,7 @@ import torch
 
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import EngineCapabilities, EngineInfo, ModelInfo
+from treadle.rollout_server.engines.common import shm_cleaner
 from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
@@ -102,6 +103,7 @@ def _computes_on_cpu(config: ServerConfig) -> bool:
 
 async def _start_schedulers(config: ServerConfig, model: ModelInfo, *, cpu: bool) -> Any:
     """Returns a `process.Schedulers`; on cancellation ends the processes it started."""
+    shm_cleaner.start()
     runtime_dir = RuntimeDir()
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang")
     build = partial(_build, config, model, cpu, runtime_dir, thread)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.engines.common import shm_cleaner
 from treadle.rollout_server.engines.common.arguments import merge_arguments, reject_unsupported
 from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
 from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED, managed_arguments
@@ -117,6 +118,7 @@ async def start(
         ValueError: vLLM fails to start with this configuration.
     """
     arguments = _arguments(config, library, context_length)
+    shm_cleaner.start()
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(sockets))
 
     async def discard(llm: Any) -> None:
