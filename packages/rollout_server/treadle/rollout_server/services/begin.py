@@ -15,6 +15,8 @@ from treadle.rollout_server.address import Address
 from treadle.rollout_server.engine import CollectiveGroup, TensorSpec
 from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.services.codec import (
+    MAX_NAME_BYTES,
+    check_text,
     decode_in_flight,
     decode_lease,
     decode_tensors,
@@ -26,6 +28,8 @@ from treadle.rollout_server.updates.files import WeightFiles
 
 _TRANSPORTS = "inline, file, shared_memory or collective"
 _BACKENDS = ("gloo", "nccl")
+_MAX_PATH_BYTES = 4096
+"""As Linux takes a path."""
 
 
 def decode_begin(
@@ -66,6 +70,8 @@ def decode_begin(
     if in_place is not None and (request.HasField("delta") or request.keep_base):
         raise InvalidField("in_place", "set", "unset with delta and keep_base, which are staged")
     if transport == "file":
+        # A path of millions of parts would be looked up for minutes.
+        check_text("file.directory", request.file.directory, least=0, at_most=_MAX_PATH_BYTES)
         _check_length("file.crc32", len(request.file.crc32), len(tensors))
         source = WeightFiles(directory=request.file.directory, crc32=tuple(request.file.crc32))
     return Begin(
@@ -104,8 +110,7 @@ def _decode_group(
     if transport.backend not in _BACKENDS:
         raise InvalidField("collective.backend", repr(transport.backend), " or ".join(_BACKENDS))
     _check_rendezvous(transport.rendezvous, loopback_only=loopback_only)
-    if not transport.group_name:
-        raise InvalidField("collective.group_name", "empty", "a name that no other group has")
+    check_text("collective.group_name", transport.group_name, least=1, at_most=MAX_NAME_BYTES)
     if not transport.bucket_bytes:
         raise InvalidField("collective.bucket_bytes", 0, "at least 1")
     _check_length("collective.senders", len(transport.senders), num_tensors)

@@ -49,6 +49,8 @@ def test_a_group_is_taken_as_it_is() -> None:
         ({"senders": [0, 1]}, "senders is 2 values, expected one for each of 3 tensors"),
         ({"rendezvous": "10.0.0.1:29500"}, "on loopback.*insecure_allow_plaintext"),
         ({"rendezvous": "10.0.0.1"}, "expected host:port"),
+        ({"group_name": ""}, "group_name is 0 bytes long, expected 1 to 1024"),
+        ({"group_name": "é" * 600}, "group_name is 1200 bytes long"),
     ],
 )
 def test_ranks_and_addresses_that_do_not_fit_this_server_are_refused(
@@ -65,3 +67,21 @@ def test_loopback_has_many_names(rendezvous: str) -> None:
 
 def test_a_trusted_network_is_allowed_if_configured() -> None:
     assert decode(rendezvous="10.0.0.1:29500", loopback_only=False).rendezvous == "10.0.0.1:29500"
+
+
+def test_long_names_and_paths_are_refused_before_they_are_looked_at() -> None:
+    named = begin_request(
+        tensors=[
+            pb.TensorSpec(name="n" * 1025, element_type=pb.ELEMENT_TYPE_FLOAT32, shape=[1]),
+        ]
+    )
+    with pytest.raises(InvalidField, match=r"tensors\[0\].name is 1025 bytes long"):
+        decode_begin(named, max_lease_s=60, num_workers=1, loopback_only=True)
+    tensor = pb.TensorSpec(name="a", element_type=pb.ELEMENT_TYPE_FLOAT32, shape=[1])
+    placed = begin_request(
+        tensors=[tensor],
+        inline=None,
+        file=pb.FileTransport(directory="a/" * 2049, crc32=[0]),
+    )
+    with pytest.raises(InvalidField, match=r"file\.directory is 4098 bytes long, expected 0 to 4"):
+        decode_begin(placed, max_lease_s=60, num_workers=1, loopback_only=True)

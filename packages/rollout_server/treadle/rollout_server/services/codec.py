@@ -39,6 +39,8 @@ from treadle.rollout_server.scheduling.lifecycle import ServerState
 MAX_ID_BYTES = 128
 MAX_TENSORS = 1 << 20
 """Of an update, and of the parts of a bucket; the largest models have a tenth."""
+MAX_NAME_BYTES = 1024
+"""Of a tensor or a collective group; the longest names of models have a tenth."""
 _MAX_DIMENSIONS = 64
 _MAX_KINDS = 16
 
@@ -94,8 +96,8 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         ImageUnreadable: The bytes of an image do not begin like its media type.
         CapabilityMissing: The engine cannot do what is asked.
     """
-    _check_id("request_id", request.request_id, least=1)
-    _check_id("session_id", request.session_id, least=0)
+    check_text("request_id", request.request_id, least=1, at_most=MAX_ID_BYTES)
+    check_text("session_id", request.session_id, least=0, at_most=MAX_ID_BYTES)
     prompt_token_ids = request.prompt_token_ids
     num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens >= info.model.context_length:  # Before copying them.
@@ -146,7 +148,7 @@ def decode_tensors(specs: Sequence[sync.TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def decode_update_id(value: str) -> str:
     """Returns the id of an update, which must not be empty."""
-    _check_id("update_id", value, least=1)
+    check_text("update_id", value, least=1, at_most=MAX_ID_BYTES)
     return value
 
 
@@ -164,6 +166,13 @@ def check_count(field: str, values: Sized, *, at_most: int) -> None:
     """Raises `InvalidField` if a repeated field has more values than are accepted."""
     if len(values) > at_most:
         raise InvalidField(field, f"{len(values)} values", f"at most {at_most}")
+
+
+def check_text(field: str, value: str, *, least: int, at_most: int) -> None:
+    """Raises `InvalidField` if the UTF-8 of a text is shorter or longer than is accepted."""
+    size = len(value.encode())
+    if not least <= size <= at_most:
+        raise InvalidField(field, f"{size} bytes long", f"{least} to {at_most} bytes")
 
 
 def encode_model(model: ModelInfo) -> srv.ModelInfo:
@@ -255,8 +264,7 @@ def _decode_logprob_mode(mode: int) -> bool:
 
 
 def _decode_tensor(index: int, spec: sync.TensorSpec) -> TensorSpec:
-    if not spec.name:
-        raise InvalidField(f"tensors[{index}].name", "empty", "a parameter's name")
+    check_text(f"tensors[{index}].name", spec.name, least=1, at_most=MAX_NAME_BYTES)
     check_count(f"tensors[{index}].shape", spec.shape, at_most=_MAX_DIMENSIONS)
     if spec.element_type not in _ELEMENT_TYPES:
         expected = ", ".join(f"{t.name} ({n})" for n, t in _ELEMENT_TYPES.items())
@@ -266,12 +274,6 @@ def _decode_tensor(index: int, spec: sync.TensorSpec) -> TensorSpec:
         element_type=_ELEMENT_TYPES[spec.element_type],
         shape=tuple(spec.shape),
     )
-
-
-def _check_id(field: str, value: str, *, least: int) -> None:
-    size = len(value.encode())
-    if not least <= size <= MAX_ID_BYTES:
-        raise InvalidField(field, f"{size} bytes long", f"{least} to {MAX_ID_BYTES} bytes")
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], vocab_size: int, *, least: int) -> None:

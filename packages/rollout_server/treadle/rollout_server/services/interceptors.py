@@ -6,8 +6,8 @@ needs the token only, and health not even that, so that a probe without credenti
 
 Nothing is decoded before these checks, because decoding takes many times the memory of the
 message: gRPC gets no deserializer and passes the bytes on, which are decoded here. To refuse a
-caller without the token, not even the message is read. A message that does not parse is an error
-of the caller like any other.
+caller without the token, not even the message is read. A message that does not parse, or is
+beyond the bounds of its method (`message_limits`), is an error of the caller like any other.
 
 Any other exception is a bug: it is logged with its trace and leaves as INTERNAL without details.
 Cancellation passes through untouched.
@@ -35,13 +35,13 @@ from treadle.rollout_server.errors import (
 )
 from treadle.rollout_server.observability.logs import name_call
 from treadle.rollout_server.services.errors import message_of, reason_name, to_status
+from treadle.rollout_server.services.message_limits import check_bytes
 
 _log = logging.getLogger(__name__)
 _OURS = "/treadle.rollout."
 _OPEN = "/grpc.health.v1.Health/"
 # For a call without a deadline, time_remaining() returns years.
 _NO_DEADLINE_S = 365 * 24 * 3600.0
-_OPEN_MESSAGE_BYTES = 1024  # Anyone may send one; the name of a service fits.
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
 _MaybeHandler: TypeAlias = "_Handler | None"
@@ -146,20 +146,17 @@ def _guard_stream(inner: Any, method: str, decode: Callable[[Any], Any]) -> Any:
 class _Decoder:
     """Decodes the requests of one method; raises `InvalidField` for bytes that are none."""
 
-    __slots__ = ("_decode", "_max_bytes", "_method")
+    __slots__ = ("_decode", "_method")
 
     def __init__(self, method: str, decode: Callable[[bytes], Any] | None) -> None:
         self._method = method
         self._decode = decode
-        self._max_bytes = _OPEN_MESSAGE_BYTES if method.startswith(_OPEN) else None
 
     def message(self, raw: bytes) -> Any:
         """Returns a message."""
         if self._decode is None:
             return raw
-        if self._max_bytes is not None and len(raw) > self._max_bytes:
-            expected = f"at most {self._max_bytes} bytes for {self._method}"
-            raise InvalidField("request", f"{len(raw)} bytes long", expected)
+        check_bytes(self._method, raw)
         try:
             return self._decode(raw)
         except DecodeError:

@@ -175,6 +175,9 @@ class StagingArea:
     Args:
         sizes: Number of bytes per tensor.
         releasable: Whether single tensors are released. Then no two tensors share a page.
+
+    Raises:
+        InvalidField: This host cannot map as many bytes.
     """
 
     def __init__(self, sizes: Sequence[int], *, releasable: bool = False) -> None:
@@ -185,10 +188,14 @@ class StagingArea:
         num_bytes = max(1, self._starts[-1])
         descriptor = os.memfd_create("treadle-staging", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
-        os.ftruncate(descriptor, num_bytes)
         self._descriptor = descriptor
         self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._map = mmap.mmap(descriptor, num_bytes)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            self._map = mmap.mmap(descriptor, num_bytes)
+        except (OSError, OverflowError) as error:
+            expected = f"as much as this host can map: {error}"
+            raise InvalidField("tensors", f"{num_bytes} bytes", expected) from None
         self._view = memoryview(self._map)
 
     def write(self, index: int, offset: int, data: bytes | memoryview) -> None:

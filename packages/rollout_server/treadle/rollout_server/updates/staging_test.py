@@ -114,3 +114,9 @@ def test_the_file_goes_with_the_area_and_a_view_stays() -> None:
     del area
     assert not os.path.exists(path)
     assert bytes(view) == b"abc"
+
+
+@pytest.mark.parametrize("size", [1 << 47, 1 << 62, 1 << 63, 1 << 70])
+def test_more_bytes_than_a_process_can_map_are_the_callers_mistake(size: int) -> None:
+    with pytest.raises(InvalidField, match=f"tensors is {size} bytes, expected as much as"):
+        StagingArea([size])
