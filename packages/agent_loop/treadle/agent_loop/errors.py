@@ -95,9 +95,14 @@ class RenderError(RolloutError):
 
 
 class ToolError(RolloutError):
-    """A tool failed and the model is not at fault (`ToolFailure` is for the model's faults)."""
+    """A tool failed and the model is not at fault (`ToolFailure` is for the model's faults).
+
+    Attributes:
+        tool: Name of the tool, if a toolbox ran it.
+    """
 
     retryable = True
+    tool: str | None = None
 
 
 class InteractionError(RolloutError):

@@ -62,6 +62,7 @@ class Trajectory:
         assistant_turns: Number of completions.
         user_turns: Number of answers to the model: rounds of tool results, or user messages.
         reward: None if nothing scored it, which differs from a reward of 0.
+        answer: What it answered, as its reward read it (`Score.answer`).
         tool_rewards: One per tool call, in the order of the calls.
         turn_scores: Scores that an interaction gave to turns, in their order.
         metrics: Counts and times, named like `tool/calls`, `agent_loop/generate_s`.
@@ -80,6 +81,7 @@ class Trajectory:
     assistant_turns: int = 0
     user_turns: int = 0
     reward: float | None = None
+    answer: str | None = None
     tool_rewards: tuple[float, ...] = ()
     turn_scores: tuple[float, ...] = ()
     metrics: tuple[Metric, ...] = ()

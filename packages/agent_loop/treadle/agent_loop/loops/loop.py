@@ -29,6 +29,8 @@ class Score:
     Attributes:
         value: The reward; a number of at most 1e100 in magnitude.
         metrics: Added to `Trajectory.metrics`.
+        answer: What the trajectory answered, as the reward read it; validation counts equal texts
+            as votes. None if it gave none, or the reward reads none.
 
     Raises:
         ValueError: The value is no such number.
@@ -36,6 +38,7 @@ class Score:
 
     value: float
     metrics: tuple[Metric, ...] = ()
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, Real):

@@ -21,20 +21,20 @@ from starlette.routing import Route
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import GenerationError, LoopError
 from treadle.agent_loop.loops.loop import Services
-from treadle.agent_loop.proxy.body import SMALL, read_body
-from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
+from treadle.agent_loop.proxy.body import SMALL, Bodies
+from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.proxy.messages import read_object, written_message
 from treadle.agent_loop.proxy.sessions import (
     AgentSampling,
     EndpointSession,
     EndpointSessions,
-    busy,
     read_reward,
 )
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import AgentTask, Message
 
 _LOOP = "proxy"
+_TOGETHER = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +80,7 @@ class SessionAdmin:
         self._max_session_requests = max_session_requests
         self._open: dict[str, _Open] = {}
         self._changed = asyncio.Event()
+        self._bodies = Bodies(_TOGETHER * SMALL)
         self.routes = [
             Route("/sessions", self._create, methods=["POST"]),
             Route("/sessions/{session_id}/finish", self._finish, methods=["POST"]),
@@ -106,7 +107,7 @@ class SessionAdmin:
 
     async def _create(self, request: Request) -> Response:
         self._check_key(request)
-        task = _read_task(read_object(await read_body(request, max_bytes=SMALL)))
+        task = _read_task(read_object(await self._bodies.read(request, max_bytes=SMALL)))
         if len(self._open) >= self._max_sessions:
             raise busy(f"{len(self._open)} sessions are open, which is the limit")
         deadline = asyncio.get_running_loop().time() + self._deadline_s
@@ -136,7 +137,7 @@ class SessionAdmin:
     async def _finish(self, request: Request) -> Response:
         opened = self._find(request)
         reward = opened.session.reward
-        if body := await read_body(request, max_bytes=SMALL):
+        if body := await self._bodies.read(request, max_bytes=SMALL):
             reward = read_reward(read_object(body))
         self._find(request)  # again, because a concurrent call may have finished the session
         await self._end(opened)

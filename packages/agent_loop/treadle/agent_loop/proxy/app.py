@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.agent_loop.proxy.body import SMALL, read_body
+from treadle.agent_loop.proxy.body import SMALL, Bodies
 from treadle.agent_loop.proxy.errors import ApiError
 from treadle.agent_loop.proxy.messages import read_object
 from treadle.agent_loop.proxy.request import read_request
@@ -31,6 +31,8 @@ from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions,
 _logger = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499
+_TOGETHER = 8
+"""Largest bodies that may be under way at one time."""
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -71,12 +73,15 @@ class _Endpoint:
         self._sessions = sessions
         self._model = model
         self._max_body_bytes = max_body_bytes
+        self._bodies = Bodies(_TOGETHER * max_body_bytes)
         self._started = int(time.time())
 
     async def complete(self, request: Request) -> Response:
         session = self._session(request)
         with session.slot():
-            body = await session.while_open(read_body(request, max_bytes=self._max_body_bytes))
+            body = await session.while_open(
+                self._bodies.read(request, max_bytes=self._max_body_bytes)
+            )
             # Only now: agents that send slowly take no place of the others.
             with self._sessions.slot():
                 asked = read_request(body)
@@ -107,7 +112,7 @@ class _Endpoint:
 
     async def take_reward(self, request: Request) -> Response:
         session = self._session(request)
-        body = await session.while_open(read_body(request, max_bytes=SMALL))
+        body = await session.while_open(self._bodies.read(request, max_bytes=SMALL))
         session.reward = read_reward(read_object(body))
         return JSONResponse({"reward": session.reward})
 

@@ -109,3 +109,27 @@ async def test_a_client_that_leaves_within_its_body_is_no_error(
         while endpoint.slow._in_flight:
             await endpoint.models()
     assert not caplog.records
+
+
+async def test_bodies_under_way_are_bounded_together() -> None:
+    """Eight times the longest completion request: 8000 bytes here."""
+    async with serving() as endpoint:
+        url = urlsplit(endpoint.address)
+        head = (
+            f"POST /sessions/{endpoint.slow.id}/reward HTTP/1.1\r\nHost: here\r\n"
+            f"Authorization: Bearer {endpoint.slow.key}\r\nContent-Length: 2501\r\n\r\n"
+        ).encode()
+        writers, refusals = [], []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(head + b" " * 2500)
+            writers.append(writer)
+            refusals.append(asyncio.create_task(reader.readline()))
+        done, _ = await asyncio.wait(refusals, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        assert [refusal.result() for refusal in done] == [b"HTTP/1.1 429 Too Many Requests\r\n"]
+        answer = await endpoint.ask("POST", "chat/completions", json=ASK)
+        assert answer.status_code == 200, answer.text
+        for writer in writers:
+            writer.close()
+        for refusal in refusals:
+            refusal.cancel()

@@ -479,3 +479,27 @@ async def test_a_long_message_of_one_agent_does_not_stop_the_others() -> None:
     given = replace(services(ScriptedGenerator(["a"]), **limits), renderer=renderer)
     await ProxyAgentLoop(agent).run(TASK, given)
     assert all(renderer.waited)
+
+
+class BoundRenderer(ByteRenderer):
+    """Remembers the bound that it got; `hf/chat_renderer_test.py` tests what a bound does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds: list[int] = []
+
+    def bounded(self, max_tokens: int) -> "BoundRenderer":
+        self.bounds.append(max_tokens)
+        return self
+
+
+async def test_the_context_bounds_what_is_tokenized() -> None:
+    renderer = BoundRenderer()
+
+    async def agent(session: AgentSession) -> None:
+        async with client_of(session) as client:
+            await client.chat.completions.create(model="m", messages=[USER])
+
+    given = services(ScriptedGenerator(["a"]), max_context_tokens=1000)
+    await ProxyAgentLoop(agent).run(TASK, replace(given, renderer=renderer))
+    assert renderer.bounds == [1000]

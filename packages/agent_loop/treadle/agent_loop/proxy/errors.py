@@ -32,6 +32,7 @@ from treadle.agent_loop.errors import (
 from treadle.agent_loop.types import StopReason
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+_RETRY_AFTER_S = 1.0
 _LENGTHS = (StopReason.RESPONSE_LENGTH, StopReason.CONTEXT_LENGTH)
 
 
@@ -82,6 +83,11 @@ class ApiError(Exception):
             "retry-after": str(max(1, round(self.retry_after_s))),
             "retry-after-ms": str(round(self.retry_after_s * 1000)),
         }
+
+
+def busy(message: str) -> ApiError:
+    """Returns the error for a request without a slot."""
+    return ApiError(message, status=429, code="rate_limit_exceeded", retry_after_s=_RETRY_AFTER_S)
 
 
 def bad_value(param: str, message: str) -> ApiError:

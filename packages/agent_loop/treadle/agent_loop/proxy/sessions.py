@@ -22,11 +22,10 @@ from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
 from treadle.agent_loop.errors import AgentLoopError, GenerationError, PromptTooLongError
 from treadle.agent_loop.loops.loop import Services
-from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, unsupported
+from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.proxy.request import ChatRequest
 from treadle.agent_loop.types import SamplingParams
 
-RETRY_AFTER_S = 1.0
 T = TypeVar("T")
 
 
@@ -233,11 +232,6 @@ def _not_found(session_id: str) -> ApiError:
         status=404,
         code="session_not_found",
     )
-
-
-def busy(message: str) -> ApiError:
-    """Returns the error for a request without a slot."""
-    return ApiError(message, status=429, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
 
 def read_reward(data: object) -> float:

@@ -39,7 +39,7 @@ from treadle.agent_loop.runner.watchdog import Watchdog
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
 from treadle.agent_loop.user_calls import call_user
-from treadle.tracing import span
+from treadle.tracing import span, use_attributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,11 @@ class RolloutRunner:
     async def _settle(self, task: AgentTask, counts: "_Counts", watchdog: Watchdog) -> Trajectory:
         """Attempts a task until the failure policy stops, and adds the watchdog's findings."""
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        with watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse:
+        with (
+            # Named as in verl, by whose names its users look for them.
+            use_attributes(sample_index=task.sample_index, rollout_n=task.rollout_index),
+            watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse,
+        ):
             services = replace(self._services, deadline=deadline, pulse=pulse)
             trajectory = await self._until_settled(task, services, counts)
         stalls = (Finding(kind="stalled", text=text) for text in pulse.stalls)
@@ -221,7 +225,7 @@ class RolloutRunner:
         with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
             score = Score.of(await call_user("the reward", partial(reward, trajectory)))
         metrics = (*trajectory.metrics, *score.metrics)
-        return replace(trajectory, reward=float(score.value), metrics=metrics)
+        return replace(trajectory, reward=float(score.value), metrics=metrics, answer=score.answer)
 
 
 def _checked(result: object, task: AgentTask) -> Trajectory:

@@ -25,6 +25,7 @@ from treadle.agent_loop import (
     RewardError,
     RolloutRunner,
     SamplingParams,
+    Score,
     Services,
     StopReason,
     Trajectory,
@@ -126,6 +127,12 @@ async def test_every_task_gives_one_trajectory() -> None:
     assert (report.num_tasks, report.num_failed, report.num_retries) == (20, 0, 0)
     assert report.stops == {StopReason.FINISHED: 20}
     assert report.num_sampled_tokens == sum(t.tokens.num_sampled_tokens for t in sink.trajectories)
+
+
+async def test_a_trajectory_keeps_the_answer_that_its_reward_read() -> None:
+    sink = Collected()
+    await runner(reward=lambda t: Score(value=0.5, answer=t.final_text)).run([task(3)], sink)
+    assert [(t.reward, t.answer) for t in sink.trajectories] == [(0.5, "say 3")]
 
 
 async def test_at_most_max_in_flight_run_and_the_source_is_taken_as_places_come_free() -> None:
@@ -476,3 +483,6 @@ async def test_the_run_is_traced() -> None:
     names = {s.name: s for s in sink.spans}
     assert names["generate"].parent_id == names["trajectory"].span_id
     assert names["trajectory"].attributes["stop"] == "finished"
+    for each in names.values():
+        assert each.attributes["sample_index"] == task(0).sample_index
+        assert each.attributes["rollout_n"] == task(0).rollout_index

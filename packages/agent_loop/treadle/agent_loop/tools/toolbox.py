@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -152,7 +153,7 @@ class Toolbox:
         return [ToolAnswer(message=message, stop=result.stop) for message, result in results]
 
     async def _open(self, name: str) -> None:
-        with boundary(ToolError, f"tool {name!r} could not be opened"):
+        with _named(name), boundary(ToolError, f"tool {name!r} could not be opened"):
             async with asyncio.timeout(self._limits.tool_timeout_s):
                 self._sessions[name] = await self._end(name, self._tools[name].open(self._task))
 
@@ -190,7 +191,7 @@ class Toolbox:
         timeout = asyncio.timeout(limit_s)
         async with span("tool", tool=call.name) as trace:
             try:
-                with boundary(ToolError, f"tool {call.name!r}"):
+                with _named(call.name), boundary(ToolError, f"tool {call.name!r}"):
                     try:
                         async with timeout:
                             work = session.call(call.arguments)
@@ -215,6 +216,16 @@ class Toolbox:
         """Logs and counts a session that could not be closed."""
         self._counts["close_errors"] += 1
         _logger.warning("task %s: %s", self._task.task_id, what)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Adds the tool's name to its error."""
+    try:
+        yield
+    except ToolError as error:
+        error.tool = name
+        raise
 
 
 def _checked(result: object) -> ToolResult:

@@ -85,6 +85,7 @@ async def test_what_a_tool_does_wrong_names_the_tool_and_chains_the_cause(
         with pytest.raises(ToolError, match=f"tool 'lookup': {said}") as failed:
             await box.run([call()])
     assert failed.value.__cause__ is not None
+    assert failed.value.tool == "lookup"
 
 
 def test_a_result_holds_text() -> None:

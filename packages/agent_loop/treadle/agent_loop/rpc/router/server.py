@@ -48,6 +48,8 @@ MAX_ID_BYTES = 128
 """As the rollout servers accept."""
 MAX_AVOIDED = 4096
 """Replicas that a session is to avoid."""
+_MAX_REQUEST_BYTES = 2 << 20
+"""A session that avoids so many replicas with the longest names has half as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,7 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
         interceptors=(RouterGuard(config.token),),
         options=(
             ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             # Workers ping every 20 s (`security`), which gRPC's default would refuse.
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ),

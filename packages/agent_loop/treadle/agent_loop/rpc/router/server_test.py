@@ -276,3 +276,7 @@ async def test_ids_and_lists_of_a_session_are_bounded() -> None:
         many = [B] * 4097
         text = await failure_of(stub.OpenSession(session_id="s", avoid_addresses=many))
         assert "avoid_addresses is '4097 values'; expected at most 4096" in text
+        with pytest.raises(grpc.aio.AioRpcError) as long:
+            await stub.OpenSession(session_id="s", current_address="a" * (2 << 20))
+        assert long.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.OpenSession(session_id="s")).address == A
