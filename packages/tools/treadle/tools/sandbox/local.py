@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from treadle.agent_loop import SetupError
 from treadle.tools.sandbox.execution import (
@@ -33,6 +34,7 @@ from treadle.tools.sandbox.execution import (
     UnsupportedProgramError,
 )
 from treadle.tools.sandbox.isolation.bubblewrap import Launcher, explain, find_bubblewraps
+from treadle.tools.sandbox.isolation.cgroups import ROOM_MIB, Cgroups, own_cgroup
 from treadle.tools.sandbox.isolation.host_files import HostFiles, find_host_files
 from treadle.tools.sandbox.isolation.seccomp import UnsupportedMachineError, compile_filter
 from treadle.tools.sandbox.isolation.worker import SCRIPTS, Worker
@@ -57,6 +59,8 @@ class SandboxStats:
         refused: Programs refused because the queue was full.
         failed: Programs of which nobody knows what came: the sandbox's fault.
         worst_case_mib: Memory that the running programs can have together.
+        memory_cgroups: Whether the kernel bounds the memory of each program, with what it holds for
+            it itself.
     """
 
     places: int
@@ -68,6 +72,7 @@ class SandboxStats:
     refused: int
     failed: int
     worst_case_mib: int
+    memory_cgroups: bool
 
 
 class LocalSandbox:
@@ -81,6 +86,9 @@ class LocalSandbox:
         warm: Interpreters kept ready.
         packages: Distributions that programs can import, with what those require.
         preload: Modules that a warm interpreter has imported; none need `packages`.
+        cgroup: A directory of the cgroup file system for this sandbox alone, in which each program
+            gets a cgroup that bounds its memory; "auto": one below the cgroup of this process where
+            the kernel lets it make one; None: only the limits' own means bound it.
 
     Raises:
         ValueError: A number is negative, or `places` is 0.
@@ -95,6 +103,7 @@ class LocalSandbox:
         warm: int = 2,
         packages: Sequence[str] = ("numpy", "sympy"),
         preload: Sequence[str] = ("numpy", "sympy"),
+        cgroup: Path | Literal["auto"] | None = "auto",
     ) -> None:
         self.limits = limits or SandboxLimits()
         self._num_places = 2 * len(os.sched_getaffinity(0)) if places is None else places
@@ -107,6 +116,8 @@ class LocalSandbox:
         self._warm_wanted = warm
         self._packages = tuple(packages)
         self._preload = tuple(preload)
+        self._cgroup = cgroup
+        self._cgroups: Cgroups | None = None
         self._places = asyncio.Semaphore(self._num_places)
         self._running = self._waiting = 0
         self._warm: deque[Worker] = deque()
@@ -131,6 +142,12 @@ class LocalSandbox:
             raise SetupError(f"the sandbox does not run on this machine: {error}") from error
         self._files = find_host_files(self._packages)
         async with AsyncExitStack() as stack:
+            if isinstance(self._cgroup, str):
+                parent = stack.enter_context(own_cgroup())
+            else:
+                parent = self._cgroup
+            if parent is not None:
+                self._cgroups = Cgroups(parent, memory_mib=self.limits.memory_mib)
             self._launcher = await self._first_that_works(stack, self._files)
             if self._warm_wanted:
                 keeper = asyncio.create_task(self._keep_warm(), name="warm interpreters")
@@ -165,8 +182,14 @@ class LocalSandbox:
             started_warm=self._started_warm,
             refused=self._refused,
             failed=self._failed,
-            worst_case_mib=self._num_places * self.limits.worst_case_mib,
+            worst_case_mib=self._num_places * self._worst_case_mib(),
+            memory_cgroups=self._cgroups is not None,
         )
+
+    def _worst_case_mib(self) -> int:
+        if self._cgroups is not None:
+            return min(self.limits.memory_mib + ROOM_MIB, self.limits.worst_case_mib)
+        return self.limits.worst_case_mib
 
     async def until_warm(self) -> None:
         """Waits until all interpreters that are kept ready are."""
@@ -228,7 +251,9 @@ class LocalSandbox:
         return None
 
     async def _start(self, launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
-        return await Worker.start(launcher, self._filter, self.limits, preload=preload)
+        return await Worker.start(
+            launcher, self._filter, self.limits, preload=preload, cgroups=self._cgroups
+        )
 
     async def _keep_warm(self) -> None:
         """Fills up while a place is idle; ends only by cancellation."""

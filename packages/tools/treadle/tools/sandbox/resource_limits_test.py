@@ -4,14 +4,17 @@ Each test looks at what was taken; that it was refused in words proves nothing.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
 from treadle.tools.sandbox import Execution, LocalSandbox, Program, RunStatus
+from treadle.tools.sandbox.isolation import worker
 from treadle.tools.sandbox.isolation.bubblewrap import Launcher
 from treadle.tools.sandbox.isolation.worker import Worker
 from treadle.tools.sandbox.testing import processes_in
@@ -42,6 +45,22 @@ IN_FLIGHT = (
 
 async def run(sandbox: LocalSandbox, code: str, **fields: object) -> Execution:
     return await sandbox.run(Program(code=code, **{"timeout_s": 30, **fields}))  # type: ignore[arg-type]
+
+
+def remember_workers(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> asyncio.Queue[Worker]:
+    """Gets each worker of the sandbox when it has started."""
+    started: asyncio.Queue[Worker] = asyncio.Queue()
+    start = sandbox._start
+
+    async def remember(launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
+        begun = await start(launcher, preload=preload)
+        started.put_nowait(begun)
+        return begun
+
+    monkeypatch.setattr(sandbox, "_start", remember)
+    return started
 
 
 async def test_a_fork_bomb_stays_small_and_leaves_nothing(sandbox: LocalSandbox) -> None:
@@ -215,15 +234,7 @@ async def test_nothing_is_taken_that_all_sandboxes_share(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel counts descriptors in flight and the memory of pipes for a user of the host."""
-    started: asyncio.Queue[Worker] = asyncio.Queue()
-    start = sandbox._start
-
-    async def remember(launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
-        worker = await start(launcher, preload=preload)
-        started.put_nowait(worker)
-        return worker
-
-    monkeypatch.setattr(sandbox, "_start", remember)
+    started = remember_workers(sandbox, monkeypatch)
     taking = asyncio.create_task(
         run(
             sandbox,
@@ -395,6 +406,75 @@ async def test_a_place_is_free_though_its_pipes_have_no_end(
     assert done
     assert sandbox.stats().running == 0
     assert execution.stdout == ("last\n" if "last" in code else "")
+
+
+@pytest.mark.parametrize("code", ["print('last')", "while True: pass"])
+async def test_a_place_is_free_though_its_outputs_stay_in_flight(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """In flight between sockets of this process, where no collection of the kernel takes them."""
+    first, second = socket.socketpair()
+    made = worker._pipe
+
+    def kept(*stacks: contextlib.ExitStack) -> tuple[int, int]:
+        reader, writer = made(*stacks)
+        if stacks[0] is not stacks[1]:  # else the filter, which bubblewrap reads to its end
+            socket.send_fds(first, [b"x"], [writer])
+        return reader, writer
+
+    monkeypatch.setattr(worker, "_pipe", kept)
+    with first, second:
+        running = asyncio.create_task(run(sandbox, IN_FLIGHT + code, timeout_s=0.5))
+        done, _ = await asyncio.wait([running], timeout=20)
+    execution = await running  # once the sockets are closed, the pipes end
+    assert done
+    assert sandbox.stats().running == 0
+    assert execution.stdout == ("last\n" if "last" in code else "")
+
+
+async def test_programs_end_within_two_seconds_while_every_core_is_busy(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three places of four burn the cores with 12 processes each, and so does the one that ends."""
+    started = remember_workers(sandbox, monkeypatch)
+    burn = (
+        IN_FLIGHT + "import os, signal, time\n"
+        "for number in range(1, 32):\n"
+        "    if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):\n"
+        "        signal.signal(number, signal.SIG_IGN)\n"
+        "kept = in_flight([1, 2])\n"
+        "for _ in range(11):\n"
+        "    if os.fork() == 0: break\n"
+        "else: print('burning', flush=True)\n"
+        "while True: pass"
+    )
+
+    async def burning(timeout_s: float) -> asyncio.Task[Execution]:
+        task = asyncio.create_task(run(sandbox, burn, timeout_s=timeout_s))
+        assert await (await started.get())._outputs.stdout.until(b"burning")
+        return task
+
+    def seconds() -> float:
+        return asyncio.get_running_loop().time() - began
+
+    others = [await burning(60) for _ in range(3)]
+    took = []
+    cancelled = await burning(60)
+    began = asyncio.get_running_loop().time()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    took.append(seconds())
+    limited = await burning(1)
+    began = asyncio.get_running_loop().time() + 1  # at the latest: it began before it said so
+    assert (await limited).status is RunStatus.TIMED_OUT
+    took.append(seconds())
+    began = asyncio.get_running_loop().time()
+    for other in others:
+        other.cancel()
+    await asyncio.wait(others)
+    took.append(seconds())
+    assert max(took) < 2, took
+    assert sandbox.stats().running == 0
 
 
 async def test_closing_the_outputs_hides_nothing(sandbox: LocalSandbox) -> None:

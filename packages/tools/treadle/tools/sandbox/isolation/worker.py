@@ -37,6 +37,7 @@ from treadle.tools.sandbox.execution import (
 )
 from treadle.tools.sandbox.isolation.bubblewrap import Launcher
 from treadle.tools.sandbox.isolation.capture import Capture
+from treadle.tools.sandbox.isolation.cgroups import Cgroup, Cgroups
 from treadle.tools.sandbox.isolation.host_files import PACKAGES
 from treadle.tools.sandbox.limits import SandboxLimits
 
@@ -107,6 +108,9 @@ class Worker:
         self._info = info
         self._warm = warm
         self._supervisor: int | None = None
+        self._pid = 0  # of the supervisor
+        self._cgroup: Cgroup | None = None
+        self._over_bound = False
         self._ended = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
 
@@ -118,6 +122,7 @@ class Worker:
         limits: SandboxLimits,
         *,
         preload: tuple[str, ...],
+        cgroups: Cgroups | None = None,
     ) -> Self:
         """Starts an interpreter and waits until it can take a program.
 
@@ -126,6 +131,7 @@ class Worker:
             filter_program: The system calls that are refused.
             limits: Of the program.
             preload: Modules imported before.
+            cgroups: Where the program gets a cgroup; None: it has none of its own.
 
         Raises:
             SandboxError: It did not start; with what it said.
@@ -152,6 +158,13 @@ class Worker:
             why = await worker._last_words()
             raise SandboxError(f"the sandbox did not start: {why}")
         del reports.kept[: len(_READY)]
+        if cgroups is not None:
+            try:
+                worker._cgroup = cgroups.make()
+                worker._cgroup.add(worker._pid)
+            except OSError as error:
+                await worker.kill()
+                raise SandboxError(f"the sandbox did not get a cgroup: {error}") from error
         return worker
 
     @classmethod
@@ -201,8 +214,9 @@ class Worker:
         said = os.pread(self._info.fileno(), 4096, 0)
         found = re.search(rb'"child-pid": (\d+)', said)
         assert found is not None, f"bubblewrap did not name its child: {said[:200]!r}"
+        self._pid = int(found.group(1))
         try:
-            supervisor = os.pidfd_open(int(found.group(1)))
+            supervisor = os.pidfd_open(self._pid)
         except ProcessLookupError:
             return False
         loop = asyncio.get_running_loop()
@@ -243,6 +257,9 @@ class Worker:
         else:  # and so no program has run
             await self._outputs.reports.until_end()
         await process.wait()
+        if self._cgroup is not None:
+            self._over_bound = self._cgroup.exceeded()
+            self._cgroup.remove()
         self._outputs.close()
         self._info.close()
         # What its sockets hold in flight, memory and a share of its user's counts, is collected
@@ -275,6 +292,8 @@ class Worker:
         stdout, stderr = outputs.stdout.text(), outputs.stderr.text()
         if timed_out:
             report = _Report(ended_for="time")
+        elif self._over_bound:
+            report = _Report(ended_for="memory")
         elif outputs.full:
             report = _Report(ended_for="output")
         else:
