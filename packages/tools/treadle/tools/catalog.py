@@ -16,8 +16,10 @@ ignored. A tool's own settings are checked by the tool. Reading happens once, at
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
 `class_name` is a class of this package, verl's name of the same tool, or the dotted path of
-your own class. A class is called as `Class(config=..., spec=...)`, without `spec` where
-`tool_schema` is left out, and gives a `treadle.agent_loop.Tool`.
+your own class. In place of a catalogue stands a Python file with functions under `@function_tool`
+(verl's `function_tool_path`): all of them are tools. A class is called as
+`Class(config=..., spec=...)`, without `spec` where `tool_schema` is left out, and gives a
+`treadle.agent_loop.Tool`.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     """Reads the tools of a catalogue.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or a Python file with tools.
 
     Returns:
         The name that the model calls to the tool, in the order of the file.
@@ -70,6 +72,8 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
             type, names a class that cannot be loaded or refuses its settings, or two tools have
             one name. The message says where in the file, one line for each tool.
     """
+    if path.suffix == ".py":
+        return MappingProxyType({tool.spec.name: tool for tool in _functions_of(path)})
     document = read_yaml(path, "tool catalogue")
     catalogue = section(document, str(path), required=("tools",))
     entries = catalogue["tools"]
@@ -89,6 +93,31 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     if errors:
         raise SetupError("\n".join(map(str, errors))) from errors[0]
     return MappingProxyType(tools)
+
+
+def _functions_of(path: Path) -> Sequence[Tool]:
+    """Returns the tools that a Python file defines, in its order."""
+    try:
+        names = load_import_path(f"{path}:__dict__", "tool")
+    except SetupError as error:
+        if "No module named 'verl" not in str(error):
+            raise
+        raise SetupError(
+            f"{error}; here it is `from treadle.agent_loop import function_tool`"
+        ) from error
+    values = cast(Mapping[str, object], names).values()
+    by_place = {id(value): value for value in values if isinstance(value, FunctionTool)}
+    tools = list(by_place.values())  # a second name of a tool is not a second tool
+    if not tools:
+        raise SetupError(
+            f"{path} has no tool: write `@function_tool` of treadle.agent_loop above its functions"
+        )
+    known: set[str] = set()
+    for tool in tools:
+        if tool.spec.name in known:
+            raise SetupError(f"{path}: there already is a tool {tool.spec.name!r}")
+        known.add(tool.spec.name)
+    return tools
 
 
 def _tools(entry: object, where: str, base: Path) -> Sequence[Tool]:
@@ -113,7 +142,7 @@ def _tools(entry: object, where: str, base: Path) -> Sequence[Tool]:
 def _native(fields: Mapping[str, object], settings: Mapping[str, object], where: str) -> Tool:
     arguments: dict[str, object] = {"config": settings}
     if "tool_schema" in fields:
-        arguments["spec"] = _spec(fields["tool_schema"], f"{where}.tool_schema")
+        arguments["spec"] = tool_spec(fields["tool_schema"], f"{where}.tool_schema")
     factory = load_class(
         string(fields["class_name"], f"{where}.class_name"), where, verl=VERL_CLASSES, kind="tool"
     )
@@ -183,7 +212,16 @@ def _mcp_tools(
         raise SetupError(f"{where}: {error}") from error
 
 
-def _spec(schema: object, where: str) -> ToolSpec:
+def tool_spec(schema: object, where: str) -> ToolSpec:
+    """Returns the description of a tool that OpenAI's function schema gives.
+
+    Args:
+        schema: `{"type": "function", "function": {...}}`.
+        where: Its place, for messages.
+
+    Raises:
+        SetupError: It is not such a schema.
+    """
     fields = section(schema, where, required=("type", "function"))
     if fields["type"] != "function":
         raise SetupError(f"{where}.type must be function, got {fields['type']!r}")

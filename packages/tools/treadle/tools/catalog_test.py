@@ -165,6 +165,26 @@ def test_a_typed_function_is_a_tool(catalogue: Path, tmp_path: Path) -> None:
     assert list(load_catalogue(catalogue)) == ["add"]
 
 
+def test_all_function_tools_of_a_file_are_tools(tmp_path: Path) -> None:
+    head = "from treadle.agent_loop import function_tool\n"
+    function = (
+        "@function_tool\nasync def {0}(a: int) -> str:\n"
+        '    """Does {0}.\n\n    Args:\n        a: One.\n    """\n    return "{0}"\n'
+    )
+    mine = tmp_path / "mine.py"
+    mine.write_text(head + function.format("two") + function.format("one") + "again = two\n")
+    assert list(load_catalogue(mine)) == ["two", "one"]
+    for text, said in (
+        ("def one() -> str: ...\n", "has no tool: write `@function_tool`"),
+        (head + function.format("one") + "other = one\n" + function.format("one"), "already is a"),
+        ("from verl.tools.function_tool import function_tool\n", "here it is `from treadle"),
+    ):
+        other = tmp_path / f"m{len(text)}.py"
+        other.write_text(text)
+        with pytest.raises(SetupError, match=said):
+            load_catalogue(other)
+
+
 def test_a_file_is_run_once_and_files_of_one_name_are_two(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -9,15 +9,18 @@ separate process (`time_limited`).
     resolve(None)                                  # each row by its own `data_source`
     resolve("rewards/mine.py:compute_score")       # a file, or "package.module:function"
     resolve("brevity", timeout_s=5)                # an installed package's, with a time limit
+    resolve("rubric.yaml")                         # a judge: entered before the first trajectory
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
 from treadle.tools.arguments import did_you_mean, require_extra
+from treadle.tools.rewards.judge import Judge
 from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
 from treadle.tools.rewards.time_limited import TimeLimitedReward
 from treadle.tools.rewards.user import installed, load, load_installed
@@ -34,7 +37,8 @@ def resolve(
 
     Args:
         name: None for each row by its data source; "file.py:function" or "module:function" for
-            your own function; otherwise a name of this package or of an installed one.
+            your own function; a .yaml or .yml file for the judge that it describes; otherwise a
+            name of this package or of an installed one.
         mode: How an answer is read or scored, for rewards of this package with several modes.
             None: the first mode of each.
         timeout_s: Maximum seconds to score one trajectory, then in a separate process. None: in
@@ -48,6 +52,8 @@ def resolve(
         return _by_data_source(
             mode, partial(resolve, timeout_s=timeout_s, timeout_score=timeout_score)
         )
+    if name.endswith((".yaml", ".yml")):
+        return _judge(Path(name), mode=mode, timeout_s=timeout_s)
     make = _maker(name, mode)
     reward = make()
     limit = timeout_s
@@ -58,6 +64,16 @@ def resolve(
     if name in NAMED:
         make = partial(_prepared, name, mode)
     return TimeLimitedReward(make, name=name, timeout_s=limit, timeout_score=timeout_score)
+
+
+def _judge(path: Path, *, mode: str | None, timeout_s: float | None) -> RewardFn:
+    for key, value in (("mode", mode), ("timeout_s", timeout_s)):
+        if value is not None:
+            raise SetupError(
+                f"the reward {path} is a rubric and takes no {key}={value}; a rubric has its own "
+                "timeout_s"
+            )
+    return Judge.from_file(path)
 
 
 def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> None:

@@ -53,6 +53,23 @@ def test_a_reward_by_name_reads_the_last_message_in_its_mode(mode: str, reward: 
         assert value(rewards.resolve(name, mode=mode), make_trajectory("#### 42.")) == reward
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("gsm8k", "so #### 1,042", "1042"),
+        ("gsm8k", "so 42", None),
+        ("math_dapo", "Answer: $x = \\frac12$ units", r"\frac{1}{2}"),
+        ("math_dapo", "x = 2", None),
+        ("retool", r"so \boxed{0.5}", "0.5"),
+        ("hotpotqa", "<answer>The Eiffel Tower!</answer>", "eiffel tower"),
+    ],
+)
+def test_a_score_says_which_answer_was_read(name: str, text: str, answer: str | None) -> None:
+    result = rewards.resolve(name)(make_trajectory(text))
+    assert isinstance(result, Score)
+    assert result.answer == answer
+
+
 def test_the_default_mode_is_the_first_of_each_reward() -> None:
     assert value(rewards.resolve("gsm8k"), make_trajectory("42")) == 0.0
     assert value(rewards.resolve(None), make_trajectory("#### 42")) == 1.0
@@ -143,6 +160,7 @@ async def test_geometry_is_compared_as_mathematics_in_a_process_of_its_own() -> 
     score = await scored
     assert isinstance(score, Score)
     assert score.value == pytest.approx(1.0)
+    assert score.answer == r"\sqrt{12}"
     assert dict(m[:2] for m in score.metrics) == {
         "reward/accuracy": 1.0,
         "reward/format": 1.0,

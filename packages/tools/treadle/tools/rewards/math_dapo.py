@@ -65,14 +65,21 @@ def normalise(answer: str) -> str:
     return answer.strip()
 
 
-def is_right(text: str, ground_truth: str, *, mode: Mode = "minerva") -> bool:
-    """Returns whether `text` answers `ground_truth`."""
+def extract(text: str, *, mode: Mode = "minerva") -> str | None:
+    """Returns the answer that `text` gives, as it is compared; None if it gives none."""
     tail = text[-_TAIL:]
     if mode == "boxed":
-        return last_boxed(tail[-_BOXED_TAIL:]) == ground_truth
+        return last_boxed(tail[-_BOXED_TAIL:])
     answers: list[str] = _ANSWER.findall(tail)
-    answer = answers[-1] if answers else "[INVALID]"
-    return normalise(answer) == normalise(ground_truth)
+    return normalise(answers[-1]) if answers else None
+
+
+def is_right(text: str, ground_truth: str, *, mode: Mode = "minerva") -> bool:
+    """Returns whether `text` answers `ground_truth`."""
+    answer = extract(text, mode=mode)
+    if mode == "boxed":
+        return answer == ground_truth
+    return (normalise("[INVALID]") if answer is None else answer) == normalise(ground_truth)
 
 
 def score(text: str, ground_truth: str, *, mode: Mode = "minerva") -> float:

@@ -21,6 +21,7 @@ from typing import Final, TypeVar, cast
 
 from treadle.agent_loop import RewardError, Score, Trajectory
 from treadle.tools.rewards import gsm8k, hotpotqa, math_dapo, retool
+from treadle.tools.rewards.boxed import last_boxed
 from treadle.tracing import Metric
 
 T = TypeVar("T")
@@ -54,14 +55,16 @@ class WrongTruthError(ValueError):
 
 def _gsm8k(trajectory: Trajectory, mode: str) -> Score:
     truth = _ground_truth(trajectory)
-    value = gsm8k.score(trajectory.final_text, truth, mode=cast(gsm8k.Mode, mode))
-    return Score(value=value)
+    text, read = trajectory.final_text, cast(gsm8k.Mode, mode)
+    return Score(value=gsm8k.score(text, truth, mode=read), answer=gsm8k.extract(text, mode=read))
 
 
 def _math_dapo(trajectory: Trajectory, mode: str) -> Score:
     truth = _ground_truth(trajectory)
-    value = math_dapo.score(trajectory.final_text, truth, mode=cast(math_dapo.Mode, mode))
-    return Score(value=value, metrics=(_accuracy(value > 0),))
+    text, read = trajectory.final_text, cast(math_dapo.Mode, mode)
+    value = math_dapo.score(text, truth, mode=read)
+    answer = math_dapo.extract(text, mode=read)
+    return Score(value=value, metrics=(_accuracy(value > 0),), answer=answer)
 
 
 def _retool(trajectory: Trajectory, mode: str) -> Score:
@@ -70,7 +73,9 @@ def _retool(trajectory: Trajectory, mode: str) -> Score:
     right = value > 0
     stalling = float(not right and turns >= retool.MANY_TURNS)
     return Score(
-        value=value, metrics=(_accuracy(right), Metric("reward/wrong_with_many_turns", stalling))
+        value=value,
+        metrics=(_accuracy(right), Metric("reward/wrong_with_many_turns", stalling)),
+        answer=math_dapo.extract(text, mode="boxed"),
     )
 
 
@@ -82,6 +87,7 @@ def _geometry3k(trajectory: Trajectory, mode: str) -> Score:
     return Score(
         value=geometry3k.weigh(right=right, formed=formed),
         metrics=(_accuracy(right), Metric("reward/format", float(formed))),
+        answer=last_boxed(text),
     )
 
 
@@ -95,7 +101,12 @@ def _hotpotqa(trajectory: Trajectory, mode: str) -> Score:
     text, truths = trajectory.final_text, _ground_truths(trajectory)
     value = hotpotqa.score(text, truths, mode=cast(hotpotqa.Mode, mode))
     exact = hotpotqa.score(text, truths, mode="em") if mode != "em" else value
-    return Score(value=value, metrics=(_accuracy(exact > 0),))
+    answer = hotpotqa.extract(text)
+    return Score(
+        value=value,
+        metrics=(_accuracy(exact > 0),),
+        answer=None if answer is None else hotpotqa.normalise(answer),
+    )
 
 
 NAMED: Final[Mapping[str, NamedReward]] = MappingProxyType(

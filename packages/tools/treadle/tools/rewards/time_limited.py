@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from treadle.agent_loop import RewardError, RewardFn, Score, Trajectory
 from treadle.tools.time_limited import TimeLimited, TimeLimitedError
@@ -67,4 +68,4 @@ class TimeLimitedReward:
             )
             score, timeouts = Score(value=self._timeout_score), 1
         count = Metric("reward/timeouts", timeouts, Reduce.SUM)
-        return Score(value=score.value, metrics=(*score.metrics, count))
+        return replace(score, metrics=(*score.metrics, count))

@@ -11,7 +11,7 @@ The parameters of the function decide between two signatures:
   `num_turns` as in verl.
 
 Either returns a number, a `Score`, or as in verl a mapping with "score": its other numbers become
-metrics `reward/<key>`.
+metrics `reward/<key>`, and the text under "pred" is the answer that validation votes on.
 
 A package offers rewards by name with an entry point of the group `treadle.rewards`:
 
@@ -149,6 +149,7 @@ def _verl_call(
 def _score(reference: str, result: object) -> Score:
     """Returns what a function returned, as a score."""
     metrics: tuple[Metric, ...] = ()
+    answer: str | None = None
     if isinstance(result, Mapping):
         others = {key: value for key, value in result.items() if key != "score"}
         metrics = tuple(
@@ -156,9 +157,15 @@ def _score(reference: str, result: object) -> Score:
             for key, value in others.items()
             if isinstance(value, Real) and math.isfinite(value)
         )
+        pred = result.get("pred")
+        answer = pred if isinstance(pred, str) else None
         result = result.get("score")
     try:
         score = Score.of(result)
     except ValueError as error:
         raise RewardError(f"the reward {reference}: {error}") from error
-    return Score(value=float(score.value), metrics=(*score.metrics, *metrics))
+    return Score(
+        value=float(score.value),
+        metrics=(*score.metrics, *metrics),
+        answer=score.answer if answer is None else answer,
+    )

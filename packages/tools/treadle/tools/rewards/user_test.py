@@ -51,7 +51,8 @@ def mine(tmp_path: Path) -> Path:
         "async def later(trajectory): return 0.5\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    assert extra_info == {'index': 1, 'num_turns': 2}, extra_info\n"
-        "    return {'score': float(solution_str == '#### ' + ground_truth), 'acc': True}\n"
+        "    right = solution_str == '#### ' + ground_truth\n"
+        "    return {'score': float(right), 'acc': True, 'pred': solution_str[5:]}\n"
         "def nothing(trajectory): return None\n"
         "def infinite(trajectory): return float('inf')\n"
         "def two(a, b): return 0.0\n"
@@ -83,7 +84,7 @@ def test_verls_signature_is_understood(mine: Path) -> None:
         "extra_info": {"index": 1},
     }
     score = load(f"{mine}:compute_score")(make_trajectory(fields=fields))
-    assert score == Score(value=1.0, metrics=(Metric("reward/acc", 1.0),))
+    assert score == Score(value=1.0, metrics=(Metric("reward/acc", 1.0),), answer="42")
 
 
 def test_a_reward_of_an_installed_package_is_known_by_its_name(
