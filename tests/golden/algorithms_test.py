@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.trainer.algorithms.advantages import group_advantages
-from treadle.trainer.algorithms.losses import policy_loss
+from treadle.trainer.algorithms.advantages import Outcomes, grpo
+from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.backend import LossInputs
 from treadle.trainer.policy.batch import token_weights
@@ -27,12 +27,13 @@ CASES: dict[str, Any] = json.loads(GOLDEN.read_text())
 def outputs(case: dict[str, Any]) -> dict[str, Any]:
     """Advantage, token weight, loss and gradient of every token, in double precision."""
     config = AlgorithmConfig(**case["algorithm"])
-    advantages = group_advantages(case["rewards"], case["groups"], norm_by_std=config.norm_by_std)
+    outcomes = Outcomes.of(case["rewards"], case["groups"])
+    advantages = grpo(outcomes, norm_by_std=config.norm_by_std).tolist()
     batch = [
         TrainSequence(
             ids=(0,) * (1 + len(logprobs)),
             loss_mask=(False, *(True for _ in logprobs)),
-            advantages=(advantage,) * (1 + len(logprobs)),
+            advantages=advantage,
         )
         for logprobs, advantage in zip(case["logprobs"], advantages, strict=True)
     ]
@@ -49,6 +50,8 @@ def outputs(case: dict[str, Any]) -> dict[str, Any]:
             old_logprobs_T=flat(case["old_logprobs"]),
             rollout_logprobs_T=None,
             ref_logprobs_T=flat(case["ref_logprobs"]),
+            stale_T=torch.zeros(sum(counts), dtype=torch.bool),
+            sample_lengths_S=torch.tensor(counts),
         )
     )
     loss = (output.loss_T * flat(per_token)).sum()

@@ -49,12 +49,13 @@ def is_data_uri(path: Path | str) -> bool:
     return str(path).startswith("hf:/")
 
 
-def download_model(model_id: str, *, weights: bool = True) -> Path:
+def download_model(model_id: str, *, weights: bool = True, setting: str = "model.path") -> Path:
     """Returns the directory of a model in the Hub's cache, after downloading what is missing.
 
     Args:
         model_id: ORG/NAME or ORG/NAME@REVISION.
         weights: Whether the tensors are needed too, not only configuration and tokenizer.
+        setting: Names the model, for messages.
 
     Raises:
         HubError: It cannot be had.
@@ -64,7 +65,7 @@ def download_model(model_id: str, *, weights: bool = True) -> Path:
     repo, _, revision = model_id.partition("@")
     patterns = [*_OTHERS, *(_WEIGHTS if weights else ())]
     return _have(
-        f"model.path={model_id}",
+        f"{setting}={model_id}",
         f"hf download {repo} --local-dir DIRECTORY",
         lambda: Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns)),
     )

@@ -31,10 +31,17 @@ __all__ = ["exported_model", "resolve_model", "with_local_model", "with_model"]
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """Returns the configuration with `model.path` as the local directory of its model.
 
+    `algorithm.reference_path` too, where it is set.
+
     Raises:
         SetupError: See `resolve_model`.
     """
-    return with_model(config, resolve_model(config.model.path, weights=weights))
+    local = with_model(config, resolve_model(config.model.path, weights=weights))
+    if (reference := config.algorithm.reference_path) is None:
+        return local
+    path = resolve_model(reference, weights=weights, setting="algorithm.reference_path")
+    algorithm = config.algorithm.model_copy(update={"reference_path": path})
+    return local.model_copy(update={"algorithm": algorithm})
 
 
 def with_model(config: Config, path: Path) -> Config:
@@ -42,35 +49,36 @@ def with_model(config: Config, path: Path) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
-def resolve_model(source: Path | str, *, weights: bool = True) -> Path:
+def resolve_model(source: Path | str, *, weights: bool = True, setting: str = "model.path") -> Path:
     """Returns the local directory of a model.
 
     Args:
         source: As the table above says. An existing path wins over a Hub id.
         weights: Whether the tensors are needed too, not only configuration and tokenizer.
+        setting: Names the model, for messages.
 
     Raises:
         SetupError: There is no model, or it cannot be had.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        found = _in_directory(path)
+        found = _in_directory(path, setting)
         if not (found / "config.json").is_file():
             raise SetupError(
-                f"model.path={source} holds no config.json; it must be a Hugging Face model "
+                f"{setting}={source} holds no config.json; it must be a Hugging Face model "
                 "directory, a run directory, or an id on the Hub as ORG/NAME"
             )
         return found
     if path.exists():
-        raise SetupError(f"model.path={source} is a file; it must be a directory")
+        raise SetupError(f"{setting}={source} is a file; it must be a directory")
     if is_demo_model(str(source)):
         if str(source) not in MODELS:
-            raise SetupError(f"there is no model.path={source}; there are: {', '.join(MODELS)}")
+            raise SetupError(f"there is no {setting}={source}; there are: {', '.join(MODELS)}")
         return MODELS[str(source)]
     if is_model_id(str(source)):
-        return download_model(str(source), weights=weights)
+        return download_model(str(source), weights=weights, setting=setting)
     raise SetupError(
-        f"model.path={source} does not exist; it must be a Hugging Face model directory, a run "
+        f"{setting}={source} does not exist; it must be a Hugging Face model directory, a run "
         "directory, or an id on the Hub as ORG/NAME"
     )
 
@@ -81,27 +89,27 @@ def exported_model(run_dir: Path) -> Path | None:
     return None if checkpoint is None else checkpoint.hf_directory
 
 
-def _in_directory(path: Path) -> Path:
+def _in_directory(path: Path, setting: str) -> Path:
     try:
         if (path / CHECKPOINTS).is_dir():
             checkpoint = Checkpoints(path / CHECKPOINTS, keep=1).latest()
             if checkpoint is None:
-                raise SetupError(f"model.path={path} is a run directory without a checkpoint")
-            return _model_of(checkpoint, path)
+                raise SetupError(f"{setting}={path} is a run directory without a checkpoint")
+            return _model_of(checkpoint, path, setting)
         if path.parent.name == CHECKPOINTS and path.name.startswith("step-"):
             digits = path.name.removeprefix("step-")
             step = int(digits) if digits.isdecimal() else -1
-            return _model_of(Checkpoints(path.parent, keep=1).at(step), path.parent.parent)
+            return _model_of(Checkpoints(path.parent, keep=1).at(step), path.parent.parent, setting)
     except RunDirectoryError as error:
-        raise SetupError(f"model.path={path}: {error}") from None
+        raise SetupError(f"{setting}={path}: {error}") from None
     return path
 
 
-def _model_of(checkpoint: Checkpoint, run: Path) -> Path:
+def _model_of(checkpoint: Checkpoint, run: Path, setting: str) -> Path:
     if checkpoint.hf_directory is None:
         raise SetupError(
-            f"model.path: the checkpoint of step {checkpoint.step} in {run} holds no Hugging Face "
+            f"{setting}: the checkpoint of step {checkpoint.step} in {run} holds no Hugging Face "
             f"directory; write one with `treadle export {run} OUT --step {checkpoint.step}` and "
-            "set model.path=OUT"
+            f"set {setting}=OUT"
         )
     return checkpoint.hf_directory

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from treadle.trainer.config.schema import Config
+from treadle.trainer.config.schema import Config, CriticConfig
 from treadle.trainer.config.verl_keys import ConfigError
+from treadle.trainer.loggers.named import ALWAYS
 from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]
@@ -93,6 +94,8 @@ class Plan:
             f"{parallel.pipeline} x data {parallel.data}), {self.policy_threads} threads each, "
             f"{config.policy.dtype}",
         )
+        if (critic := config.used_critic) is not None:
+            yield "critic", self._critic(critic)
         yield (
             "rollout servers",
             f"{rollout.num_replicas} x {rollout.name}, {rollout.max_in_flight} completions at a "
@@ -113,7 +116,18 @@ class Plan:
         yield "launcher", config.launch.kind
         yield "validation", self._validation()
         yield "checkpoints", self._checkpoints()
+        yield "loggers", ", ".join(dict.fromkeys((*ALWAYS, *config.run.loggers)))
         yield "seed", str(config.run.seed)
+
+    def _critic(self, critic: CriticConfig) -> str:
+        updates = (
+            critic.epochs or self.config.algorithm.epochs
+        ) * self.config.algorithm.mini_batches
+        alone = f"; learns alone for {critic.warmup_steps} steps" if critic.warmup_steps else ""
+        return (
+            f"a second model in the policy's processes, from the same start weights; {updates} "
+            f"updates a step, learning rate {critic.optimizer.lr:g}{alone}"
+        )
 
     def _server_command(self) -> str:
         command = self.config.rollout.server_command

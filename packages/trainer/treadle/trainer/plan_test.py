@@ -6,6 +6,7 @@ from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.load import ConfigError
 from treadle.trainer.config.schema import (
     Config,
+    CriticConfig,
     DataConfig,
     ModelConfig,
     RolloutConfig,
@@ -45,6 +46,20 @@ def test_trajectories_that_exceed_a_micro_batch_are_announced() -> None:
     config = config.model_copy(update={"policy": policy})
     text = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
     assert "long trajectories  those of more tokens than a micro-batch train in one of" in text
+
+
+def test_the_critic_is_shown_where_there_is_one() -> None:
+    config = _config(total_steps=1)
+    assert "critic" not in make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
+    with_critic = Config(
+        data=config.data,
+        model=config.model,
+        schedule=config.schedule,
+        algorithm=AlgorithmConfig(advantage="gae", mini_batches=2),
+        critic=CriticConfig(epochs=3, warmup_steps=5),
+    )
+    text = make_plan(with_critic, num_train_rows=11, num_val_rows=0, cpus=2).text()
+    assert "6 updates a step, learning rate 1e-05; learns alone for 5 steps\n" in text
 
 
 def test_the_servers_are_shown_with_their_command_and_what_is_set_of_the_engine() -> None:

@@ -2,11 +2,20 @@
 
 Invariant: a directory that holds a run is never begun anew in silence, and its settings are
 compared before it is resumed, whatever file of it is missing.
+
+| run.resume | the directory is new | it holds a run |
+|---|---|---|
+| auto | begins with `model.path` | goes on from its latest checkpoint |
+| never | begins with `model.path` | error |
+| another run, or its checkpoint | begins there | goes on if it began there, else error |
+| a checkpoint of this run | error | is set back to it |
+
+The same command given again goes on, also where it names a checkpoint.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +30,18 @@ from treadle.trainer.checkpoint.run_directory import (
     RunDirectoryError,
     read_config,
 )
-from treadle.trainer.config.schema import Config
-from treadle.trainer.report import last_saved_step
+from treadle.trainer.config.sft import AnyConfig
+from treadle.trainer.report import MetricsLog, last_saved_step
 
-__all__ = ["ResumePoint", "check_run_directory", "find_resume_point"]
+__all__ = [
+    "ResumePoint",
+    "check_run_directory",
+    "check_steps_left",
+    "find_resume_point",
+    "open_metrics",
+]
+
+_WANTED = "it must be a run directory, or RUN/checkpoints/step-N of one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +52,15 @@ class ResumePoint:
         begun: Whether the directory holds steps of the run already.
         checkpoint: What to resume from; None: from the model directory.
         notes: What the user is to know: damage that was found, and settings that have changed.
+        origin: The other run that `checkpoint` is of; None: it is of this run.
+        set_back: Whether `checkpoint` is to become the latest of this run.
     """
 
     begun: bool
     checkpoint: Checkpoint | None
     notes: Sequence[str]
+    origin: Path | None = None
+    set_back: bool = False
 
     @property
     def first_step(self) -> int:
@@ -49,13 +70,13 @@ class ResumePoint:
     @property
     def after(self) -> int | None:
         """The last step of which the logs keep lines; -1: of none; None: the logs are new."""
-        if self.checkpoint is not None:
-            return self.checkpoint.step
-        return -1 if self.begun else None
+        if not self.begun:
+            return None
+        return -1 if self.checkpoint is None else self.checkpoint.step
 
 
-def check_run_directory(path: Path, config: Config) -> None:
-    """Rejects a directory that a run of this configuration could not use.
+def check_run_directory(path: Path, config: AnyConfig) -> ResumePoint:
+    """Returns where a run would begin or go on; rejects a directory that it could not use.
 
     Of a checkpoint's files only the sizes are compared; the run compares their contents.
 
@@ -70,11 +91,24 @@ def check_run_directory(path: Path, config: Config) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise RunDirectoryError(f"run.dir={path}: {there} cannot be written")
     checkpoints = Checkpoints(path / CHECKPOINTS, keep=config.schedule.keep_checkpoints)
-    find_resume_point(RunDirectory(path), checkpoints, config, contents=False)
+    return find_resume_point(RunDirectory(path), checkpoints, config, contents=False)
+
+
+def check_steps_left(resume: ResumePoint, total_steps: int) -> None:
+    """Rejects a run that would begin after its last step.
+
+    Raises:
+        RunDirectoryError: The other run's checkpoint leaves nothing to train.
+    """
+    if resume.origin is not None and resume.first_step > total_steps:
+        raise RunDirectoryError(
+            f"run.resume: the checkpoint in {resume.origin} is of step {resume.first_step - 1}, "
+            f"and the run has {total_steps}: raise schedule.total_steps or total_epochs"
+        )
 
 
 def find_resume_point(
-    directory: RunDirectory, checkpoints: Checkpoints, config: Config, *, contents: bool = True
+    directory: RunDirectory, checkpoints: Checkpoints, config: AnyConfig, *, contents: bool = True
 ) -> ResumePoint:
     """Returns where a run of this configuration begins or goes on in the directory.
 
@@ -88,8 +122,13 @@ def find_resume_point(
     Raises:
         RunDirectoryError: The directory holds another run, or one that cannot go on.
     """
+    path = config.run.resume if isinstance(config.run.resume, Path) else None
+    here = directory.path.resolve()
+    of_this_run = path is not None and path.resolve().is_relative_to(here)
     if not directory.holds_run:
-        return ResumePoint(begun=False, checkpoint=None, notes=())
+        if path is None:
+            return ResumePoint(begun=False, checkpoint=None, notes=())
+        return _from_other_run(path, config, begun=False, contents=contents)
     if config.run.resume == "never":
         raise RunDirectoryError(
             f"run.dir={directory.path} already holds a run and run.resume=never: choose another "
@@ -101,17 +140,129 @@ def find_resume_point(
     except DamageError as error:
         then, damage = None, str(error)
     changes = () if then is None else _changes(directory, then, now)
-    whole = checkpoints.newest_whole(contents=contents)
-    checkpoint, notes = whole.checkpoint, list(whole.notes)
-    if damage is not None:
-        changes = _changes(directory, _saved_config(directory, checkpoint, damage), now)
-        notes.append(f"{damage}; the settings were compared with the checkpoint's copy")
-    if checkpoint is None:
-        _check_that_nothing_was_saved(directory, config)
-        notes.append("no checkpoint was reached before: beginning again")
+    set_back = (
+        path is not None
+        and of_this_run
+        and path.resolve() != here
+        and str(path) != _resume_of(then)
+    )
+    own: Checkpoint | None
+    found: Sequence[str]
+    if set_back and path is not None:
+        own, _, found = _checkpoint_of(path, contents=contents)
     else:
-        notes += _resuming(checkpoint)
-    return ResumePoint(begun=True, checkpoint=checkpoint, notes=(*notes, *changes))
+        whole = checkpoints.newest_whole(contents=contents)
+        own, found = whole.checkpoint, whole.notes
+    notes = list(found)
+    if then is None:
+        then = _saved_config(directory, own, damage or "")
+        changes = _changes(directory, then, now)
+        notes.append(f"{damage}; the settings were compared with the checkpoint's copy")
+    if set_back and own is not None:
+        notes.append(f"set back to step {own.step}: later steps are trained again")
+        return ResumePoint(begun=True, checkpoint=own, notes=(*notes, *changes), set_back=True)
+    began = _resume_of(then)
+    if path is not None and not of_this_run and str(path) != began:
+        raise RunDirectoryError(
+            f"run.dir={directory.path} holds a run that did not begin from run.resume={path}: "
+            "choose another directory, or set run.resume=auto to go on with it"
+        )
+    if own is not None:
+        notes += _resuming(own)
+        return ResumePoint(begun=True, checkpoint=own, notes=(*notes, *changes))
+    _check_that_nothing_was_saved(directory, config)
+    if began in ("auto", "never"):
+        notes.append("no checkpoint was reached before: beginning again")
+        return ResumePoint(begun=True, checkpoint=None, notes=(*notes, *changes))
+    if path is None:
+        raise RunDirectoryError(
+            f"run.dir={directory.path} holds a run that began from {began} and saved no "
+            f"checkpoint: give run.resume={began} again, or choose another directory"
+        )
+    again = _from_other_run(path, config, begun=True, contents=contents)
+    return replace(again, notes=(*notes, *again.notes, *changes))
+
+
+def open_metrics(run_dir: Path, resume: ResumePoint) -> MetricsLog:
+    """Opens the metrics log; the checkpoint has the last step's line, if the trainer died first."""
+    log = MetricsLog(run_dir / "metrics.jsonl", resume_after=resume.after)
+    if resume.origin is not None:
+        return log
+    if resume.checkpoint is not None and log.last_step < resume.checkpoint.step:
+        log.append(resume.checkpoint.step, resume.checkpoint.metrics)
+    return log
+
+
+def _resume_of(config: Mapping[str, Any] | None) -> str:
+    """Returns `run.resume` of a run's configuration; releases before it had a path had auto."""
+    run = (config or {}).get("run")
+    return str(run.get("resume", "auto")) if isinstance(run, Mapping) else "auto"
+
+
+def _checkpoint_of(path: Path, *, contents: bool) -> tuple[Checkpoint, Path, Sequence[str]]:
+    """Returns the checkpoint that `run.resume` names, its run, and what is wrong with others.
+
+    Raises:
+        RunDirectoryError: There is none, or it is damaged.
+    """
+    if not path.exists():
+        raise RunDirectoryError(f"run.resume={path} does not exist; {_WANTED}")
+    digits = path.name.removeprefix("step-")
+    if path.parent.name == CHECKPOINTS and path.name != digits and digits.isdecimal():
+        there = Checkpoints(path.parent, keep=1)
+        return there.at(int(digits), to="resume", contents=contents), path.parent.parent, ()
+    if not (path / CHECKPOINTS).is_dir():
+        hint = ""
+        if path.name.startswith("global_step_") or any(path.glob("global_step_*")):
+            hint = "; a checkpoint of verl is exported to a model first: model.path"
+        raise RunDirectoryError(f"run.resume={path} has no checkpoint; {_WANTED}{hint}")
+    whole = Checkpoints(path / CHECKPOINTS, keep=1).newest_whole(contents=contents)
+    if whole.checkpoint is None:
+        raise RunDirectoryError(f"run.resume={path} has no checkpoint; {_WANTED}")
+    return whole.checkpoint, path, whole.notes
+
+
+def _from_other_run(path: Path, config: AnyConfig, *, begun: bool, contents: bool) -> ResumePoint:
+    """Returns the start of a run at a checkpoint of another one.
+
+    Raises:
+        RunDirectoryError: There is none, it is damaged, or it is of another model or kind of run.
+    """
+    checkpoint, origin, notes = _checkpoint_of(path, contents=contents)
+    file = checkpoint.config_file or origin / CONFIG
+    try:
+        then = read_config(file)
+    except DamageError as error:
+        raise RunDirectoryError(
+            f"run.resume={path}: the settings of its run are unknown: {error} in {file.parent}"
+        ) from None
+    now = config.model_dump(mode="json")
+    kinds = [_kind(each) for each in (then, now)]
+    if kinds[0] != kinds[1]:
+        raise RunDirectoryError(
+            f"run.resume={path} is of a run with schedule.kind={kinds[0]}, and this one has "
+            f"{kinds[1]}: begin with its model instead, model.path={origin}"
+        )
+    changes = compare(then, now)
+    if models := [change for change in changes.breaking if change.startswith("model.")]:
+        raise RunDirectoryError(
+            f"run.resume={path} is of another model: {'; '.join(models)}. Set what it began with"
+        )
+    return ResumePoint(
+        begun=begun,
+        checkpoint=checkpoint,
+        notes=(
+            *notes,
+            f"beginning after step {checkpoint.step} of {origin}, with its weights and optimizer",
+            *(f"not as in {origin}: {line}" for line in (*changes.breaking, *changes.allowed)),
+        ),
+        origin=origin,
+    )
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    schedule = config.get("schedule")
+    return str(schedule.get("kind", "sync")) if isinstance(schedule, Mapping) else "sync"
 
 
 def _changes(
@@ -137,7 +288,7 @@ def _saved_config(
     )
 
 
-def _check_that_nothing_was_saved(directory: RunDirectory, config: Config) -> None:
+def _check_that_nothing_was_saved(directory: RunDirectory, config: AnyConfig) -> None:
     if (step := last_saved_step(directory.path)) is not None:
         raise RunDirectoryError(
             f"run.dir={directory.path} holds a run that saved a checkpoint at step {step}, and "

@@ -108,7 +108,14 @@ def _read(directory: Path) -> dict[str, _Entry]:
         }
     except OSError as error:
         raise DamageError(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise DamageError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     if not entries:
         raise DamageError(f"{MANIFEST} is damaged: it names no file")

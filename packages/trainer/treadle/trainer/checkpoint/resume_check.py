@@ -15,15 +15,25 @@ from treadle.trainer.config.keys import flatten, leaf_of
 
 __all__ = ["Changes", "compare"]
 
-_IDENTITY = ("data.", "model.", "run.seed", "rollout.samples_per_prompt", "algorithm.kind")
+_IDENTITY = (
+    "data.",
+    "model.",
+    "run.seed",
+    "rollout.samples_per_prompt",
+    "algorithm.advantage",
+    "policy.lora.",
+    "algorithm.reference_path",
+)
 _PATHS = (
     "data.train_files",
     "data.val_files",
     "model.path",
+    "policy.lora.path",
+    "algorithm.reference_path",
     "agent.tool_catalogue",
     "agent.interaction_catalogue",
 )
-_IRRELEVANT = "run.dir"
+_IRRELEVANT = ("run.dir", "run.resume")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +50,18 @@ class Changes:
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Compares two dumped configurations: of the run as it began, and as it would resume."""
+    """Compares two dumped configurations: of the run as it began, and as it would resume.
+
+    A setting that the release of then did not have counts as its default.
+    """
     before, after = flatten(then), flatten(now)
+    added = [key for key in after if key not in before]
+    before |= {key: _default(key) for key in added}
     gone = [key for key in before if key not in after and leaf_of(key) is not None]
     changed = [
         key
         for key in (*after, *gone)
-        if key != _IRRELEVANT
+        if key not in _IRRELEVANT
         and before.get(key) != after.get(key)
         and not (key in _PATHS and _same_content(before.get(key), after.get(key)))
     ]
@@ -55,6 +70,13 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         breaking=[line for key, line in lines.items() if key.startswith(_IDENTITY)],
         allowed=[line for key, line in lines.items() if not key.startswith(_IDENTITY)],
     )
+
+
+def _default(key: str) -> object:
+    """Returns the default of a setting as JSON has it."""
+    leaf = leaf_of(key)
+    default = None if leaf is None or leaf.key != key else leaf.default
+    return list(default) if isinstance(default, tuple) else default
 
 
 def _same_content(then: object, now: object) -> bool:

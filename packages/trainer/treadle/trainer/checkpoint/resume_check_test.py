@@ -68,3 +68,12 @@ def test_an_entry_that_was_taken_away_is_a_change(tmp_path: Path) -> None:
     before["agent"] = {"loops": {"mine": "m:A"}, "forgotten": 1}
     after["agent"] = {"loops": {}}
     assert compare(before, after).allowed == ["agent.loops.mine was 'm:A' and is None"]
+
+
+def test_a_setting_that_an_older_release_did_not_have_counts_as_its_default(tmp_path: Path) -> None:
+    then = _dumped(*_files(tmp_path))
+    now = {**then, "algorithm": {"advantage": "grpo", "gamma": 1.0}}
+    assert compare({**then, "algorithm": {"kind": "grpo"}}, now).breaking == []
+    assert compare({**then, "algorithm": {"kind": "grpo"}}, now).allowed == []
+    now["algorithm"] = {"advantage": "rloo"}
+    assert compare(then, now).breaking == ["algorithm.advantage was 'grpo' and is 'rloo'"]

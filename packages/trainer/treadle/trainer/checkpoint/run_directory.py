@@ -35,6 +35,7 @@ from treadle.trainer.checkpoint.manifest import (
 __all__ = [
     "CHECKPOINTS",
     "CONFIG",
+    "CRITIC",
     "HF",
     "POLICY",
     "Checkpoint",
@@ -57,6 +58,8 @@ CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
 POLICY = "policy"
 """Folder of a checkpoint that holds the policy's tensors and optimizer state."""
+CRITIC = "critic"
+"""Folder of a checkpoint that holds the critic's, if there is a critic."""
 HF = "hf"
 """Folder of a checkpoint that holds the model as a Hugging Face directory."""
 
@@ -72,6 +75,7 @@ class Checkpoint:
     Attributes:
         step: Number of steps trained.
         policy_directory: The policy's tensors.
+        critic_directory: The critic's tensors, if there is a critic.
         hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
         config_file: The configuration of the run as it was then; None if the checkpoint has none.
         metrics: The metrics of `step`.
@@ -81,6 +85,7 @@ class Checkpoint:
 
     step: int
     policy_directory: Path
+    critic_directory: Path
     hf_directory: Path | None
     config_file: Path | None
     metrics: Mapping[str, float]
@@ -228,8 +233,19 @@ class Checkpoints:
         steps = sorted(int(number) for number in digits if number.isdecimal())
         return tuple(step for step in steps if _name(step) in names)
 
-    def at(self, step: int) -> Checkpoint:
-        """Returns the checkpoint of a step; its model was compared with the manifest.
+    def at(
+        self,
+        step: int,
+        *,
+        to: Literal["resume", "read the model"] = "read the model",
+        contents: bool = True,
+    ) -> Checkpoint:
+        """Returns the checkpoint of a step; what is to be read was compared with the manifest.
+
+        Args:
+            step: Number of steps trained.
+            to: What it is for.
+            contents: Whether to compare the contents of the files too, not only their sizes.
 
         Raises:
             RunDirectoryError: There is none, or it is damaged.
@@ -242,17 +258,27 @@ class Checkpoints:
                 f"{there}"
             )
         try:
-            return _open(directory, to="read the model")
+            return _open(directory, to=to, contents=contents)
         except DamageError as error:
             raise RunDirectoryError(
-                f"{directory} cannot be used: {error}. {self._whole_beside(step)}"
+                f"{directory} cannot be used: {error}. {self._whole_beside(step, to)}"
             ) from None
 
-    def _whole_beside(self, step: int) -> str:
+    def set_back(self, step: int) -> None:
+        """Makes the checkpoint of a step the latest; those of later steps are written anew."""
+        self._point_to(_name(step))
+
+    def _point_to(self, name: str) -> None:
+        pointer = self._directory / f"{_LATEST}.partial"
+        pointer.write_text(f"{name}\n", encoding="utf-8")
+        pointer.replace(self._directory / _LATEST)
+        self._last_good = self._directory / name
+
+    def _whole_beside(self, step: int, to: Literal["resume", "read the model"]) -> str:
         for other in reversed(self.steps()):
             if other != step:
                 with contextlib.suppress(DamageError):
-                    _open(self._directory / _name(other), to="read the model")
+                    _open(self._directory / _name(other), to=to)
                     return f"The newest whole one is {self._directory / _name(other)}"
         return "No other checkpoint of the run is whole"
 
@@ -305,10 +331,7 @@ class Checkpoints:
             )
             await asyncio.to_thread(write_manifest, partial)
             partial.rename(self._directory / name)
-            pointer = self._directory / f"{_LATEST}.partial"
-            pointer.write_text(f"{name}\n", encoding="utf-8")
-            pointer.replace(self._directory / _LATEST)
-            self._last_good = self._directory / name
+            self._point_to(name)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise RunDirectoryError(
@@ -365,11 +388,15 @@ def _open(
     step, metrics = state.get("step"), state.get("metrics")
     if not isinstance(step, int) or not isinstance(metrics, dict):
         raise DamageError(f"{_STATE} holds no step and metrics")
+    for name, value in metrics.items():
+        if not _is_number(value):
+            raise DamageError(f"{_STATE} is damaged: its metric {name[:40]!r} is no number")
     if _name(step) != directory.name:
         raise DamageError(f"{_STATE} is of step {step}")
     return Checkpoint(
         step=step,
         policy_directory=directory / POLICY,
+        critic_directory=directory / CRITIC,
         hf_directory=hf if has_hf else None,
         config_file=config if config.is_file() else None,
         metrics=metrics,
@@ -377,12 +404,22 @@ def _open(
     )
 
 
+def _is_number(value: object) -> bool:
+    if not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # JSON has integers that are no float.
+        return False
+    return True
+
+
 def _json_object(path: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DamageError(f"{path.name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise DamageError(f"{path.name} is damaged: {error}") from None
     if not isinstance(value, dict):
         raise DamageError(f"{path.name} is damaged: it holds no JSON object")

@@ -133,37 +133,39 @@ def _variant_leaves(
 
 
 @cache
-def all_leaves() -> Mapping[str, Leaf]:
-    """Returns every key, in the order of the tree."""
+def all_leaves(root: type[BaseModel] = Config) -> Mapping[str, Leaf]:
+    """Returns every key of a tree, in its order."""
     leaves: dict[str, Leaf] = {}
-    for entry in _walk(Config, ""):
+    for entry in _walk(root, ""):
         if isinstance(entry, Leaf):
             leaves[entry.key] = entry
     return leaves
 
 
 @cache
-def all_sections() -> Mapping[str, Section]:
+def all_sections(root: type[BaseModel] = Config) -> Mapping[str, Section]:
     """Returns every node above the leaves, in the order of the tree."""
-    return {entry.key: entry for entry in _walk(Config, "") if isinstance(entry, Section)}
+    return {entry.key: entry for entry in _walk(root, "") if isinstance(entry, Section)}
 
 
-def leaf_of(key: str) -> Leaf | None:
+def leaf_of(key: str, root: type[BaseModel] = Config) -> Leaf | None:
     """Returns the leaf that a key sets: that leaf, or the table that the key is an entry of."""
-    leaf = all_leaves().get(key)
-    if leaf is None and (above := all_leaves().get(key.rpartition(".")[0])) is not None:
+    leaf = all_leaves(root).get(key)
+    if leaf is None and (above := all_leaves(root).get(key.rpartition(".")[0])) is not None:
         leaf = above if above.is_table else None
     return leaf
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(
+    tree: Mapping[str, Any], prefix: str = "", root: type[BaseModel] = Config
+) -> dict[str, Any]:
     """Returns the values of a dumped configuration by key; a table's entry may be a mapping."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        leaf = leaf_of(key)
+        leaf = leaf_of(key, root)
         if isinstance(value, Mapping) and (leaf is None or leaf.key == key):
-            values |= flatten(value, f"{key}.")
+            values |= flatten(value, f"{key}.", root)
         else:
             values[key] = value
     return values

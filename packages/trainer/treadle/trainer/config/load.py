@@ -2,8 +2,9 @@
 
 Each layer is a list of `Assignment(key, value, source)`: a YAML file gives one per leaf, an
 argument gives one. Later layers override earlier ones. Lists are replaced, never merged; tables
-gain entries; setting the `kind` of a section resets that section. verl's keys are translated first
-(`verl_keys`). All errors are reported in one `ConfigError` that quotes key, value and source.
+gain entries; setting the `kind` of a section resets that section. `preset=NAME` in a layer puts a
+file of `presets/` right below it. verl's keys are translated first (`verl_keys`). All errors are
+reported in one `ConfigError` that quotes key, value and source.
 
 Paths in a file are relative to that file, paths in arguments to the working directory.
 """
@@ -14,22 +15,38 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import VERL_NAMES, AnyConfig, SftConfig
+from treadle.trainer.config.verl.defaults import verl_keys
+from treadle.trainer.config.verl.reasons import reason
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
-from treadle.trainer.config.verl_table import ABSENT
 from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
 from treadle.trainer.problems import Problems, SeveralProblems
 
-__all__ = ["Assignment", "ConfigError", "LoadedConfig", "load_config"]
+__all__ = [
+    "Assignment",
+    "ConfigError",
+    "LoadedConfig",
+    "LoadedSftConfig",
+    "is_sft",
+    "load_config",
+    "load_run_config",
+    "load_sft_config",
+]
 
-_CODE_KEYS = ("reward.name", "agent.loops")
+_CODE_KEYS = (
+    *("algorithm.advantage", "algorithm.loss"),
+    *("reward.name", "agent.loops", "data.reader"),
+)
 """Keys whose values may name the user's own code."""
+_PRESET = "preset"
+_PRESETS = Path(__file__).parent / "presets"
 _MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
 
 
@@ -42,6 +59,65 @@ class LoadedConfig:
     """Key of a leaf or of a table's entry -> `default`, a file, or the argument as written."""
     notes: tuple[str, ...]
     """How verl's keys were interpreted, where that is more than a renaming."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedSftConfig:
+    """The configuration of supervised fine-tuning and its provenance; see `LoadedConfig`."""
+
+    config: SftConfig
+    sources: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def load_sft_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedSftConfig:
+    """Merges the layers of `treadle sft` and validates the result.
+
+    Args:
+        files: YAML files; later ones override earlier ones.
+        overrides: `key=value` arguments; later ones override earlier ones.
+
+    Raises:
+        ConfigError: A file cannot be read, a key is unknown, or a value is invalid.
+    """
+    problems = Problems(ConfigError)
+    layers: list[list[Assignment]] = [[]]
+    for path in files:
+        with problems.collected():
+            layers.append(list(_read_file(path, SftConfig)))
+    layers.append([])
+    for text in overrides:
+        with problems.collected():
+            layers[-1].append(_parse_argument(text))
+    renamed = [
+        [replace(each, key=VERL_NAMES.get(each.key, each.key)) for each in layer]
+        for layer in layers
+    ]
+    merged = _merge(renamed, problems, SftConfig)
+    config = _validated(merged, problems, SftConfig)
+    assert isinstance(config, SftConfig)
+    return LoadedSftConfig(config=config, sources=_sources(merged, SftConfig), notes=())
+
+
+def load_run_config(file: Path) -> AnyConfig:
+    """Returns the configuration in a run directory, of either kind of run.
+
+    Raises:
+        ConfigError: The file cannot be read, a key is unknown, or a value is invalid.
+    """
+    if is_sft(file):
+        return load_sft_config([file], []).config
+    return load_config([file], []).config
+
+
+def is_sft(file: Path) -> bool:
+    """Returns whether the configuration of a run directory is one of fine-tuning.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    kinds = (each.value for each in _read_file(file, SftConfig) if each.key == "schedule.kind")
+    return next(kinds, None) == "sft"
 
 
 def load_config(
@@ -76,8 +152,9 @@ def load_config(
     given = [[_parse_argument(text) for text in below]]
     for path in files:
         with problems.collected():
-            given.append(list(_read_file(path)))
+            given.append(list(_read_file(path, Config)))
     given.append(arguments)
+    given = list(_with_presets(given, problems))
     for number, layer in enumerate(given):
         later = {assignment.key for after in given[number + 1 :] for assignment in after}
         # What a later layer replaces is not checked: verl's keys may be wrong by themselves.
@@ -86,14 +163,43 @@ def load_config(
         layers.append(translated)
         notes += layer_notes
         written |= {assignment.key: assignment.value for assignment in layer}
-    merged = _merge(layers, problems)
-    config = _validated(merged, problems)
-    sources = dict.fromkeys(all_leaves(), "default")
-    sources |= {key: assignment.source for key, assignment in merged.items()}
-    return LoadedConfig(config=config, sources=sources, notes=tuple(notes))
+    merged = _merge(layers, problems, Config)
+    config = _validated(merged, problems, Config)
+    assert isinstance(config, Config)
+    return LoadedConfig(config=config, sources=_sources(merged, Config), notes=tuple(notes))
 
 
-def _validated(merged: Mapping[str, Assignment], problems: Problems) -> Config:
+def _with_presets(
+    layers: Sequence[list[Assignment]], problems: Problems
+) -> Iterator[list[Assignment]]:
+    """Yields the layers; where one names a preset, the preset's own layer comes right below it."""
+    for layer in layers:
+        named = [assignment for assignment in layer if assignment.key == _PRESET]
+        for assignment in named[-1:]:
+            known = sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+            if assignment.value not in known:
+                problems.add(
+                    ConfigError(
+                        f"{_PRESET}={assignment.value}: there is no such preset; there are: "
+                        f"{', '.join(known)}"
+                    )
+                )
+                continue
+            yield [
+                replace(each, source=f"{_PRESET}={assignment.value}")
+                for each in _read_file(_PRESETS / f"{assignment.value}.yaml", Config)
+            ]
+        yield [assignment for assignment in layer if assignment.key != _PRESET]
+
+
+def _sources(merged: Mapping[str, Assignment], root: type[BaseModel]) -> Mapping[str, str]:
+    sources = dict.fromkeys(all_leaves(root), "default")
+    return sources | {key: assignment.source for key, assignment in merged.items()}
+
+
+def _validated(
+    merged: Mapping[str, Assignment], problems: Problems, root: type[BaseModel]
+) -> BaseModel:
     """Returns the tree.
 
     Raises:
@@ -101,9 +207,9 @@ def _validated(merged: Mapping[str, Assignment], problems: Problems) -> Config:
     """
     config = None
     try:
-        config = Config.model_validate(_nest(merged))
+        config = root.model_validate(_nest(merged, root))
     except ValidationError as error:
-        for line in _explain(error, merged, only_values=bool(problems)):
+        for line in _explain(error, merged, root, only_values=bool(problems)):
             problems.add(ConfigError(line))
     try:
         problems.raise_if_any()
@@ -132,54 +238,68 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str | int | float | bool | None):
+                raise ConfigError(f"line {line}: the key {key!r:.80} is no name")
             if key in seen:
-                line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: the key {key!r} appears twice; keep one")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-def _read_file(path: Path) -> Iterator[Assignment]:
+def _read_file(path: Path, root: type[BaseModel]) -> Iterator[Assignment]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"--config {path}, {error}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path} is nested too deeply") from None
+    # Bytes that are no text, and scalars that look like a date or a number and are none.
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from None
     if content is None:
         return
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--config {path}: expected a mapping of sections, got {content!r}")
-    yield from _flatten(content, "", path)
+        raise ConfigError(f"--config {path}: expected a mapping of sections, got {content!r:.200}")
+    yield from _flatten(content, "", path, root)
 
 
-def _flatten(node: Mapping[Any, Any], prefix: str, path: Path) -> Iterator[Assignment]:
+def _flatten(
+    node: Mapping[Any, Any], prefix: str, path: Path, root: type[BaseModel]
+) -> Iterator[Assignment]:
     for name, value in node.items():
         key = f"{prefix}{name}"
-        leaf = leaf_of(key)
+        leaf = leaf_of(key, root)
         if isinstance(value, Mapping) and (leaf is None or leaf.key == key):
-            yield from _flatten(value, f"{key}.", path)
+            yield from _flatten(value, f"{key}.", path, root)
         else:
             yield Assignment(
                 key=key, value=value, source=str(path), text=None, base=path.resolve().parent
             )
 
 
-def _merge(layers: Sequence[Sequence[Assignment]], problems: Problems) -> dict[str, Assignment]:
+def _merge(
+    layers: Sequence[Sequence[Assignment]], problems: Problems, root: type[BaseModel]
+) -> dict[str, Assignment]:
     merged: dict[str, Assignment] = {}
     for layer in layers:
         below = frozenset(merged)
         for assignment in layer:
             with problems.collected():
-                _assign(merged, assignment, below)
+                _assign(merged, assignment, below, root)
     return merged
 
 
-def _assign(merged: dict[str, Assignment], assignment: Assignment, below: Set[str]) -> None:
+def _assign(
+    merged: dict[str, Assignment],
+    assignment: Assignment,
+    below: Set[str],
+    root: type[BaseModel],
+) -> None:
     """Adds one assignment; `below` are the keys that earlier layers set."""
-    section = all_sections().get(assignment.key)
+    section = all_sections(root).get(assignment.key)
     if section is not None and section.kinds:
         assignment = replace(assignment, key=f"{assignment.key}.kind")
     elif section is not None:
@@ -187,32 +307,35 @@ def _assign(merged: dict[str, Assignment], assignment: Assignment, below: Set[st
             f"{assignment.key}={assignment.value!r} ({assignment.source}): {assignment.key} "
             f"is a section; set one of its keys"
         )
-    leaf = leaf_of(assignment.key)
+    leaf = leaf_of(assignment.key, root)
     if leaf is None:
-        raise ConfigError(_unknown(assignment))
+        raise ConfigError(_unknown(assignment, root))
     if leaf.is_table and leaf.key == assignment.key:
         raise ConfigError(
             f"{leaf.key}={assignment.value!r} ({assignment.source}): set its entries, as in "
             f"{leaf.key}.NAME=VALUE"
         )
     prefix, _, name = assignment.key.rpartition(".")
-    if name == "kind" and prefix in all_sections():
+    if name == "kind" and prefix in all_sections(root):
         for key in below:
             if key.startswith(f"{prefix}."):
                 merged.pop(key, None)
-    merged[assignment.key] = replace(assignment, value=_fit(assignment, leaf))
+    merged[assignment.key] = replace(assignment, value=_fit(assignment, leaf, root))
 
 
-def _unknown(assignment: Assignment) -> str:
-    root = assignment.key.partition(".")[0]
-    if root in ABSENT:
-        return f"{assignment.key} is not available: {ABSENT[root]}"
-    theirs = [key for key in known_keys() if key.partition(".")[0] == root]
-    known = nearest(assignment.key, [*all_leaves(), *theirs])
+def _unknown(assignment: Assignment, root: type[BaseModel]) -> str:
+    if root is SftConfig:
+        known, command = nearest(assignment.key, all_leaves(root)), "treadle sft"
+    else:
+        top = assignment.key.partition(".")[0]
+        theirs = [key for key in {*known_keys(), *verl_keys()} if key.partition(".")[0] == top]
+        if not theirs and (why := reason(assignment.key)) is not None:
+            return f"{assignment.key} is not available: {why}"
+        known, command = nearest(assignment.key, {*all_leaves(), *theirs}), "treadle"
     hint = (
         f"; did you mean {' or '.join(known)}?"
         if known
-        else "; `treadle --help SECTION` lists the keys"
+        else f"; `{command} --help SECTION` lists the keys"
     )
     where = (
         ""
@@ -222,14 +345,21 @@ def _unknown(assignment: Assignment) -> str:
     return f"unknown key {assignment.key}{where}{hint}"
 
 
-def _fit(assignment: Assignment, leaf: Leaf) -> Any:
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # A name that is longer than any file's.
+        return False
+
+
+def _fit(assignment: Assignment, leaf: Leaf, root: type[BaseModel]) -> Any:
     """Returns the value in the form of the leaf's type, where the spelling is ambiguous."""
     value = assignment.value
     if leaf.key in _CODE_KEYS and isinstance(value, str):
         return _code(assignment.base, value)
     if leaf.is_table:
         return value
-    section = all_sections().get(leaf.key.removesuffix(".kind"))
+    section = all_sections(root).get(leaf.key.removesuffix(".kind"))
     if section is not None and section.kinds and value not in section.kinds:
         raise ConfigError(f"{section.key}={value}: not one of {', '.join(section.kinds)}")
     if isinstance(value, bool) and not leaf.takes(bool):
@@ -241,13 +371,17 @@ def _fit(assignment: Assignment, leaf: Leaf) -> Any:
     if item_types and isinstance(value, str):
         value = [value]  # a single file needs no brackets
     if leaf.takes(Path) and isinstance(value, str):
+        if any(value in get_args(member) for member in leaf.alternatives):
+            return value  # a word, not a path
         if (
-            leaf.key == "model.path"
+            leaf.key in ("model.path", "algorithm.reference_path")
             and (is_model_id(value) or is_demo_model(value))
-            and not (assignment.base / value).exists()
+            and not _exists(assignment.base / value)
         ):
             return value
         return _path(assignment.base, value)
+    if leaf.key == "run.loggers" and isinstance(value, list):
+        return [_code(assignment.base, str(item)) for item in value]
     if Path in item_types and isinstance(value, list):
         return [
             item if is_data_uri(str(item)) else _path(assignment.base, str(item)) for item in value
@@ -271,7 +405,7 @@ def _expected(leaf: Leaf) -> str:
     return leaf.doc or "see --help"
 
 
-def _nest(merged: Mapping[str, Assignment]) -> dict[str, Any]:
+def _nest(merged: Mapping[str, Assignment], root: type[BaseModel]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, assignment in merged.items():
         *parents, name = key.split(".")
@@ -279,31 +413,36 @@ def _nest(merged: Mapping[str, Assignment]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = assignment.value
-    for key, section in all_sections().items():
+    for key, section in all_sections(root).items():
         if section.kinds:  # the default kind is explicit, so that its fields alone select it
             *parents, name = key.split(".")
             node = tree
             for parent in parents:
                 node = node.get(parent, {})
             if name in node:
-                node[name].setdefault("kind", all_leaves()[f"{key}.kind"].default)
+                node[name].setdefault("kind", all_leaves(root)[f"{key}.kind"].default)
     return tree
 
 
 def _explain(
-    error: ValidationError, merged: Mapping[str, Assignment], *, only_values: bool
+    error: ValidationError,
+    merged: Mapping[str, Assignment],
+    root: type[BaseModel],
+    *,
+    only_values: bool,
 ) -> Iterator[str]:
     """Yields what is wrong, without what a refused key may have caused if `only_values`."""
     for detail in error.errors(include_url=False):
         if only_values and detail["type"] in ("missing", "value_error"):
             continue
         path = [str(part) for part in detail["loc"]]
-        key = _existing_key(path)
+        key = _existing_key(path, root)
         message = _plain(detail)
-        leaf = leaf_of(key)
+        leaf = leaf_of(key, root)
         if detail["type"] == "missing" and leaf is None:
-            required = [k for k, v in all_leaves().items() if v.required and k.startswith(key)]
-            yield from (f"{k} is required: {all_leaves()[k].doc}" for k in required)
+            leaves = all_leaves(root)
+            required = [k for k, v in leaves.items() if v.required and k.startswith(key)]
+            yield from (f"{k} is required: {leaves[k].doc}" for k in required)
         elif detail["type"] == "missing":
             yield f"{key} is required: {leaf.doc if leaf else 'set it'}"
         elif key in merged:
@@ -345,17 +484,17 @@ def _plain(detail: ErrorDetails) -> str:
     return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
-def _existing_key(path: Sequence[str]) -> str:
+def _existing_key(path: Sequence[str], root: type[BaseModel]) -> str:
     """Returns the key of an error's location, without variant tags and list indices."""
     key = ""
     for part in path:
         longer = f"{key}.{part}" if key else part
-        if leaf_of(longer) is not None or longer in all_sections():
+        if leaf_of(longer, root) is not None or longer in all_sections(root):
             key = longer
     if not key:
         key = ".".join(path)
     return (
         key
-        if key in all_leaves() or len(path) < 2
+        if key in all_leaves(root) or len(path) < 2
         else ".".join([key, *path[key.count(".") + 1 :]])
     )

@@ -198,8 +198,15 @@ def test_memory_that_is_released_keeps_no_completions() -> None:
         ("rollout.samples_per_prompt=x", "rollout.samples_per_prompt=x: must be an integer"),
         ("rollout.top_p=high", "rollout.top_p=high: must be a number"),
         ("rolout.num_replicas=2", "did you mean rollout.num_replicas?"),
-        ("critic.optim.lr=1", "critic.optim.lr is not available: there is no critic"),
-        ("reward_model.enable=true", "there is no reward model: a reward is"),
+        (
+            "critic.optim.lr=1",
+            "critic={'optimizer': {'lr': 1.0}} sets up a critic, and algorithm.adv",
+        ),
+        (
+            "algorithm.lam=0.9",
+            "lam=0.9 weights the differences of advantage=gae, and advantage=grpo",
+        ),
+        ("reward_model.enable=true", "a language model that judges is reward.name=rubric.yaml"),
         ("defaults=x", "repeat --config"),
     ],
 )
@@ -241,7 +248,7 @@ def test_every_mistake_of_every_layer_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(
             [file, tmp_path / "none.yaml"],
-            ["nothing", "algorithm.adv_estimator=gae", "data.shuffle=3", "data.trainfiles=x"],
+            ["nothing", "critic.ppo_mini_batch_size=7", "data.shuffle=3", "data.trainfiles=x"],
         )
     said = str(raised.value).splitlines()
     assert said[0] == "7 problems"
@@ -249,7 +256,7 @@ def test_every_mistake_of_every_layer_is_said_at_once(tmp_path: Path) -> None:
         (
             "'nothing' is not key=value",
             "none.yaml: No such file",
-            "algorithm.adv_estimator: 'gae' is not available",
+            "critic.ppo_mini_batch_size=7 is not available: its mini-batches",
             "unknown key rollout.temprature (in ",
             "unknown key data.trainfiles; did you mean data.train_files?",
             "data.shuffle=3: must be true or false",
@@ -259,3 +266,34 @@ def test_every_mistake_of_every_layer_is_said_at_once(tmp_path: Path) -> None:
     ):
         assert said[number].startswith(f"{number:>3}. ")
         assert text in said[number]
+
+
+def test_a_preset_is_right_below_the_layer_that_names_it(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.yaml", "algorithm: {clip_low: 0.1, clip_high: 0.3}\n")
+    loaded = load_config([DEMO, file], ["preset=dapo", "reward.overlong_penalty=0.5"])
+    config = loaded.config
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
+    assert config.algorithm.dynamic_sampling == "accuracy"
+    assert config.reward.overlong_penalty == 0.5
+    assert config.overlong_buffer == config.rollout.response_length // 5
+    assert loaded.sources["algorithm.clip_high"] == "preset=dapo"
+    named = _write(tmp_path / "b.yaml", "preset: dapo\nalgorithm: {clip_high: 0.4}\n")
+    assert load_config([DEMO, named], []).config.algorithm.clip_high == 0.4
+    with pytest.raises(
+        ConfigError, match="preset=dap0: there is no such preset; there are: dapo, gspo"
+    ):
+        load_config([DEMO], ["preset=dap0"])
+
+
+def test_the_preset_of_gspo_is_the_paper_s() -> None:
+    algorithm = load_config([DEMO], ["preset=gspo"]).config.algorithm
+    assert (algorithm.loss, algorithm.advantage) == ("gspo", "grpo")
+    assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 4e-4)
+    assert (algorithm.loss_aggregation, algorithm.mini_batches) == ("seq-mean-token-mean", 4)
+
+
+def test_rows_that_a_reader_gives_one_after_another_do_not_stream() -> None:
+    least = ["model.path=/m", "data.train_files=/t.jsonl", "data.streaming=true"]
+    assert load_config([], least).config.data.streaming
+    with pytest.raises(ConfigError, match=r"reader=m:Rows gives them one after another"):
+        load_config([], [*least, "data.reader=m:Rows"])

@@ -6,11 +6,12 @@ model's sizes, which `treadle.trainer.policy.megatron.model` checks.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from pathlib import Path
+from typing import Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.trainer.policy.types import ElementType
+from treadle.trainer.policy.types import ElementType, SharePrefixes
 
 
 class ParallelConfig(BaseModel):
@@ -89,6 +90,45 @@ class OptimizerConfig(BaseModel):
         return self
 
 
+RecomputeModule = Literal["core_attn", "mlp"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: Final[tuple[LoraTarget, ...]] = get_args(LoraTarget)
+"""The matrices of a layer under their Hugging Face names, in the order of a layer."""
+
+
+class LoraConfig(BaseModel):
+    """Adapters of low rank (LoRA): h = W x + (alpha / rank) B A x, where only A and B are trained.
+
+    Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters: A is [rank, inputs], B is [outputs, rank]. 0: no adapters, all weights
+    are trained."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapters' output is multiplied by alpha / rank."""
+    targets: tuple[LoraTarget, ...] = Field(default=TARGETS, min_length=1)
+    """Matrices with an adapter, in every layer."""
+    path: Path | None = None
+    """Adapter to start from, a directory in PEFT's format, of this rank, alpha and these targets.
+    Null: A is random and B is 0, so that training starts from the model itself."""
+
+    @property
+    def scaling(self) -> float:
+        """What the adapters' output is multiplied by."""
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.path is not None and not self.rank:
+            raise ValueError(f"path={self.path} needs the rank of that adapter, but rank is 0")
+        if twice := sorted({name for name in self.targets if self.targets.count(name) > 1}):
+            raise ValueError(f"targets has {twice[0]} twice")
+        return self
+
+
 class PolicyConfig(BaseModel):
     """The settings of the policy backend; the model folder comes in addition."""
 
@@ -98,17 +138,33 @@ class PolicyConfig(BaseModel):
     """Number of processes, and how they share the model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning rate."""
+    lora: LoraConfig = LoraConfig()
+    """Train adapters of low rank and leave the model's weights as they are."""
     dtype: ElementType = "float32"
     """Number format of parameters and activations. With bfloat16 the optimizer keeps a float32
     copy, and gradients are summed in float32."""
     micro_batch_tokens: int = Field(default=8192, ge=2)
-    """Maximum number of tokens per forward pass on one rank; bounds activation memory. A longer
-    sequence is its own micro-batch."""
+    """Maximum number of tokens per forward pass on one rank, those of a shared prefix counted once;
+    bounds activation memory. A longer sequence is its own micro-batch."""
+    share_prefixes: SharePrefixes = "auto"
+    """Whether sequences of a micro-batch that begin alike, as those of a group do, go through the
+    model once as far as they are alike. always: wherever two of them begin alike. auto: where it
+    saves at least 10 % of the tokens, and not on a GPU, where it is not measured."""
     logits_chunk_tokens: int = Field(default=4096, ge=1)
     """Number of tokens whose logits exist at a time; bounds their memory to this number times the
     vocabulary."""
-    recompute: Literal["none", "full"] = "none"
-    """Activation recomputation. full: keep only each layer's input, and run the layer again in the
-    backward pass."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation. selective: run `recompute_modules` again in the backward pass
+    instead of keeping what they computed. full: keep only each layer's input, and run the layer
+    again."""
+    recompute_modules: tuple[RecomputeModule, ...] = Field(default=("core_attn",), min_length=1)
+    """What recompute=selective runs again, as Megatron names it. core_attn: the attention between
+    its projections. mlp: the feed-forward part, which keeps the most."""
+    unresponsive_s: float = Field(default=300.0, gt=0)
+    """A rank at work gives a sign of life every second. One that gives none for this time, because
+    its process or its machine stands still, is dead: the run ends and names it."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Maximum time that a rank waits for the others in one operation (NCCL's or Gloo's); then the
+    run ends. Ranks that wait for each other for ever give signs of life too."""
     seed: int = Field(default=0, ge=0)
     """Seed of Megatron's random generators. Dropout is off, so nothing draws from them."""

@@ -14,17 +14,22 @@ from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_v
 from treadle.agent_loop.parsers import PARSER_NAMES
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.base import Section
+from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import PolicyConfig
+from treadle.trainer.loggers.named import ALWAYS, NAMED, same_short_name, unknown_logger
 
 __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
+    "AnyRunConfig",
     "CollectiveTransportConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "FileTransportConfig",
     "InFlight",
     "InlineTransportConfig",
+    "LaunchConfig",
     "LocalLaunchConfig",
     "ModelConfig",
     "PolicyConfig",
@@ -34,6 +39,7 @@ __all__ = [
     "RunDirConfig",
     "ScheduleConfig",
     "SharedMemoryTransportConfig",
+    "StepsConfig",
     "TracingConfig",
     "ValidationSamplingConfig",
     "WeightSyncConfig",
@@ -53,19 +59,37 @@ class DataConfig(Section):
     """The training and validation rows, and how many make a step."""
 
     train_files: Annotated[tuple[Path, ...], Field(min_length=1)]
-    """Files of training rows (.jsonl or .parquet), read in this order. A file on the Hugging Face
-    Hub is hf://datasets/ORG/NAME/PATH, where `*` stands for any characters."""
+    """Files of training rows (.jsonl, .parquet or .arrow) and directories of them, read in this
+    order. A file on the Hugging Face Hub is hf://datasets/ORG/NAME/PATH. In a name `*` stands for
+    any characters."""
     val_files: tuple[Path, ...] = ()
     """Files of validation rows. Empty: the run never validates."""
     prompts_per_step: Count = 16
     """Rows per training step; each gives rollout.samples_per_prompt trajectories."""
     shuffle: bool = True
     """Shuffle the rows anew for each epoch, seeded by run.seed; false keeps the file order."""
-    overlong_prompts: Literal["error", "drop"] = "error"
+    reader: str | None = None
+    """Your own reader of train_files and val_files as path.py:Class or package.module:Class, called
+    with each path; it gives the rows as mappings. Null: files are read by their type."""
+    streaming: bool = False
+    """Leave the training rows in their files, which must then stay as they are, and read each when
+    a step needs it: for data larger than memory. Best for .jsonl and .arrow; of .parquet a whole
+    row group is read for a row. Order and results are the same."""
+    overlong_prompts: Literal["error", "drop", "left", "right", "middle"] = "error"
     """What to do with a row whose rendered prompt exceeds rollout.prompt_length: stop before
-    training, or drop the row and report the number of dropped rows."""
+    training, drop the row, or cut out the left, right or middle part of its longest message. The
+    number of such rows is reported."""
     max_val_rows: Count | None = None
     """Maximum number of validation rows, counted from the first; null means all."""
+
+    @model_validator(mode="after")
+    def _streams_files(self) -> Self:
+        if self.streaming and self.reader is not None:
+            raise ValueError(
+                f"streaming=true reads single rows of files, and reader={self.reader} gives them "
+                "one after another: set one of the two"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -83,8 +107,8 @@ class RewardConfig(Section):
 
     name: str | None = None
     """The reward of all rows: a name from treadle.tools.rewards or an installed package, or your
-    own function as path.py:function or package.module:function. Null: chosen by each row's
-    data_source."""
+    own function as path.py:function or package.module:function, or a rubric.yaml for a language
+    model that judges. Null: chosen by each row's data_source."""
     mode: str | None = None
     """How a named reward with several modes reads or scores an answer. gsm8k: strict (the number
     after `#### `) and flexible (the last number) with verl's quirks, fixed without them;
@@ -96,6 +120,12 @@ class RewardConfig(Section):
     timeout_score: float = 0.0
     """Reward of a trajectory that could not be scored within `timeout_s`; `reward/timeouts` counts
     them."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """What a response of rollout.response_length tokens loses of its reward in training; shorter
+    ones lose less, those outside the buffer nothing (DAPO's soft overlong punishment)."""
+    overlong_buffer: Count | None = None
+    """Number of tokens at the end of rollout.response_length over which the penalty grows from 0.
+    Null: a fifth of rollout.response_length, as in DAPO's run."""
 
 
 class AgentConfig(Section):
@@ -108,7 +138,8 @@ class AgentConfig(Section):
     """Your own agent loops as path.py:Class or package.module:Class, by the name that rows give in
     `agent_name`. Installed packages add theirs by entry points (treadle.agent_loops)."""
     tool_catalogue: Path | None = None
-    """YAML list of tools (verl's tool_config format). Null: no tools."""
+    """YAML list of tools (verl's tool_config format), or a Python file with functions under
+    `@function_tool`. Null: no tools."""
     interaction_catalogue: Path | None = None
     """YAML list of simulated users (verl's interaction_config format). A row chooses one by
     extra_info.interaction_kwargs.name. Null: none."""
@@ -144,6 +175,13 @@ class AgentConfig(Section):
     max_attempts: Count = 2
     """Maximum attempts at a trajectory that fails for a reason other than the model; 1: no
     retry."""
+    max_consecutive_failures: Count | None = 32
+    """A tool, a reward or a simulated user that failed this many trajectories one after another, or
+    as many as a step has, is down. If it had served one in this run, the run waits for it; else the
+    run ends. Null: the run goes on with the trajectories that did without it."""
+    outage_s: Seconds = 600.0
+    """How long the run waits for what is down, trying one trajectory now and then. After that it
+    ends; the same command continues from the latest checkpoint."""
 
     @field_validator("parser")
     @classmethod
@@ -165,7 +203,8 @@ class ValidationSamplingConfig(Section):
     """Sampling settings of validation; training's are in `rollout`."""
 
     samples_per_prompt: Count = 1
-    """Trajectories per validation row; val/reward is the mean over all of them."""
+    """Trajectories per validation row; val/reward is the mean over all of them. Above 1, each data
+    source also has mean@n, best@k, worst@k and maj@k."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -396,11 +435,9 @@ class WeightSyncConfig(Section):
         return self
 
 
-class ScheduleConfig(Section):
-    """The order and number of steps, validation and checkpoints."""
+class StepsConfig(Section):
+    """The number of steps, validation and checkpoints, of every kind of run."""
 
-    kind: Literal["sync"] = "sync"
-    """sync: rollout, reward, update and weight sync take turns, so every token is on-policy."""
     total_steps: Count | None = None
     """Number of training steps. Null: as many as total_epochs give."""
     total_epochs: Count = 1
@@ -421,6 +458,13 @@ class ScheduleConfig(Section):
     of any checkpoint later."""
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep, the latest ones."""
+
+
+class ScheduleConfig(StepsConfig):
+    """The order and number of steps, validation and checkpoints."""
+
+    kind: Literal["sync"] = "sync"
+    """sync: rollout, reward, update and weight sync take turns, so every token is on-policy."""
 
 
 class _LaunchConfig(Section):
@@ -464,29 +508,67 @@ class TracingConfig(Section):
     """Records of what each trajectory did."""
 
     backend: Literal["none", "jsonl"] = "none"
-    """jsonl: spans go to traces.jsonl in the run directory."""
+    """jsonl: spans go to traces.jsonl in the run directory. Those of trajectories carry `step`,
+    `sample_index`, `rollout_n`, `validate` and `experiment_name` (run.name)."""
 
 
-class RunDirConfig(Section):
-    """The run as a whole."""
+class AnyRunConfig(Section):
+    """The run as a whole, of every kind."""
 
     dir: Path | None = None
     """Directory of everything that the run writes. Null: a new directory below ./runs."""
     project: str = "treadle"
-    """Heading of the report."""
+    """Heading of the report, and the project or experiment of the loggers."""
     name: str = "run"
-    """Name of the run in the report and of its directory below ./runs."""
+    """Name of the run in the report, in the loggers, and of its directory below ./runs."""
+    loggers: tuple[str, ...] = ("console", "jsonl")
+    """Where metrics, configuration, validation tables and the end of the run go: any of wandb,
+    tensorboard, mlflow, trackio, and your own as path.py:Class or package.module:Class. console
+    and jsonl (metrics.jsonl) are always on, as is the report."""
+    loggers_timeout_s: Seconds = 60.0
+    """Maximum time that the end of the run waits for the loggers to finish."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the data order, of sampling and of training."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] | Path = "auto"
     """auto: continue from the latest checkpoint in `dir`, if there is one. never: refuse a
-    directory that already holds a run."""
+    directory that already holds a run. A path, of a run or of RUN/checkpoints/step-N: begin with
+    the weights, the optimizer and the step of that checkpoint; one of `dir` itself sets the run
+    back to it. The same command given again goes on. The model must be the same; other settings
+    may differ, and the run says which."""
+
+    @field_validator("loggers")
+    @classmethod
+    def _loggers_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if unknown_logger(name):
+                known = ", ".join((*ALWAYS, *NAMED))
+                raise ValueError(
+                    f"unknown logger {name!r}; known are {known}, and your own as path.py:Class"
+                )
+        if len(set(names)) < len(names):
+            raise ValueError("names a logger twice")
+        if same := same_short_name(names):
+            raise ValueError(
+                f"{same[0]} and {same[1]} would share their log and their files in the run "
+                "directory, which are named after the class: rename one of the classes"
+            )
+        return names
+
+
+class RunDirConfig(AnyRunConfig):
+    """The run as a whole."""
+
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
     """Training trajectories to write to trajectories.jsonl after each step, rounded up to whole
     groups (all of one row)."""
     val_trajectories: Annotated[int, Field(ge=0)] = 20
-    """Validation trajectories to write to trajectories.jsonl after each validation, rounded up
-    likewise."""
+    """Validation trajectories to write to trajectories.jsonl and to the loggers' table after each
+    validation, rounded up likewise."""
+    rollout_data_dir: Path | None = None
+    """Directory for the text of every training trajectory, a file STEP.jsonl per step with verl's
+    columns input, output, gts and score. Null: none is written."""
+    validation_data_dir: Path | None = None
+    """The same for every validation trajectory."""
 
 
 class Config(Section):
@@ -498,6 +580,7 @@ class Config(Section):
     agent: AgentConfig = AgentConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     policy: PolicyConfig = PolicyConfig()
     sync: WeightSyncConfig = WeightSyncConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -506,12 +589,42 @@ class Config(Section):
     tracing: TracingConfig = TracingConfig()
     run: RunDirConfig = RunDirConfig()
 
+    @property
+    def used_critic(self) -> CriticConfig | None:
+        """The critic's settings; None if there is no critic."""
+        return self.critic if self.algorithm.needs_critic else None
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Tokens of the buffer: as set, or a fifth of the response length."""
+        return self.reward.overlong_buffer or max(1, self.rollout.response_length // 5)
+
+    @model_validator(mode="after")
+    def _buffer_is_within_the_response(self) -> Self:
+        if self.overlong_buffer > self.rollout.response_length:
+            raise ValueError(
+                f"reward.overlong_buffer={self.overlong_buffer} is the end of "
+                f"rollout.response_length={self.rollout.response_length} and exceeds it: lower it"
+            )
+        return self
+
     @model_validator(mode="after")
     def _validation_has_rows(self) -> Self:
         if self.schedule.val_every is not None and not self.data.val_files:
             raise ValueError(
                 f"schedule.val_every={self.schedule.val_every} asks for validation, but "
                 "data.val_files is empty: name a file or set schedule.val_every=null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_has_a_reader(self) -> Self:
+        if self.critic != CriticConfig() and not self.algorithm.needs_critic:
+            changed = self.critic.model_dump(mode="json", exclude_defaults=True)
+            raise ValueError(
+                f"critic={changed} sets up a critic, and algorithm.advantage="
+                f"{self.algorithm.advantage} has none: set algorithm.advantage=gae, or leave out "
+                "critic"
             )
         return self
 

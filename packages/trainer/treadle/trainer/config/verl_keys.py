@@ -5,7 +5,8 @@ Each of verl's keys is one of
   converted a function turns its value (and related values) into assignments;
   implied   accepted with the values that match our behaviour, rejected otherwise;
   noted     accepted with any value and no effect; a note says why;
-  refused   an error that names what to use instead.
+  unused    nothing here is like it: accepted with verl's default (`verl/defaults.py`), an error
+            that says why or what to use instead (`verl/reasons.py`) with any other value.
 Any other key is unknown.
 """
 
@@ -14,8 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from treadle.trainer.config.keys import leaf_of
+from treadle.trainer.config.policy import TARGETS, OptimizerConfig
 from treadle.trainer.config.schema import DataConfig
-from treadle.trainer.config.verl_table import IMPLIED, NOTED, REFUSED, RENAMED
+from treadle.trainer.config.verl.defaults import above, has_default, verl_defaults
+from treadle.trainer.config.verl.reasons import reason
+from treadle.trainer.config.verl_table import IMPLIED, NOTED, RENAMED
 from treadle.trainer.problems import Problems
 
 __all__ = ["Assignment", "ConfigError", "known_keys", "translate"]
@@ -52,6 +57,10 @@ def _off_below_one(key: str) -> Converter:
     return lambda value, _: {key: value if value and value > 0 else None}
 
 
+def _unless_null(key: str) -> Converter:
+    return lambda value, _: {} if value is None else {key: value}
+
+
 def _one_of(key: str, names: Mapping[Any, Any], fix: str) -> Converter:
     def convert(value: Any, _: Verl) -> Mapping[str, Any]:
         if value not in names:
@@ -80,6 +89,13 @@ def _kl_coef(_: Any, verl: Verl) -> Mapping[str, Any]:
     return {"algorithm.kl_coef": verl.get(f"{prefix}.kl_loss_coef", 0.001) if used else 0.0}
 
 
+def _reward_kl_coef(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl has a switch beside the coefficient; here a coefficient of 0 is off."""
+    used = verl.get("algorithm.use_kl_in_reward", False)
+    coef = verl.get("algorithm.kl_ctrl.kl_coef", 0.001)
+    return {"algorithm.reward_kl.coef": coef if used else 0.0}
+
+
 def _data_parallel(_: Any, verl: Verl) -> Mapping[str, Any]:
     """Returns the data-parallel size: all of verl's GPUs, divided by tensor x pipeline."""
     total = verl.get("trainer.n_gpus_per_node", 8) * verl.get("trainer.nnodes", 1)
@@ -92,10 +108,111 @@ def _data_parallel(_: Any, verl: Verl) -> Mapping[str, Any]:
     return {"policy.parallel.data": total // model}
 
 
-def _reward(_: Any, verl: Verl) -> Mapping[str, Any]:
-    path = verl.get("custom_reward_function.path")
-    function = verl.get("custom_reward_function.name", "compute_score")
-    return {"reward.name": f"{path}:{function}"} if path else {}
+def _critic_model(value: Any, verl: Verl) -> Mapping[str, Any]:
+    policy = verl.get("actor_rollout_ref.model.path", verl.get("model.path"))
+    if value != policy and not has_default("critic.model.path", value, verl):
+        raise ConfigError(
+            f"{value!r} is not available (only the policy's, {policy}): the critic begins with the "
+            "policy's start weights"
+        )
+    return {}
+
+
+def _dynamic_sampling(_: Any, verl: Verl) -> Mapping[str, Any]:
+    prefix = "algorithm.filter_groups"
+    if not verl.get(f"{prefix}.enable", False):
+        return {"algorithm.dynamic_sampling": None}
+    metric = verl.get(f"{prefix}.metric")
+    names = {"acc": "accuracy", "seq_reward": "reward", "seq_final_reward": "reward"}
+    fix = "set algorithm.filter_groups.metric, or algorithm.dynamic_sampling"
+    return _one_of("algorithm.dynamic_sampling", names, fix)(metric, verl)
+
+
+def _generation_batches(value: Any, verl: Verl) -> Mapping[str, Any]:
+    if not verl.get("algorithm.filter_groups.enable", False):
+        return {}
+    if value < 1:
+        raise ConfigError(
+            f"{value!r} batches is without end in verl: set algorithm.max_generation_batches"
+        )
+    return {"algorithm.max_generation_batches": value}
+
+
+def _overlong(prefix: str) -> Converter:
+    """Verl's buffer has a switch; here a penalty of 0 is off."""
+
+    def convert(_: Any, verl: Verl) -> Mapping[str, Any]:
+        if not verl.get(f"{prefix}.enable", False):
+            return {"reward.overlong_penalty": 0.0}
+        return {
+            "reward.overlong_penalty": verl.get(f"{prefix}.penalty_factor", 0.0),
+            "reward.overlong_buffer": verl.get(f"{prefix}.len", 0),
+        }
+
+    return convert
+
+
+def _reward(prefix: str) -> Converter:
+    def convert(_: Any, verl: Verl) -> Mapping[str, Any]:
+        path = verl.get(f"{prefix}.path")
+        function = verl.get(f"{prefix}.name") or "compute_score"
+        return {"reward.name": f"{path}:{function}"} if path else {}
+
+    return convert
+
+
+def _reader(_: Any, verl: Verl) -> Mapping[str, Any]:
+    path, name = verl.get("data.custom_cls.path"), verl.get("data.custom_cls.name")
+    if bool(path) != bool(name):
+        raise ConfigError(
+            f"data.custom_cls.path={path} and data.custom_cls.name={name} belong together: set "
+            "both, or data.reader=path.py:Class"
+        )
+    return {"data.reader": f"{path}:{name}"} if path else {}
+
+
+def _overlong_prompts(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl filters first, so that nothing is left to cut."""
+    if verl.get("data.filter_overlong_prompts", False):
+        return {"data.overlong_prompts": "drop"}
+    cut = verl.get("data.truncation", "error")
+    names = {side: side for side in ("error", "left", "right", "middle")}
+    return _one_of("data.overlong_prompts", names, "see data.overlong_prompts")(cut, verl)
+
+
+def _sequence_parallel(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """In verl it is on by default, and does nothing without tensor parallelism."""
+    tensor = verl.get("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 1)
+    return {"policy.parallel.sequence": value if tensor > 1 else False}
+
+
+def _gradient_clip(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl's engines read one of two keys; the other keeps its default, 1."""
+    prefix = "actor_rollout_ref.actor"
+    given = [verl.get(f"{prefix}.{key}", 1.0) for key in ("grad_clip", "optim.clip_grad")]
+    chosen = {value for value in given if value != 1}
+    if len(chosen) > 1:
+        raise ConfigError(f"grad_clip={given[0]} and optim.clip_grad={given[1]}: set one of them")
+    return {"policy.optimizer.grad_clip": chosen.pop() if chosen else 1.0}
+
+
+def _betas(value: Any, _: Verl) -> Mapping[str, Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ConfigError(f"{value!r} is not a list of two numbers, as [0.9,0.999]")
+    return {"policy.optimizer.beta1": value[0], "policy.optimizer.beta2": value[1]}
+
+
+def _min_lr(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl's FSDP engine gives the end of a cosine schedule as a share of the learning rate."""
+    lr = verl.get("actor_rollout_ref.actor.optim.lr", OptimizerConfig.model_fields["lr"].default)
+    return {"policy.optimizer.min_lr": value * lr}
+
+
+def _schedule(value: Any, _: Verl) -> Mapping[str, Any]:
+    if value is None:  # another of verl's keys says it
+        return {}
+    names = {name: name for name in ("constant", "linear", "cosine")}
+    return _one_of("policy.optimizer.schedule", names, "set policy.optimizer.schedule")(value, {})
 
 
 def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
@@ -106,6 +223,17 @@ def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
     if stages and not released:
         raise ConfigError("multi_stage_wake_up=True with free_cache_engine=False wakes up nothing")
     return {"rollout.release_memory": released, "rollout.multi_stage_wake_up": stages}
+
+
+def _function_tools(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl joins a catalogue and a file of functions; here a catalogue may name functions."""
+    catalogue = verl.get("actor_rollout_ref.rollout.multi_turn.tool_config_path")
+    if value and catalogue:
+        raise ConfigError(
+            f"{value} is given beside tool_config_path={catalogue}: add its functions to the "
+            f"catalogue, as `- function: {value}:NAME`"
+        )
+    return {"agent.tool_catalogue": value} if value else {}
 
 
 def _engine_args(key: str, value: Any, verl: Verl) -> Mapping[str, Any] | None:
@@ -122,6 +250,89 @@ def _micro_batch_tokens(value: Any, verl: Verl) -> Mapping[str, Any]:
     return {"policy.micro_batch_tokens": value} if used else {}
 
 
+def _cov_ratio(loss: str) -> Converter:
+    """Verl has a ratio for each of the two losses; only that of the chosen one is read."""
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+    def convert(value: Any, verl: Verl) -> Mapping[str, Any]:
+        used = str(verl.get(key, verl.get("algorithm.loss"))).replace("-", "_") == loss
+        return {"algorithm.cov.ratio": value} if used else {}
+
+    return convert
+
+
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def _bypass(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """In verl's bypass mode the servers' probabilities are the old ones; a loss goes with it."""
+    if not verl.get(f"{_CORRECTION}.bypass_mode", False):
+        return {}
+    loss = verl.get(f"{_CORRECTION}.loss_type", "ppo_clip")
+    losses = {"ppo_clip": "ppo", "reinforce": "policy_gradient"}
+    if loss not in losses:
+        raise ConfigError(f"loss_type={loss!r} is not available (only {', '.join(losses)})")
+    return {"algorithm.old_logprobs": "rollout", "algorithm.loss": losses[loss]}
+
+
+def _correction_weights(value: Any, verl: Verl) -> Mapping[str, Any]:
+    levels = {None: "none", "token": "token", "sequence": "sample"}
+    if value not in levels:
+        raise ConfigError(f"{value!r} is not available (only null, token, sequence)")
+    clipped = verl.get(f"{_CORRECTION}.loss_type", "ppo_clip") == "ppo_clip"
+    if verl.get(f"{_CORRECTION}.bypass_mode", False) and clipped:
+        value = None  # as in verl: the ratio of the loss is the weight
+    return {"algorithm.correction.weights": levels[value]}
+
+
+def _correction_band(value: Any, _: Verl) -> Mapping[str, Any]:
+    """One number truncates; `low_high` masks."""
+    low, between, high = str(value).rpartition("_")
+    try:
+        return {
+            "algorithm.correction.low": float(low) if between else 0.0,
+            "algorithm.correction.high": float(high),
+            "algorithm.correction.outside": "mask" if between else "truncate",
+        }
+    except ValueError:
+        raise ConfigError(f"{value!r} is neither a number nor low_high, as 0.5_5.0") from None
+
+
+def _correction_rejection(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl bounds p_rollout / p in its k1 criteria, so that the bounds are turned over."""
+    names = verl.get(f"{_CORRECTION}.rollout_rs")
+    given = verl.get(f"{_CORRECTION}.rollout_rs_threshold")
+    if names is None:
+        return {}
+    if given is None:
+        raise ConfigError(f"rollout_rs={names} needs rollout_rs_threshold")
+    listed = [name.strip() for name in str(names).split(",")]
+    texts = [text.strip() for text in str(given).split(",")]
+    if len(texts) == 1:
+        texts *= len(listed)
+    if len(texts) != len(listed):
+        raise ConfigError(
+            f"rollout_rs_threshold={given} has {len(texts)} entries for the {len(listed)} of "
+            f"rollout_rs={names}"
+        )
+    reject: dict[str, Any] = {}
+    for name, text in zip(listed, texts, strict=True):
+        ours = name.replace("seq_", "sample_")
+        try:
+            if not name.endswith("k1"):
+                reject[f"algorithm.correction.reject.{ours}"] = float(text)
+                continue
+            low, between, high = text.rpartition("_")
+            above = float(high)
+            below = float(low) if between else 1.0 / above
+            reject[f"algorithm.correction.reject.{ours}"] = [1.0 / above, 1.0 / below]
+        except (ValueError, ZeroDivisionError):
+            raise ConfigError(
+                f"rollout_rs_threshold={given}: {text!r} is no threshold of {name}"
+            ) from None
+    return reject
+
+
 def _save_contents(value: Any, _: Verl) -> Mapping[str, Any]:
     """A checkpoint here always holds model, optimizer and random states; hf_model is the choice."""
     known = ("model", "optimizer", "extra", "hf_model")
@@ -129,6 +340,43 @@ def _save_contents(value: Any, _: Verl) -> Mapping[str, Any]:
     if unknown := [each for each in contents if each not in known]:
         raise ConfigError(f"{unknown[0]!r} is not available (only {', '.join(known)})")
     return {"schedule.save_hf": "every" if "hf_model" in contents else "never"}
+
+
+def _resume(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """As in verl, the path is read with resume_mode=resume_path only."""
+    mode, path = verl.get("trainer.resume_mode", "auto"), verl.get("trainer.resume_from_path")
+    if mode == "resume_path" and not isinstance(path, str):
+        raise ConfigError(f"{mode!r} needs trainer.resume_from_path, a run or its checkpoint")
+    modes = {"auto": "auto", "disable": "never", "resume_path": path}
+    return _one_of("run.resume", modes, "set run.resume")(mode, verl)
+
+
+def _loggers(value: Any, _: Verl) -> Mapping[str, Any]:
+    """Verl takes one name or a list; what it calls file is metrics.jsonl."""
+    names = value if isinstance(value, list) else [value]
+    return {"run.loggers": ["jsonl" if name == "file" else name for name in names]}
+
+
+_MEGATRON_OVERRIDES = "actor_rollout_ref.actor.megatron.override_transformer_config"
+
+
+def _recompute(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl has one switch for its other backends, and Megatron's own settings, which are finer."""
+    granularity = verl.get(f"{_MEGATRON_OVERRIDES}.recompute_granularity")
+    if granularity is None:
+        every = verl.get("actor_rollout_ref.model.enable_gradient_checkpointing", False)
+        return {"policy.recompute": "full" if every else "none"}
+    modules = verl.get(f"{_MEGATRON_OVERRIDES}.recompute_modules")
+    if granularity != "selective" or modules is None:
+        return {"policy.recompute": granularity}
+    return {"policy.recompute": granularity, "policy.recompute_modules": modules}
+
+
+def _lora_targets(value: Any, _: Verl) -> Mapping[str, Any]:
+    """Verl takes PEFT's word for all matrices of a layer, one name, or a list."""
+    if value == "all-linear":
+        return {"policy.lora.targets": list(TARGETS)}
+    return {"policy.lora.targets": value if isinstance(value, list) else [value]}
 
 
 _TRACE = _one_of(
@@ -142,8 +390,37 @@ _ENGINE = _one_of(
     "set rollout.name, and rollout.server_command if the engine has its own environment",
 )
 
+_DTYPE = _one_of(
+    "policy.dtype",
+    {
+        **{"bfloat16": "bfloat16", "bf16": "bfloat16"},
+        **{"float32": "float32", "fp32": "float32"},
+    },
+    "set policy.dtype",
+)
+
+# k2+ is k2, whose own gradient is the right one.
+_KL_TYPES = {
+    **{"kl": "k1", "k1": "k1", "kl+": "k1+", "k1+": "k1+", "abs": "abs", "abs+": "abs+"},
+    **{"mse": "k2", "k2": "k2", "mse+": "k2", "k2+": "k2"},
+    **{"low_var_kl": "k3", "k3": "k3", "low_var_kl+": "k3+", "k3+": "k3+"},
+}
+
+# Losses with another name in verl.
+_LOSSES = {
+    **{"vanilla": "ppo", "gpg": "policy_gradient", "geo_mean": "gmpo"},
+    **{"gspo": "gspo", "cispo": "cispo", "clip_cov": "clip_cov", "clip-cov": "clip_cov"},
+    **{"kl_cov": "kl_cov", "kl-cov": "kl_cov", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl"},
+}
+
 # Parsers with another name in verl.
 _PARSERS = {"gpt-oss": "gpt_oss", "deepseek_v4": "deepseek_v32"}
+
+_OVERLONG = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
 
 _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.actor.checkpoint.save_contents": _save_contents,
@@ -151,32 +428,44 @@ _CONVERTED: Mapping[str, Converter] = {
         "algorithm.clip_low": value,
         "algorithm.clip_high": value,
     },
+    "actor_rollout_ref.actor.fsdp_config.dtype": _DTYPE,
+    "actor_rollout_ref.actor.grad_clip": _gradient_clip,
     "actor_rollout_ref.actor.kl_loss_coef": _kl_coef,
     "actor_rollout_ref.actor.kl_loss_type": _one_of(
         "algorithm.kl_type",
-        {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"},
+        _KL_TYPES,
         "set algorithm.kl_type",
     ),
+    "actor_rollout_ref.actor.megatron.dtype": _DTYPE,
+    "actor_rollout_ref.actor.megatron.sequence_parallel": _sequence_parallel,
+    "actor_rollout_ref.actor.optim.betas": _betas,
+    "actor_rollout_ref.actor.optim.clip_grad": _gradient_clip,
+    "actor_rollout_ref.actor.optim.lr_decay_style": _schedule,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _schedule,
     "actor_rollout_ref.actor.optim.lr_warmup_steps": lambda value, _: {
         "policy.optimizer.warmup_steps": max(value, 0)
     },
-    "actor_rollout_ref.actor.optim.warmup_style": _one_of(
-        "policy.optimizer.schedule",
-        {"constant": "constant", "cosine": "cosine"},
-        "set policy.optimizer.schedule",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": _min_lr,
+    "actor_rollout_ref.actor.optim.warmup_style": _schedule,
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": _cov_ratio("clip_cov"),
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": _cov_ratio("kl_cov"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _one_of(
+        "algorithm.loss", _LOSSES, "your own loss is algorithm.loss=path.py:name"
     ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _micro_batch_tokens,
     "actor_rollout_ref.actor.ppo_mini_batch_size": _mini_batches,
     "actor_rollout_ref.actor.use_dynamic_bsz": lambda _value, _: {},
     "actor_rollout_ref.actor.use_kl_loss": _kl_coef,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": lambda value, _: {
-        "policy.recompute": "full" if value else "none"
-    },
+    "actor_rollout_ref.model.enable_gradient_checkpointing": _recompute,
+    f"{_MEGATRON_OVERRIDES}.recompute_granularity": _recompute,
+    f"{_MEGATRON_OVERRIDES}.recompute_modules": _recompute,
+    "actor_rollout_ref.model.target_modules": _lora_targets,
     "actor_rollout_ref.rollout.free_cache_engine": _memory_offload,
     "actor_rollout_ref.rollout.multi_stage_wake_up": _memory_offload,
     "actor_rollout_ref.rollout.multi_turn.format": lambda value, _: {
         "agent.parser": _PARSERS.get(value, value)
     },
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": _function_tools,
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": _off_below_one(
         "agent.max_assistant_turns"
     ),
@@ -185,19 +474,49 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.rollout.top_k": _off_below_one("rollout.top_k"),
     "actor_rollout_ref.rollout.trace.backend": _TRACE,
     "actor_rollout_ref.rollout.val_kwargs.top_k": _off_below_one("rollout.val.top_k"),
-    "algorithm.adv_estimator": _one_of(
-        "algorithm.kind", {"grpo": "grpo"}, "only GRPO is part of this release"
+    "algorithm.filter_groups.enable": _dynamic_sampling,
+    "algorithm.filter_groups.max_num_gen_batches": _generation_batches,
+    "algorithm.filter_groups.metric": _dynamic_sampling,
+    "algorithm.kl_ctrl.kl_coef": _reward_kl_coef,
+    "algorithm.kl_penalty": _one_of(
+        "algorithm.reward_kl.type", _KL_TYPES, "set algorithm.reward_kl.type"
     ),
-    "custom_reward_function.name": _reward,
-    "custom_reward_function.path": _reward,
-    "data.filter_overlong_prompts": lambda value, _: {
-        "data.overlong_prompts": "drop" if value else "error"
+    "algorithm.rollout_correction.bypass_mode": _bypass,
+    "algorithm.rollout_correction.loss_type": _bypass,
+    "algorithm.rollout_correction.rollout_is": _correction_weights,
+    "algorithm.rollout_correction.rollout_is_threshold": _correction_band,
+    "algorithm.rollout_correction.rollout_rs": _correction_rejection,
+    "algorithm.rollout_correction.rollout_rs_threshold": _correction_rejection,
+    "algorithm.use_kl_in_reward": _reward_kl_coef,
+    "critic.model.path": _critic_model,
+    "critic.optim.lr_warmup_steps": lambda value, _: {
+        "critic.optimizer.warmup_steps": max(value, 0)
     },
+    **{
+        f"{prefix}custom_reward_function.{name}": _reward(f"{prefix}custom_reward_function")
+        for prefix in ("", "reward.")
+        for name in ("path", "name")
+    },
+    "data.custom_cls.name": _reader,
+    "data.custom_cls.path": _reader,
+    "data.filter_overlong_prompts": _overlong_prompts,
+    "data.truncation": _overlong_prompts,
+    **{
+        f"{prefix}.{name}": _overlong(prefix)
+        for prefix in _OVERLONG
+        for name in ("enable", "len", "penalty_factor")
+    },
+    "data.function_tool_path": _function_tools,
+    "data.seed": _unless_null("run.seed"),
+    "data.val_max_samples": _off_below_one("data.max_val_rows"),
+    # verl updates the policy from step critic_warmup on, the first being 1.
+    "trainer.critic_warmup": lambda value, _: {"critic.warmup_steps": max(value - 1, 0)},
+    "trainer.logger": _loggers,
+    "trainer.max_actor_ckpt_to_keep": _unless_null("schedule.keep_checkpoints"),
     "trainer.n_gpus_per_node": _data_parallel,
     "trainer.nnodes": _data_parallel,
-    "trainer.resume_mode": _one_of(
-        "run.resume", {"auto": "auto", "disable": "never"}, "set run.dir to the run to continue"
-    ),
+    "trainer.resume_from_path": _resume,
+    "trainer.resume_mode": _resume,
     "trainer.rollout_trace.backend": _TRACE,
     "trainer.save_freq": _off_below_one("schedule.save_every"),
     "trainer.test_freq": _off_below_one("schedule.val_every"),
@@ -206,7 +525,7 @@ _CONVERTED: Mapping[str, Converter] = {
 
 def known_keys() -> Iterable[str]:
     """Returns all of verl's keys that the table mentions."""
-    return (*RENAMED, *_CONVERTED, *IMPLIED, *NOTED, *REFUSED)
+    return (*RENAMED, *_CONVERTED, *IMPLIED, *NOTED)
 
 
 def translate(
@@ -235,11 +554,15 @@ def translate(
 def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[Assignment]:
     """Returns one assignment in our keys; adds to `notes` what is accepted without effect."""
     key, value = assignment.key, assignment.value
+    if leaf_of(key) is not None:
+        return [assignment]
+    if "${" in str(value) and key in verl_defaults() and has_default(key, value, values):
+        return []  # it has the value of another key, which is translated by itself
     if key in RENAMED:
         return [replace(assignment, key=RENAMED[key])]
     if (table := _RENAMED_TABLES.get(key.rpartition(".")[0])) is not None:
         return [replace(assignment, key=f"{table}.{key.rpartition('.')[2]}")]
-    if key.startswith(_ENGINE_KWARGS):
+    if key.startswith(_ENGINE_KWARGS) and key not in verl_defaults():
         given = _engine_args(key, value, values)
         if given is None:
             notes.append(f"{key}={value} has no effect: rollout.name is another engine")
@@ -248,21 +571,20 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
     if key in _CONVERTED:
         return _converted(assignment, values)
     if key in IMPLIED:
-        accepted, reason = IMPLIED[key]
+        accepted, why = IMPLIED[key]
         if value not in accepted:
             wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
-            raise ConfigError(f"{key}={value} is not available, only {wanted}: {reason}")
+            raise ConfigError(f"{key}={value} is not available, only {wanted}: {why}")
         return []
     if key in NOTED:
-        # False moves nothing to the host, as asked.
-        if value is not False or not key.endswith("_offload"):
+        if key not in verl_defaults() or not has_default(key, value, values):
             notes.append(f"{key}={value} has no effect: {NOTED[key]}")
         return []
-    if key in REFUSED:
-        if value is not None:
-            raise ConfigError(f"{key}={value} is not available: {REFUSED[key]}")
-        return []
-    return [assignment]
+    if (recorded := above(key)) is None:
+        return [assignment]
+    if key != recorded or not has_default(key, value, values):
+        raise ConfigError(f"{key}={value} is not available: {reason(key)}")
+    return []
 
 
 def _converted(assignment: Assignment, values: Verl) -> list[Assignment]:

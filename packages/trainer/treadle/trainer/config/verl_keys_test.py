@@ -5,6 +5,7 @@ import pytest
 from treadle.trainer.config import verl_keys, verl_table
 from treadle.trainer.config.keys import all_leaves
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
+from treadle.trainer.config.policy import TARGETS
 
 # The arguments of a published verl command line for multi-turn GRPO, with the one value that asks
 # for what is not part of this release replaced.
@@ -92,7 +93,114 @@ def test_a_command_line_of_verl_means_here_what_it_meant_there() -> None:
     assert config.rollout.val.top_p == 0.6
     assert config.schedule.val_every == 20
     assert config.schedule.save_every is None
-    assert any("trainer.logger" in note for note in loaded.notes)
+    assert config.run.loggers == ("console", "wandb")
+
+
+def test_a_class_for_the_data_and_what_is_cut_of_long_prompts() -> None:
+    own = _load("data.custom_cls.path=/a/b.py", "data.custom_cls.name=Rows", "data.truncation=left")
+    assert own.config.data.reader == "/a/b.py:Rows"
+    assert own.config.data.overlong_prompts == "left"
+    filtered = _load("data.truncation=left", "data.filter_overlong_prompts=True")
+    assert filtered.config.data.overlong_prompts == "drop"
+
+
+def test_losses_and_corrections_of_verl() -> None:
+    given = _load(
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip-cov",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.1",
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.2",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ub=7",
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl+",
+        "actor_rollout_ref.actor.loss_agg_mode=token-sum",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+        "algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k3",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_4,0.1",
+    ).config.algorithm
+    assert (given.loss, given.cov.ratio, given.cov.clip_high) == ("clip_cov", 0.1, 7.0)
+    assert (given.kl_type, given.loss_aggregation) == ("k3+", "token-sum")
+    correction = given.correction
+    assert (correction.weights, correction.outside) == ("sample", "mask")
+    assert (correction.low, correction.high) == (0.5, 5.0)
+    # verl bounds the server's probability over the policy's.
+    assert correction.reject == {"token_k1": (0.25, 2.0), "sample_max_k3": (0.1,)}
+
+
+def test_the_kl_in_the_reward() -> None:
+    off = _load("algorithm.kl_ctrl.kl_coef=0.3", "algorithm.kl_penalty=kl").config.algorithm
+    assert off.reward_kl.coef == 0.0
+    given = _load(
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_penalty=low_var_kl",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.2",
+        "algorithm.kl_ctrl.horizon=500",
+    ).config.algorithm.reward_kl
+    assert (given.coef, given.type, given.control) == (0.001, "k3", "adaptive")
+    assert (given.target, given.horizon) == (0.2, 500.0)
+
+
+def test_recomputation_of_verl() -> None:
+    switch = "actor_rollout_ref.model.enable_gradient_checkpointing=True"
+    override = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute"
+    assert _load(switch).config.policy.recompute == "full"
+    for given in ([switch], []):
+        policy = _load(
+            *given, f"{override}_granularity=selective", f"{override}_modules=[mlp,core_attn]"
+        ).config.policy
+        assert (policy.recompute, policy.recompute_modules) == ("selective", ("mlp", "core_attn"))
+    full = (
+        f"{override}_granularity=full",
+        f"{override}_method=uniform",
+        f"{override}_num_layers=1",
+    )
+    assert _load(*full).config.policy.recompute == "full"
+    assert _load(f"{override}_granularity=null").config.policy.recompute == "none"
+    for wrong in ("_method=block", "_num_layers=2", "_granularity=some"):
+        with pytest.raises(ConfigError, match=r"policy\.recompute"):
+            _load(f"{override}{wrong}")
+    with pytest.raises(ConfigError, match=r"policy\.recompute_modules"):
+        _load(f"{override}_granularity=selective", f"{override}_modules=[layernorm]")
+
+
+def test_lora_of_verl() -> None:
+    model = "actor_rollout_ref.model"
+    rank = (f"{model}.lora_rank=8", f"{model}.lora_alpha=32")
+    lora = _load(*rank, f"{model}.target_modules=all-linear").config.policy.lora
+    assert (lora.rank, lora.scaling, lora.targets) == (8, 4.0, TARGETS)
+    lora = _load(*rank, f"{model}.target_modules=[q_proj,v_proj]").config.policy.lora
+    assert lora.targets == ("q_proj", "v_proj")
+    lora = _load(*rank, f"{model}.lora_adapter_path=/adapter").config.policy.lora
+    assert lora.path == Path("/adapter")
+    off = _load(f"{model}.lora_rank=0", f"{model}.lora_alpha=16", f"{model}.lora.rank=0")
+    assert off.config.policy.lora.rank == 0
+    for wrong, said in (
+        ("target_modules=[qkv]", "policy.lora.targets"),
+        ("target_modules=[q_proj,q_proj]", "targets has q_proj twice"),
+        ("lora_adapter_path=/adapter", "needs the rank of that adapter"),
+        ("exclude_modules=.*gate.*", "name the matrices to adapt: policy.lora.targets"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _load(f"{model}.{wrong}")
+
+
+def test_the_bypass_mode_of_verl() -> None:
+    prefix = "algorithm.rollout_correction"
+    clipped = _load(f"{prefix}.bypass_mode=true", f"{prefix}.rollout_is=token").config.algorithm
+    assert (clipped.old_logprobs, clipped.loss, clipped.correction.weights) == (
+        "rollout",
+        "ppo",
+        "none",
+    )
+    plain = _load(
+        f"{prefix}.bypass_mode=true",
+        f"{prefix}.loss_type=reinforce",
+        f"{prefix}.rollout_is=token",
+        f"{prefix}.rollout_is_threshold=3",
+    ).config.algorithm
+    assert (plain.old_logprobs, plain.loss) == ("rollout", "policy_gradient")
+    assert (plain.correction.weights, plain.correction.high) == ("token", 3.0)
+    assert plain.correction.outside == "truncate"
 
 
 def test_every_target_of_the_table_exists() -> None:
@@ -112,23 +220,101 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("algorithm.adv_estimator=gae", "'gae' is not available .only grpo"),
-        ("algorithm.use_kl_in_reward=True", "algorithm.kl_coef"),
-        ("algorithm.dynamic_filter.enable=True", "not part of this release"),
+        ("algorithm.gamma=0.9", "discounts with advantage=gae or reinforce_plus_plus only"),
+        ("critic.model.path=/other", "the critic begins with the policy's start weights"),
+        ("critic.ppo_mini_batch_size=7", "its mini-batches are the policy's"),
+        ("algorithm.dynamic_filter.enable=True", "set algorithm.filter_groups.enable"),
         ("actor_rollout_ref.rollout.name=hf", "only torch, vllm, sglang, fake.: set rollout.name"),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", "set the engine's own argument in"),
         ("actor_rollout_ref.rollout.mode=sync", "only async"),
         ("actor_rollout_ref.rollout.trace.backend=weave", "tracing.backend=jsonl"),
-        ("data.custom_cls.path=a.py", r"\.jsonl or \.parquet"),
-        ("data.truncation=left", "only error"),
+        ("data.custom_cls.path=a.py", "data.custom_cls.name=None belong together"),
+        ("data.truncation=top", "only error, left, right, middle"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "do not divide the step's 16"),
         ("actor_rollout_ref.rollout.top_k=x", "is not a number"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "algorithm.loss=path.py:name"),
+        ("algorithm.rollout_correction.rollout_is=geometric", "only null, token, sequence"),
+        ("algorithm.rollout_correction.rollout_is_threshold=a_b", "neither a number nor low_high"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "needs rollout_rs_threshold"),
+        ("algorithm.rollout_correction.rollout_is_batch_normalize=true", "only False"),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[modl]", "'modl' is not available"),
     ],
 )
 def test_what_is_not_offered_is_refused_with_a_way_out(argument: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(argument)
+
+
+def test_the_critic_of_verl_is_ours() -> None:
+    loaded = _load(
+        *("algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95"),
+        *("critic.optim.lr=2e-5", "critic.optim.lr_warmup_steps=4", "critic.ppo_epochs=2"),
+        *(
+            "critic.cliprange_value=0.25",
+            "critic.grad_clip=0.5",
+            "critic.ppo_max_token_len_per_gpu=9",
+        ),
+        *("trainer.critic_warmup=10", "actor_rollout_ref.model.path=/m", "critic.model.path=/m"),
+    )
+    algorithm, critic = loaded.config.algorithm, loaded.config.critic
+    assert (algorithm.advantage, algorithm.gamma, algorithm.lam) == ("gae", 0.99, 0.95)
+    optimizer = critic.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, optimizer.grad_clip) == (2e-5, 4, 0.5)
+    assert (critic.epochs, critic.clip_value, critic.warmup_steps) == (2, 0.25, 9)
+    assert optimizer.weight_decay == 0.01
+    (note,) = loaded.notes
+    assert "critic.ppo_max_token_len_per_gpu=9 has no effect" in note
+
+
+def test_an_estimator_of_verl_keeps_its_name_and_settings() -> None:
+    algorithm = _load(
+        "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=1.0"
+    ).config.algorithm
+    assert (algorithm.advantage, algorithm.gamma) == ("reinforce_plus_plus", 0.9)
+    one = _load("algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=False")
+    assert (one.config.algorithm.advantage, one.config.algorithm.norm_by_std) == (
+        "grpo_passk",
+        False,
+    )
+    assert _load("algorithm.kind=grpo").config.algorithm.advantage == "grpo"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "reward_model.overlong_buffer",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg",
+        "+reward.reward_kwargs.overlong_buffer_cfg",
+    ],
+)
+def test_dapo_of_verl_is_dapo_here(prefix: str) -> None:
+    config = _load(
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=acc",
+        "algorithm.filter_groups.max_num_gen_batches=5",
+        "data.max_response_length=1024",
+        f"{prefix}.enable=True",
+        f"{prefix}.len=256",
+        f"{prefix}.penalty_factor=0.5",
+        f"{prefix}.log=True",
+    ).config
+    algorithm, reward = config.algorithm, config.reward
+    assert (algorithm.dynamic_sampling, algorithm.max_generation_batches) == ("accuracy", 5)
+    assert (reward.overlong_penalty, config.overlong_buffer) == (0.5, 256)
+    off = _load("algorithm.filter_groups.metric=acc", f"{prefix}.len=9", f"{prefix}.enable=False")
+    assert off.config.algorithm.dynamic_sampling is None
+    assert off.config.reward.overlong_penalty == 0
+
+
+def test_a_filter_of_verl_needs_its_metric() -> None:
+    with pytest.raises(ConfigError, match=r"None is not available \(only acc, seq_reward"):
+        _load("algorithm.filter_groups.enable=True")
+
+
+def test_a_filter_without_end_is_refused() -> None:
+    prefix = "algorithm.filter_groups"
+    with pytest.raises(ConfigError, match="0 batches is without end in verl"):
+        _load(f"{prefix}.enable=True", f"{prefix}.metric=acc", f"{prefix}.max_num_gen_batches=0")
 
 
 @pytest.mark.parametrize("none", ["0", "-1", "null"])
@@ -205,6 +391,59 @@ def test_a_hugging_face_model_is_saved_when_verl_was_asked_to() -> None:
     assert _load(f"{key}=[model,optimizer,extra,hf_model]").config.schedule.save_hf == "every"
     assert _load(f"{key}=[model,optimizer,extra]").config.schedule.save_hf == "never"
     assert _load(f"{key}=hf_model").config.schedule.save_hf == "every"
+
+
+def test_a_file_of_functions_is_a_catalogue_of_tools() -> None:
+    key = "actor_rollout_ref.rollout.multi_turn"
+    given = _load(f"{key}.function_tool_path=tools.py")
+    assert given.config.agent.tool_catalogue == Path.cwd() / "tools.py"
+    with pytest.raises(ConfigError, match="add its functions to the catalogue, as `- function: t"):
+        _load(f"{key}.function_tool_path=tools.py", f"{key}.tool_config_path=tools.yaml")
+
+
+def test_optimizer_and_reward_of_verl() -> None:
+    actor = "actor_rollout_ref.actor"
+    config = _load(
+        f"{actor}.optim.betas=[0.8,0.95]",
+        f"{actor}.optim.clip_grad=0.5",
+        f"{actor}.grad_clip=1.0",
+        f"{actor}.optim.lr=1e-5",
+        f"{actor}.optim.lr_scheduler_type=cosine",
+        f"{actor}.optim.warmup_style=null",
+        f"{actor}.optim.lr_decay_steps=100",
+        f"{actor}.optim.min_lr_ratio=0.1",
+        f"{actor}.megatron.tensor_model_parallel_size=2",
+        f"{actor}.megatron.sequence_parallel=True",
+        f"{actor}.megatron.dtype=bfloat16",
+        "reward.custom_reward_function.path=score.py",
+        "data.val_max_samples=-1",
+    ).config
+    optimizer = config.policy.optimizer
+    assert (optimizer.beta1, optimizer.beta2, optimizer.grad_clip) == (0.8, 0.95, 0.5)
+    assert (optimizer.schedule, optimizer.decay_steps) == ("cosine", 100)
+    assert optimizer.min_lr == pytest.approx(1e-6)
+    assert (config.policy.parallel.tensor, config.policy.parallel.sequence) == (2, True)
+    assert config.policy.dtype == "bfloat16"
+    assert config.reward.name == f"{Path.cwd() / 'score.py'}:compute_score"
+    assert config.data.max_val_rows is None
+    assert not _load(f"{actor}.megatron.sequence_parallel=True").config.policy.parallel.sequence
+    for wrong, said in (
+        ([f"{actor}.optim.betas=0.9"], "0.9 is not a list of two numbers"),
+        ([f"{actor}.grad_clip=2", f"{actor}.optim.clip_grad=3"], "set one of them"),
+        ([f"{actor}.megatron.dtype=float16"], "set policy.dtype"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _load(*wrong)
+
+
+def test_a_run_is_resumed_as_in_verl() -> None:
+    path = "trainer.resume_from_path=runs/a/checkpoints/step-00000007"
+    assert _load(path).config.run.resume == "auto"
+    assert _load(path, "trainer.resume_mode=disable").config.run.resume == "never"
+    there = Path.cwd() / "runs/a/checkpoints/step-00000007"
+    assert _load(path, "trainer.resume_mode=resume_path").config.run.resume == there
+    with pytest.raises(ConfigError, match=r"'resume_path' needs trainer\.resume_from_path"):
+        _load("trainer.resume_mode=resume_path")
 
 
 def test_off_is_null() -> None:

@@ -3,21 +3,33 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ABSENT", "IMPLIED", "NOTED", "REFUSED", "RENAMED"]
+__all__ = ["IMPLIED", "NOTED", "RENAMED"]
 
 RENAMED = {
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_dual",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
-    "actor_rollout_ref.actor.grad_clip": "policy.optimizer.grad_clip",
+    "actor_rollout_ref.actor.fsdp_config.seed": "policy.seed",
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss_aggregation",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "policy.parallel.pipeline",
+    "actor_rollout_ref.actor.megatron.seed": "policy.seed",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "policy.parallel.tensor",
+    "actor_rollout_ref.actor.loss_scale_factor": "algorithm.aggregation_length",
+    "actor_rollout_ref.actor.optim.eps": "policy.optimizer.eps",
     "actor_rollout_ref.actor.optim.lr": "policy.optimizer.lr",
+    "actor_rollout_ref.actor.optim.lr_decay_steps": "policy.optimizer.decay_steps",
+    "actor_rollout_ref.actor.optim.min_lr": "policy.optimizer.min_lr",
     "actor_rollout_ref.actor.optim.weight_decay": "policy.optimizer.weight_decay",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_lb": "algorithm.cov.clip_low",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": "algorithm.cov.clip_high",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": "algorithm.cov.kl_coef",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
+    "actor_rollout_ref.model.lora_adapter_path": "policy.lora.path",
+    "actor_rollout_ref.model.lora_alpha": "policy.lora.alpha",
+    "actor_rollout_ref.model.lora_rank": "policy.lora.rank",
     "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.nccl_timeout": "policy.collective_timeout_s",
     "actor_rollout_ref.rollout.agent.default_agent_loop": "agent.default_loop",
     "actor_rollout_ref.rollout.data_parallel_size": "rollout.data_parallel_size",
     "actor_rollout_ref.rollout.dtype": "rollout.dtype",
@@ -44,34 +56,63 @@ RENAMED = {
     "actor_rollout_ref.rollout.val_kwargs.n": "rollout.val.samples_per_prompt",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "rollout.val.temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "rollout.val.top_p",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.kind": "algorithm.advantage",  # of release 0.1
+    "algorithm.kl_ctrl.horizon": "algorithm.reward_kl.horizon",
+    "algorithm.kl_ctrl.target_kl": "algorithm.reward_kl.target",
+    "algorithm.kl_ctrl.type": "algorithm.reward_kl.control",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_by_std",
+    "critic.cliprange_value": "critic.clip_value",
+    "critic.grad_clip": "critic.optimizer.grad_clip",
+    "critic.optim.clip_grad": "critic.optimizer.grad_clip",
+    "critic.optim.lr": "critic.optimizer.lr",
+    "critic.optim.weight_decay": "critic.optimizer.weight_decay",
+    "critic.ppo_epochs": "critic.epochs",
     "data.max_prompt_length": "rollout.prompt_length",
     "data.max_response_length": "rollout.response_length",
-    "data.seed": "run.seed",
+    "data.tool_config_path": "agent.tool_catalogue",
     "data.train_batch_size": "data.prompts_per_step",
     "trainer.default_local_dir": "run.dir",
     "trainer.experiment_name": "run.name",
     "trainer.log_val_generations": "run.val_trajectories",
-    "trainer.max_actor_ckpt_to_keep": "schedule.keep_checkpoints",
     "trainer.project_name": "run.project",
+    "trainer.rollout_data_dir": "run.rollout_data_dir",
     "trainer.total_epochs": "schedule.total_epochs",
     "trainer.total_training_steps": "schedule.total_steps",
     "trainer.val_before_train": "schedule.val_before_train",
+    "trainer.validation_data_dir": "run.validation_data_dir",
 }
+
+_REWARD_MANAGER = "a reward is reward.name=path.py:function"
+_REWARD_MODEL = "a language model that judges is reward.name=rubric.yaml"
 
 # key -> accepted values, and why no others.
 IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "actor_rollout_ref.actor.optim.optimizer": (
+        ("adam", "adamw", "AdamW"),
+        "the optimizer is AdamW: see policy.optimizer",
+    ),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
         (0, 0.0),
         "give the number of steps: policy.optimizer.warmup_steps",
     ),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": (("vanilla",), "only the clipped surrogate"),
+    "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method": (
+        (None, "uniform"),
+        "policy.recompute=full runs each layer again, all of them alike",
+    ),
+    "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers": (
+        (None, 1),
+        "policy.recompute=full keeps the input of each layer",
+    ),
     "actor_rollout_ref.actor.shuffle": ((False,), "mini-batches follow the batch's order"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
         (1,),
         "use policy.parallel.tensor with policy.parallel.sequence",
     ),
-    "actor_rollout_ref.model.lora_rank": ((0,), "all weights are trained"),
+    "actor_rollout_ref.model.exclude_modules": (
+        (None,),
+        "name the matrices to adapt: policy.lora.targets",
+    ),
     "actor_rollout_ref.model.trust_remote_code": ((False,), "a model's own code is never run"),
     "actor_rollout_ref.model.use_remove_padding": ((True,), "sequences are always packed"),
     "actor_rollout_ref.rollout.agent.agent_loop_config_path": (
@@ -100,37 +141,82 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.rollout.skip_tokenizer_init": ((True,), "servers take and give ids only"),
     "algorithm.dynamic_filter.enable": (
         (False,),
-        "verl has no such key either; its algorithm.filter_groups is not part of this release",
+        "verl has no such key either: set algorithm.filter_groups.enable and .metric",
     ),
-    "algorithm.filter_groups.enable": ((False,), "group filtering is not part of this release"),
-    "algorithm.gamma": ((1, 1.0), "GRPO does not discount"),
-    "algorithm.lam": ((1, 1.0), "GRPO has no critic"),
-    "algorithm.use_kl_in_reward": ((False,), "put the KL in the loss: algorithm.kl_coef"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+        (False,),
+        "weights keep their size; a common factor changes little under gradient clipping and Adam",
+    ),
     "data.prompt_key": (("prompt",), "rename the column to `prompt`"),
     "data.return_raw_chat": ((True,), "messages always reach the agent loop"),
     "data.reward_fn_key": (("data_source",), "rename the column to `data_source`"),
-    "data.truncation": (("error",), "a cut prompt is another question; see data.overlong_prompts"),
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
-    "trainer.critic_warmup": ((0,), "GRPO has no critic"),
+    "reward.reward_manager.name": (("naive", "dapo"), _REWARD_MANAGER),
+    "reward_model.enable": ((None, False), _REWARD_MODEL),
+    "reward_model.reward_manager": ((None, "naive", "dapo"), _REWARD_MANAGER),
     "trainer.val_only": ((False,), "`treadle eval` validates without training"),
 }
 
 _PACKED = "micro-batches are packed by tokens: policy.micro_batch_tokens"
 _TEXT = "trajectories.jsonl always has the text of every span of tokens"
 
+_KERNELS = "the policy is Megatron's, which has its own kernels"
+_OFFLOAD = "parameters and optimizer stay on the policy's device"
+_CHUNKED = "logits are computed in chunks of policy.logits_chunk_tokens"
+_FSDP = "the policy is Megatron's: see policy.parallel"
+_NO_WORKERS = "one process reads the rows"
+_SAME_FOLDER = "every process reads model.path"
+
 NOTED = {
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "the policy is Megatron's",
-    "actor_rollout_ref.actor.fsdp_config.param_offload": "the policy is Megatron's",
+    "actor_rollout_ref.actor.calculate_entropy": "actor/entropy is always logged",
+    "actor_rollout_ref.actor.entropy_checkpointing": _CHUNKED,
+    "actor_rollout_ref.actor.entropy_from_logits_chunk_size": _CHUNKED,
+    "actor_rollout_ref.actor.entropy_from_logits_with_chunking": _CHUNKED,
+    "actor_rollout_ref.actor.fsdp_config.entropy_checkpointing": _CHUNKED,
+    "actor_rollout_ref.actor.fsdp_config.entropy_from_logits_chunk_size": _CHUNKED,
+    "actor_rollout_ref.actor.fsdp_config.entropy_from_logits_with_chunking": _CHUNKED,
+    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": _FSDP,
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": _FSDP,
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": _OFFLOAD,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": _OFFLOAD,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": _OFFLOAD,
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": _FSDP,
+    "actor_rollout_ref.actor.fsdp_config.strategy": _FSDP,
+    "actor_rollout_ref.actor.fsdp_config.use_orig_params": _FSDP,
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": _KERNELS,
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": _FSDP,
+    "actor_rollout_ref.actor.megatron.entropy_from_logits_chunk_size": _CHUNKED,
+    "actor_rollout_ref.actor.megatron.entropy_from_logits_with_chunking": _CHUNKED,
+    "actor_rollout_ref.actor.megatron.grad_offload": _OFFLOAD,
+    "actor_rollout_ref.actor.megatron.optimizer_offload": _OFFLOAD,
+    "actor_rollout_ref.actor.megatron.param_offload": _OFFLOAD,
     "actor_rollout_ref.actor.ppo_micro_batch_size": _PACKED,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _PACKED,
+    "actor_rollout_ref.actor.use_prefix_grouper": (
+        "prompts of a group are computed once by default: policy.share_prefixes"
+    ),
     "actor_rollout_ref.actor.strategy": "the policy is Megatron's",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "the policy is Megatron's",
+    "actor_rollout_ref.actor.use_fused_kernels": _KERNELS,
+    "actor_rollout_ref.actor.use_torch_compile": _KERNELS,
+    "actor_rollout_ref.model.enable_activation_offload": _OFFLOAD,
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": _KERNELS,
+    "actor_rollout_ref.model.use_fused_kernels": _KERNELS,
+    "actor_rollout_ref.model.use_liger": _KERNELS,
+    "actor_rollout_ref.model.use_shm": _SAME_FOLDER,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": _OFFLOAD,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _PACKED,
+    "actor_rollout_ref.ref.megatron.optimizer_offload": _OFFLOAD,
+    "actor_rollout_ref.ref.megatron.param_offload": _OFFLOAD,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _PACKED,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _PACKED,
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _PACKED,
     "actor_rollout_ref.rollout.agent.num_workers": "one event loop runs all trajectories",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": (
+        "see sync.transport.bucket_bytes"
+    ),
     "actor_rollout_ref.rollout.disable_log_stats": "the server's metrics are always there",
     "actor_rollout_ref.rollout.enable_chunked_prefill": "the server decides for its engine",
+    "actor_rollout_ref.rollout.layered_summon": "weights travel in buckets",
     "actor_rollout_ref.rollout.load_format": "servers load model.path",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _PACKED,
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _PACKED,
@@ -143,42 +229,34 @@ NOTED = {
     "actor_rollout_ref.rollout.trace.token2text": _TEXT,
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "see sync.transport.bucket_bytes",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val.temperature=0 is greedy",
-    "algorithm.kl_ctrl.horizon": "read with algorithm.use_kl_in_reward only, which is off",
-    "algorithm.kl_ctrl.kl_coef": "read with algorithm.use_kl_in_reward only, which is off",
-    "algorithm.kl_ctrl.target_kl": "read with algorithm.use_kl_in_reward only, which is off",
-    "algorithm.kl_ctrl.type": "read with algorithm.use_kl_in_reward only, which is off",
-    "algorithm.kl_penalty": "read with algorithm.use_kl_in_reward only, which is off",
-    "data.filter_overlong_prompts_workers": "one process reads the rows",
+    **dict.fromkeys(
+        (
+            "reward_model.overlong_buffer.log",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.log",
+            "reward.reward_kwargs.overlong_buffer_cfg.log",
+        ),
+        "reward/overlong_penalty is always logged",
+    ),
+    "data.dataloader_num_workers": _NO_WORKERS,
+    "critic.forward_max_token_len_per_gpu": _PACKED,
+    "critic.ppo_max_token_len_per_gpu": _PACKED,
+    "critic.ppo_micro_batch_size": _PACKED,
+    "critic.ppo_micro_batch_size_per_gpu": _PACKED,
+    "critic.strategy": "the critic is Megatron's",
+    "critic.use_dynamic_bsz": _PACKED,
+    "data.filter_overlong_prompts_workers": _NO_WORKERS,
     "data.image_key": "rows are text; a column `images` is refused",
     "data.return_multi_modal_inputs": "rows are text",
+    "data.use_shm": _NO_WORKERS,
     "data.val_batch_size": "all validation rows run at once, within rollout.max_in_flight",
     "data.video_key": "rows are text",
     "ray_kwargs.ray_init.num_cpus": "set launch=ray launch.cpus_per_process",
     "ray_init.num_cpus": "set launch=ray launch.cpus_per_process",
+    "reward.num_workers": "rewards run beside the trajectories: see reward.timeout_s",
+    "reward_model.num_workers": "rewards run beside the trajectories: see reward.timeout_s",
     "trainer.balance_batch": "sequences are always balanced over the data-parallel ranks",
     "trainer.device": "the policy takes the GPU where there is one",
+    "trainer.ray_wait_register_center_timeout": "see launch.start_deadline_s",
     "trainer.rollout_trace.token2text": _TEXT,
-    "trainer.logger": "metrics go to the console, metrics.jsonl, curves.png and report.html",
-}
-
-REFUSED = {
-    "actor_rollout_ref.rollout.agent.custom_async_server.name": (
-        "start a server that speaks proto/treadle/rollout/v1 instead"
-    ),
-    "actor_rollout_ref.rollout.agent.custom_async_server.path": (
-        "start a server that speaks proto/treadle/rollout/v1 instead"
-    ),
-    "data.custom_cls.name": "write the rows to .jsonl or .parquet first",
-    "data.custom_cls.path": "write the rows to .jsonl or .parquet first",
-}
-
-# First part of a key -> why there is nothing like it.
-ABSENT = {
-    "critic": "there is no critic: GRPO compares the trajectories of a row",
-    "reward_model": "there is no reward model: a reward is reward.name=path.py:function",
-    "reward_manager": "there are no reward managers: a reward is reward.name=path.py:function",
-    "defaults": "files are not composed as by Hydra: repeat --config, later files win",
-    "hydra": "there is no Hydra: give files by --config and keys as key=value",
-    "ray_init": "Ray is set up by launch.kind=ray and the keys of launch",
-    "ray_kwargs": "Ray is set up by launch.kind=ray and the keys of launch",
+    "trainer.use_v1": "both of verl's trainers are schedule.kind=sync",
 }

@@ -5,10 +5,11 @@
 `Prompt.tasks` makes the tasks of a row.
 """
 
-from treadle.trainer.data.dataset import REQUIRED_COLUMNS, Row, read_rows
+from treadle.trainer.data.dataset import REQUIRED_COLUMNS, read_rows
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.data.order import DataOrder
 from treadle.trainer.data.prompts import Prompt, PromptSet, make_prompts
+from treadle.trainer.data.row import Row
 from treadle.trainer.data.rules import PromptRules, check_each, check_row_loops, check_rows
 
 __all__ = [

@@ -113,7 +113,7 @@ def test_what_is_not_required_may_be_missing(tmp_path: Path) -> None:
         ("a.jsonl", "[1]", "a row must be a JSON object, got list"),
         ("a.jsonl", "", r"a\.jsonl has no rows"),
         ("a.parquet", "PAR1 and nothing else", r"a\.parquet is not a parquet file"),
-        ("a.csv", "a,b", r"datasets are \.jsonl or \.parquet files, got '\.csv'"),
+        ("a.csv", "a,b", r"are \.jsonl, \.parquet or \.arrow files, .*got '\.csv'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(

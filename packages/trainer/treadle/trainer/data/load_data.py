@@ -6,13 +6,16 @@ thread.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
+from treadle.tools.rewards.judge import Judge
 from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, check_each
 from treadle.trainer.own_code import NOTHING, OwnCode
 
@@ -23,8 +26,10 @@ __all__ = [
     "Inputs",
     "check_context",
     "check_ground_truth",
+    "enter_reward",
     "load_renderer",
     "load_reward",
+    "model_context",
     "read_model_config",
 ]
 
@@ -71,8 +76,26 @@ def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> 
     return reward
 
 
-def check_ground_truth(config: Config, rows: Sequence[Row], *, split: str) -> None:
+async def enter_reward(stack: AsyncExitStack, reward: RewardFn) -> None:
+    """Opens a reward that has something to open, such as a judge's connections.
+
+    Raises:
+        SetupError: A judge's servers do not answer.
+    """
+    if isinstance(reward, AbstractAsyncContextManager):
+        await stack.enter_async_context(reward)
+
+
+def check_ground_truth(
+    config: Config, rows: Sequence[Row], *, split: str, reward: RewardFn | None
+) -> None:
     """Rejects rows whose ground truth their reward of treadle.tools could not read.
+
+    Args:
+        config: The run's configuration.
+        rows: Of the split.
+        split: Names the rows in messages: "train" or "val".
+        reward: As loaded; None if it could not be, which is another problem.
 
     Raises:
         DataError: There is one such row, or several with one problem.
@@ -81,13 +104,16 @@ def check_ground_truth(config: Config, rows: Sequence[Row], *, split: str) -> No
 
     def problem(row: Row) -> str | None:
         name = config.reward.name or rewards.name_for_source(str(row.columns.get("data_source")))
-        found = None if name is None else rewards.wrong_truth(name, row.columns)
+        if isinstance(reward, Judge):
+            found = reward.wrong_truth(row.columns)
+        else:
+            found = None if name is None else rewards.wrong_truth(name, row.columns)
         return None if found is None else f"{found}, for the reward {name}"
 
     check_each(rows, split=split, problem=problem)
 
 
-def load_renderer(config: Config) -> "HfRenderer":
+def load_renderer(config: AnyConfig) -> "HfRenderer":
     """Returns the model's chat format.
 
     Args:
@@ -115,13 +141,23 @@ def check_context(config: Config) -> None:
         SetupError: A trajectory may outgrow the model, or its config.json cannot be read.
     """
     rollout, folder = config.rollout, config.model.path
-    longest = read_model_config(folder).get("max_position_embeddings")
-    if isinstance(longest, int) and rollout.context_length > longest:
+    longest = model_context(folder)
+    if longest is not None and rollout.context_length > longest:
         raise SetupError(
             f"rollout.prompt_length={rollout.prompt_length} + rollout.response_length="
             f"{rollout.response_length} are {rollout.context_length} tokens, and the model in "
             f"{folder} has a context of {longest}: lower one of the two"
         )
+
+
+def model_context(folder: Path) -> int | None:
+    """Returns the context of a model directory in tokens, None if its config.json does not say.
+
+    Raises:
+        SetupError: It cannot be read.
+    """
+    longest = read_model_config(folder).get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
 
 
 def read_model_config(folder: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ no step has a row twice, and with shuffling each epoch omits different rows.
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,12 +57,12 @@ class DataOrder:
             raise ValueError(f"steps are counted from 1, got {step}")
         order = _permutation(self.num_rows, self.seed, self.epoch(step), self.shuffle)
         start = (step - 1) % self.steps_per_epoch * self.batch_size
-        return order[start : start + self.batch_size]
+        return tuple(order[start : start + self.batch_size])
 
 
 @lru_cache(maxsize=4)
-def _permutation(num_rows: int, seed: int, epoch: int, shuffle: bool) -> tuple[int, ...]:
-    order = list(range(num_rows))
+def _permutation(num_rows: int, seed: int, epoch: int, shuffle: bool) -> array[int]:
+    order = array("Q", range(num_rows))
     if shuffle:
         random.Random(f"treadle data order {seed} {epoch}").shuffle(order)
-    return tuple(order)
+    return order

@@ -2,15 +2,17 @@
 
 Invariant: a `Prompt` names a loop that exists, its messages are those the loop receives, and its
 rendered length, including tool schemas, is within the limit. An invalid row is an error before the
-first step; an overlong one is dropped and counted if the configuration says so. Rendering a large
-dataset takes a while; the caller chooses the thread.
+first step; an overlong one is dropped or shortened, and counted, if the configuration says so.
+Rendering a large dataset takes a while; the caller chooses the thread.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from treadle.agent_loop import (
     AgentTask,
@@ -20,9 +22,11 @@ from treadle.agent_loop import (
     Tool,
     derive_seed,
 )
-from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.row import Row
+from treadle.trainer.data.rows_in_files import RowsInFiles
 from treadle.trainer.data.rules import PromptRules, check_rows
+from treadle.trainer.data.shorten import shorten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +66,11 @@ class PromptSet:
     Attributes:
         prompts: In the order of the rows; at least one.
         num_dropped: Number of rows dropped because their prompt is too long.
-        notes: Lines to print at start: the number of dropped rows, and settings in rows that
-            nothing reads.
+        notes: Lines to print at start: the number of dropped or shortened rows, and settings in
+            rows that nothing reads.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     num_dropped: int
     notes: tuple[str, ...]
 
@@ -91,29 +95,122 @@ def make_prompts(
             and `rules.overlong` is "error"; or every prompt was dropped.
     """
     check_rows(rows, split=split, rules=rules)
-    prompts: list[Prompt] = []
-    overlong: list[tuple[Row, int]] = []
+    made: list[Prompt] | PromptsInFiles = []
+    if isinstance(rows, RowsInFiles):
+        made = PromptsInFiles(rows, split=split, rules=rules, renderer=renderer)
+    overlong: list[tuple[str, int]] = []
     for row in rows:
-        messages = _messages(row)
-        specs = tuple(tool.spec for tool in rules.tools_of(row).values())
-        try:
-            num_tokens = len(renderer.render(messages, tools=specs).ids)
-        except RenderError as error:
-            raise DataError(f"{row.place}: the prompt cannot be rendered: {error}") from error
-        if num_tokens > rules.max_prompt_tokens:
-            overlong.append((row, num_tokens))
-            continue
-        loop = rules.loop_of(row)
-        prompts.append(
-            Prompt(row=row, split=split, loop=loop, messages=messages, num_tokens=num_tokens)
-        )
+        prompt, length = _prepare(row, split, rules, renderer)
+        if length > rules.max_prompt_tokens:
+            overlong.append((row.place, length))
+        if prompt is not None:
+            made.append(prompt)
+    prompts = made if isinstance(made, PromptsInFiles) else tuple(made)
     notes = [
         *_overlong_notes(overlong, split, len(rows), rules),
         *_unused_kwargs(rows, split, rules.tools),
     ]
     if not prompts:
         raise DataError(f"no {split} row is left: {'; '.join(notes)}")
-    return PromptSet(prompts=tuple(prompts), num_dropped=len(overlong), notes=tuple(notes))
+    dropped = len(rows) - len(prompts)
+    return PromptSet(prompts=prompts, num_dropped=dropped, notes=tuple(notes))
+
+
+class PromptsInFiles(Sequence[Prompt]):
+    """The prompts of rows that stay in their files: 16 bytes each, made when they are asked for.
+
+    Args:
+        rows: Of the split.
+        split: As of `make_prompts`, as the next two.
+        rules: What the configuration allows.
+        renderer: Renders again what has to be shortened again.
+    """
+
+    def __init__(
+        self, rows: RowsInFiles, *, split: str, rules: PromptRules, renderer: ChatRenderer
+    ) -> None:
+        self._rows, self._split = rows, split
+        self._rules, self._renderer = rules, renderer
+        self._kept, self._num_tokens = array("Q"), array("Q")
+        self._shortened: set[int] = set()
+
+    def append(self, prompt: Prompt) -> None:
+        """Keeps where a prompt comes from, which is made of the row after the last one."""
+        self._kept.append(prompt.row.index)
+        self._num_tokens.append(prompt.num_tokens)
+        if prompt.messages != _messages(prompt.row):
+            self._shortened.add(prompt.row.index)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        """Makes one prompt, or several.
+
+        Raises:
+            DataError: Its file has changed.
+        """
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return self._make(self._rows[self._kept[index]], self._num_tokens[index])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Yields the prompts in the order of the rows, which is faster than by their index."""
+        kept = iter(zip(self._kept, self._num_tokens, strict=True))
+        wanted = next(kept, None)
+        for row in self._rows:
+            if wanted is not None and row.index == wanted[0]:
+                yield self._make(row, wanted[1])
+                wanted = next(kept, None)
+
+    def _make(self, row: Row, num_tokens: int) -> Prompt:
+        if row.index in self._shortened:
+            prompt, _ = _prepare(row, self._split, self._rules, self._renderer)
+            assert prompt is not None, "it was made of the same row"
+            return prompt
+        return Prompt(
+            row=row,
+            split=self._split,
+            loop=self._rules.loop_of(row),
+            messages=_messages(row),
+            num_tokens=num_tokens,
+        )
+
+
+def _prepare(
+    row: Row, split: str, rules: PromptRules, renderer: ChatRenderer
+) -> tuple[Prompt | None, int]:
+    """Returns the prompt of a row, None if it is too long, and how long the row's messages are."""
+    messages = _messages(row)
+    specs = tuple(tool.spec for tool in rules.tools_of(row).values())
+
+    def count(prompt: Sequence[Message]) -> int:
+        return len(renderer.render(prompt, tools=specs).ids)
+
+    try:
+        length = num_tokens = count(messages)
+        if num_tokens > rules.max_prompt_tokens:
+            if rules.overlong == "error" or rules.overlong == "drop":
+                return None, length
+            limit = rules.max_prompt_tokens
+            short = shorten(messages, rules.overlong, limit=limit, count=count)
+            if short is None:
+                raise DataError(
+                    f"{row.place}: the prompt has {num_tokens} tokens, and more than "
+                    f"rollout.prompt_length={limit} without its longest message: raise it"
+                )
+            messages, num_tokens = short
+    except RenderError as error:
+        raise DataError(f"{row.place}: the prompt cannot be rendered: {error}") from error
+    loop = rules.loop_of(row)
+    made = Prompt(row=row, split=split, loop=loop, messages=messages, num_tokens=num_tokens)
+    return made, length
 
 
 def _messages(row: Row) -> tuple[Message, ...]:
@@ -123,22 +220,23 @@ def _messages(row: Row) -> tuple[Message, ...]:
 
 
 def _overlong_notes(
-    overlong: Sequence[tuple[Row, int]], split: str, num_rows: int, rules: PromptRules
+    overlong: Sequence[tuple[str, int]], split: str, num_rows: int, rules: PromptRules
 ) -> list[str]:
     if not overlong:
         return []
     first, length = overlong[0]
     found = (
         f"{len(overlong)} of {num_rows} {split} prompts are longer than "
-        f"{rules.max_prompt_tokens} tokens; the first is {first.place} ({length} tokens), the "
+        f"{rules.max_prompt_tokens} tokens; the first is {first} ({length} tokens), the "
         f"longest has {max(length for _, length in overlong)}"
     )
     if rules.overlong == "error":
         raise DataError(
-            f"{found}. Raise rollout.prompt_length, or leave them out with "
-            "data.overlong_prompts=drop"
+            f"{found}. Raise rollout.prompt_length, leave them out with "
+            "data.overlong_prompts=drop, or cut them with left, right or middle"
         )
-    return [f"left out: {found}"]
+    done = "left out" if rules.overlong == "drop" else f"cut ({rules.overlong})"
+    return [f"{done}: {found}"]
 
 
 def _unused_kwargs(rows: Sequence[Row], split: str, tools: Mapping[str, Tool]) -> list[str]:

@@ -45,7 +45,7 @@ def prepare(
     interactions: Mapping[str, Interaction] | None = None,
     default_loop: str = "single_turn_agent",
     max_prompt_tokens: int = 10_000,
-    overlong: Literal["error", "drop"] = "error",
+    overlong: Literal["error", "drop", "left", "right", "middle"] = "error",
 ) -> PromptSet:
     rules = PromptRules(
         loops=default_loops(),
@@ -115,6 +115,18 @@ def test_overlong_prompts_are_left_out_and_counted_where_that_is_asked_for() -> 
     assert kept.notes[0].startswith("left out: 1 of 2 train prompts are longer than")
     with pytest.raises(DataError, match="no train row is left: left out: 1 of 1"):
         prepare(make_row(content="x" * 100), max_prompt_tokens=bound, overlong="drop")
+
+
+def test_overlong_prompts_are_cut_and_counted_where_that_is_asked_for() -> None:
+    bound = prepare(make_row(content="x" * 50)).prompts[0].num_tokens
+    long = make_row(1, content="a" * 30 + "b" * 30)
+    cut = prepare(make_row(0), long, max_prompt_tokens=bound, overlong="left")
+    assert cut.num_dropped == 0
+    assert cut.prompts[1].messages[0].content == "a" * 20 + "b" * 30
+    assert cut.prompts[1].num_tokens == bound
+    assert cut.notes[0].startswith("cut (left): 1 of 2 train prompts are longer than")
+    with pytest.raises(DataError, match=r"line 2: the prompt has .* without its longest message"):
+        prepare(long, max_prompt_tokens=10, overlong="middle")
 
 
 def test_a_row_that_names_no_loop_is_an_error_where_tools_are_configured() -> None:

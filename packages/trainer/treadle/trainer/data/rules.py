@@ -23,8 +23,8 @@ from treadle.agent_loop import (
     selected_interaction,
     selected_tools,
 )
-from treadle.trainer.data.dataset import Row
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.row import Row
 from treadle.trainer.data.row_problems import RowProblems
 
 
@@ -44,7 +44,7 @@ class PromptRules:
     loops: LoopRegistry
     default_loop: str
     max_prompt_tokens: int
-    overlong: Literal["error", "drop"]
+    overlong: Literal["error", "drop", "left", "right", "middle"]
     tools: Mapping[str, Tool] = field(default_factory=dict)
     interactions: Mapping[str, Interaction] = field(default_factory=dict)
 
@@ -214,12 +214,12 @@ def _what_is_no_text(row: Row) -> Iterator[str]:
 
 def _check_tools_are_reached(rows: Sequence[Row], split: str, rules: PromptRules) -> None:
     loops = {rules.loop_of(row) for row in rows}
-    unnamed = [row for row in rows if row.columns.get("agent_name") is None]
+    unnamed = [row.place for row in rows if row.columns.get("agent_name") is None]
     if unnamed and rules.default_loop == SINGLE_TURN_AGENT:
         raise DataError(
             f"tools are configured, but {len(unnamed)} of {len(rows)} {split} rows have no "
             f"agent_name and would run as {SINGLE_TURN_AGENT!r}, which calls no tool; the first is "
-            f'{unnamed[0].place}. Add "agent_name": "tool_agent" to the rows, or set '
+            f'{unnamed[0]}. Add "agent_name": "tool_agent" to the rows, or set '
             "agent.default_loop=tool_agent"
         )
     if loops == {SINGLE_TURN_AGENT}:

@@ -19,6 +19,7 @@ from treadle.trainer.data.load_data import (
     load_renderer,
     load_reward,
 )
+from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.evaluation.source import Source
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.preflight.model_checks import check_config_file, check_weights
@@ -91,14 +92,15 @@ class _Checks:
         """Reads the rows; loads loops, tools, interactions and the reward."""
         data, check = self.config.data, self.problems.collected
         with check():
-            self._rows = read_rows(data.val_files, limit=data.max_val_rows)
+            reader = None if data.reader is None else load_reader(data.reader)
+            self._rows = read_rows(data.val_files, limit=data.max_val_rows, reader=reader)
         with check():
             self._rules = prompt_rules(self.config)
         with check():
             self._reward = load_reward(self.config, self._rows or ())
         if self._rows is not None:
             with check():
-                check_ground_truth(self.config, self._rows, split="val")
+                check_ground_truth(self.config, self._rows, split="val", reward=self._reward)
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer and renders the prompts."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from treadle.agent_loop import SetupError, Trajectory
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint.run_directory import RunDirectory, write_json
+from treadle.trainer.data.load_data import enter_reward
 from treadle.trainer.evaluation.check import CheckedEvaluation
 from treadle.trainer.evaluation.group_log import GroupLog
 from treadle.trainer.evaluation.results import RESULTS, Results, make_results
@@ -33,7 +34,7 @@ from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_security import with_own_token
 from treadle.trainer.training_loop.context import Timer
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
-from treadle.trainer.training_loop.run_log import run_log, run_tracing
+from treadle.trainer.training_loop.run_log import run_log, run_tracing, span_attributes
 from treadle.trainer.training_loop.validation import validation_tasks
 
 __all__ = ["evaluate"]
@@ -47,6 +48,7 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
         RunDirectoryError: The directory cannot be written.
         ProcessError: A server did not start.
         NoServerLeftError: No server is left.
+        OutageError: Something else is down that the trajectories need.
     """
     began = datetime.datetime.now().astimezone()
     source, config, out = checked.source, checked.config, checked.out
@@ -61,6 +63,7 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
             stack.enter_context(run_log(out / "logs" / "evaluation.log", display))
             stack.enter_context(run_tracing(config, out))
             await stack.enter_async_context(live_report(out, curves=False))
+            await enter_reward(stack, checked.inputs.reward)
             servers = attached or await _start(stack, checked)
         for line in _plan(checked, servers):
             progress.note(line)
@@ -142,13 +145,19 @@ async def _sample(
                 notes.append(step, text)
             groups.add(trajectory)
 
-        with progress.phase("evaluate", total=len(tasks)), groups.recording():
-            return await rollout.run(
+        with (
+            progress.phase("evaluate", total=len(tasks)),
+            groups.recording(),
+            span_attributes(config, step=step, validate=True),
+        ):
+            trajectories = await rollout.run(
                 tasks,
-                sampling_params(config, "val"),
+                sampling_params(config, "validate"),
                 min_weight_version=_weight_version(servers),
                 on_end=ended,
             )
+    rollout.check_outages(trajectories)
+    return trajectories
 
 
 def _weight_version(servers: AttachedServer | ServerPool) -> int:

@@ -8,11 +8,19 @@ the samples of one row are not independent.
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from treadle.agent_loop import Trajectory
-from treadle.trainer.report.rollout import accuracy, called_a_tool, worst_reward
+from treadle.trainer.report.at_k import Interval
+from treadle.trainer.report.rollout import (
+    by_row,
+    by_source,
+    called_a_tool,
+    right_answers,
+    scores_at_k,
+    worst_reward,
+)
 
 __all__ = ["ALL", "Estimate", "Lengths", "Scores", "mean_over_rows", "pass_at_k", "score"]
 
@@ -50,6 +58,7 @@ class Scores:
         accuracy: Share of right answers, 0 to 1; None where the reward does not tell.
         pass_at: k -> probability, 0 to 1, that one of k samples is a right answer, for k = 1, 2, 4
             and so on up to the samples per row; empty where the reward does not tell.
+        at_k: What k samples of a row give, by the names of `scores_at_k`; empty for one sample.
         tool_call_rate: Share of the trajectories, 0 to 1, that called a tool.
         turns: Mean number of turns of the trajectories that did not fail; None if all did.
         response_tokens: Of the trajectories that did not fail; None if all did.
@@ -63,6 +72,7 @@ class Scores:
     reward: Estimate
     accuracy: Estimate | None
     pass_at: Mapping[int, float]
+    at_k: Mapping[str, Interval]
     tool_call_rate: float
     turns: float | None
     response_tokens: Lengths | None
@@ -72,19 +82,15 @@ class Scores:
 def score(trajectories: Sequence[Trajectory]) -> list[Scores]:
     """Returns the scores per data source, in the order of the rows, and those of all rows last."""
     worst = worst_reward(trajectories)
-    by_source: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        source = str(trajectory.task.fields.get("data_source"))
-        by_source.setdefault(source, []).append(trajectory)
-    parts = [*by_source.items(), (ALL, trajectories)]
+    parts = [*by_source(trajectories).items(), (ALL, trajectories)]
     return [_scores(source, members, worst) for source, members in parts]
 
 
 def _scores(source: str, trajectories: Sequence[Trajectory], worst: float) -> Scores:
-    rows = _rows(trajectories)
+    rows = by_row(trajectories)
     ended = [trajectory for trajectory in trajectories if trajectory.error is None]
     lengths = [sum(len(s.response_ids) for s in trajectory.samples) for trajectory in ended]
-    right = _right(trajectories)
+    right = right_answers(trajectories)
     return Scores(
         data_source=source,
         rows=len(rows),
@@ -97,6 +103,7 @@ def _scores(source: str, trajectories: Sequence[Trajectory], worst: float) -> Sc
         if right is None
         else mean_over_rows([[right[id(t)] for t in r] for r in rows]),
         pass_at={} if right is None else _pass_at([[right[id(t)] for t in row] for row in rows]),
+        at_k=scores_at_k(trajectories, worst=worst),
         tool_call_rate=sum(map(called_a_tool, trajectories)) / len(trajectories),
         turns=statistics.fmean(t.num_turns for t in ended) if ended else None,
         response_tokens=Lengths(
@@ -109,24 +116,6 @@ def _scores(source: str, trajectories: Sequence[Trajectory], worst: float) -> Sc
             for reason, count in Counter(t.stop for t in ended).most_common()
         },
     )
-
-
-def _rows(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    rows: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        rows.setdefault(trajectory.task.task_id, []).append(trajectory)
-    return list(rows.values())
-
-
-def _right(trajectories: Sequence[Trajectory]) -> dict[int, float] | None:
-    """Returns the accuracy of each trajectory by its id; None where a reward does not tell."""
-    right: dict[int, float] = {}
-    for trajectory in trajectories:
-        value = 0.0 if trajectory.error is not None else accuracy(trajectory)
-        if value is None:
-            return None
-        right[id(trajectory)] = value
-    return right if any(t.error is None for t in trajectories) else None
 
 
 def mean_over_rows(values: Sequence[Sequence[float]]) -> Estimate:

@@ -15,6 +15,7 @@ from treadle.trainer.checkpoint.run_directory import (
     Checkpoints,
     RunDirectoryError,
 )
+from treadle.trainer.config.load import is_sft
 from treadle.trainer.demo import MODELS
 from treadle.trainer.hub import is_model_id
 
@@ -121,7 +122,7 @@ def _of_run(text: str, run: Path, step: int | None) -> Source:
         model=str(chosen.hf_directory),
         run=run,
         step=chosen.step,
-        config=config,
+        config=None if config.is_file() and is_sft(config) else config,
         notes=notes,
     )
 

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 
 from treadle.trainer.evaluation.scores import ALL, Estimate, Scores
+from treadle.trainer.report.at_k import Interval
 
 __all__ = ["table"]
 
 
 def table(scores: Sequence[Scores]) -> str:
-    """Returns two tables, what was scored and how it ended, with the meaning of their terms.
+    """Returns the tables, with the meaning of their terms.
+
+    They are what was scored; with several samples per row, what all of them give together; and how
+    the trajectories ended.
 
     Args:
         scores: Per data source, and of all rows last.
@@ -22,7 +26,11 @@ def table(scores: Sequence[Scores]) -> str:
             "No accuracy and no pass@k: the reward does not tell right from wrong. It does where "
             "it is 0 or 1, or gives `accuracy` beside a score."
         )
-    return "\n\n".join([_columns(_scored(shown)), _columns(_ended(shown)), " ".join(terms)])
+    parts = [_scored(shown), _ended(shown)]
+    if together := _together(shown):
+        parts.insert(1, together)
+        terms.append("In brackets is the 95% interval, over the rows.")
+    return "\n\n".join([*map(_columns, parts), " ".join(terms)])
 
 
 def _scored(scores: Sequence[Scores]) -> list[list[str]]:
@@ -37,6 +45,23 @@ def _scored(scores: Sequence[Scores]) -> list[list[str]]:
             line.append("-" if each.accuracy is None else _share_of(each.accuracy))
         line += [_share(each.pass_at.get(k)) for k in ks]
         lines.append(line)
+    return lines
+
+
+def _together(scores: Sequence[Scores]) -> list[list[str]]:
+    """Returns mean, best, worst and majority of all samples of a row; nothing for one sample.
+
+    They are those of the accuracy; of the reward where it does not tell right from wrong.
+    """
+    names = list(dict.fromkeys(name for each in scores for name in each.at_k))
+    names = [name for name in names if name.startswith("accuracy/")] or names
+    largest = max((int(name.partition("@")[2]) for name in names), default=0)
+    names = [name for name in names if name.endswith(f"@{largest}")]
+    if not names:
+        return []
+    lines = [["data source", *(name.replace("/", " ") for name in names)]]
+    for each in scores:
+        lines.append([each.data_source, *(_interval(each.at_k.get(name)) for name in names)])
     return lines
 
 
@@ -62,6 +87,14 @@ def _ended(scores: Sequence[Scores]) -> list[list[str]]:
 def _number(value: Estimate) -> str:
     error = value.standard_error
     return f"{value.mean:.4g}" if error is None else f"{value.mean:.4f} ± {error:.4f}"
+
+
+def _interval(value: Interval | None) -> str:
+    if value is None:
+        return "-"
+    if value.low is None:
+        return f"{value.mean:.4g}"
+    return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
 
 
 def _share_of(value: Estimate) -> str:

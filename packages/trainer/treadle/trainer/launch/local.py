@@ -8,7 +8,9 @@ that they started; when this process is killed, they end by themselves.
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,9 +19,14 @@ from typing import Self
 from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
 
-__all__ = ["LocalLauncher", "LocalProcess", "describe_exit"]
+__all__ = ["KILLED_S", "LocalLauncher", "LocalProcess", "describe_exit"]
 
 _READY_POLL_S = 0.05
+_LITTLE = 64 << 10
+"""Bytes of free disk below which a log may have lost its end."""
+# A killed process ends at once, unless the kernel waits for a disk or a device.
+KILLED_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 def describe_exit(status: int) -> str:
@@ -126,7 +133,12 @@ class LocalProcess:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - 16_384))
             text = log.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        tail = "\n".join(text.splitlines()[-lines:])
+        free = shutil.disk_usage(self.log_path.parent).free
+        if free < _LITTLE:
+            lost = f"({free} bytes are free on the disk of {self.log_path.parent}: make room)"
+            return f"{tail}\n{lost}" if tail else lost
+        return tail or "(it is empty)"
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """See `Process.stop`."""
@@ -139,7 +151,17 @@ class LocalProcess:
                     await self._child.wait()
         with contextlib.suppress(ProcessLookupError):  # no process of its group is left
             os.killpg(self._child.pid, signal.SIGKILL)
-        await self._child.wait()
+        try:
+            async with asyncio.timeout(KILLED_S):
+                await self._child.wait()
+        except TimeoutError:
+            _log.warning(
+                "%s (pid %d) does not end, %g s after SIGKILL: the kernel waits for a disk or a "
+                "device; it is left behind",
+                self.name,
+                self._child.pid,
+                KILLED_S,
+            )
 
 
 class LocalLauncher:

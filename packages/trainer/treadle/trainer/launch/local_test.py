@@ -1,5 +1,6 @@
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,3 +210,34 @@ def test_the_import_path_of_children_is_absolute_and_without_the_standard_librar
 )
 def test_exits_are_put_into_words(status: int, words: str) -> None:
     assert describe_exit(status) == words
+
+
+@pytest.mark.asyncio
+async def test_a_log_that_has_no_room_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ProcessSpec(name="child", module="unused", command=(sys.executable, "-c", "exit(1)"))
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        process = await launcher.start(spec)
+        with pytest.raises(ProcessError, match=r"(?s)exited with status 1 .*\n\(it is empty\)"):
+            await process.ready(_LONG_S)
+        usage = shutil.disk_usage(tmp_path)._replace(free=512)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+        with pytest.raises(ProcessError, match=f"512 bytes are free on the disk of {tmp_path}"):
+            await process.ready(_LONG_S)
+
+
+@pytest.mark.asyncio
+async def test_a_child_that_even_a_kill_does_not_end_is_left_behind(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel keeps a process that waits for a device; here the signal is not sent."""
+    monkeypatch.setattr("treadle.trainer.launch.local.KILLED_S", 0.05)
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        process = await launcher.start(_spec(program, "deaf"))
+        await process.ready(_LONG_S)
+        with monkeypatch.context() as unkillable:
+            unkillable.setattr(os, "killpg", lambda _group, _signal: None)
+            await process.stop(grace_s=0.05)
+        assert f"child (pid {process.pid}) does not end, 0.05 s after SIGKILL" in caplog.text
+        assert await wait_until_ended(process, 0) is None

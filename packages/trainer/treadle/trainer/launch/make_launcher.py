@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.launch.process import Launcher
 
 __all__ = ["make_launcher"]
 
 
-def make_launcher(config: Config, logs: Path) -> Launcher:
+def make_launcher(config: AnyConfig, logs: Path) -> Launcher:
     """Returns the launcher that `launch.kind` names.
 
     Args:

@@ -11,7 +11,6 @@ of a driver that died. A Ray that this launcher started is shut down with it.
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import json
 import logging
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from treadle.trainer.config.schema import RayLaunchConfig
-from treadle.trainer.launch.local import LocalProcess
+from treadle.trainer.launch.local import KILLED_S, LocalProcess
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
 
 __all__ = ["RayLauncher", "RayProcess"]
@@ -32,6 +31,8 @@ __all__ = ["RayLauncher", "RayProcess"]
 _PACKAGES = ("torch", "megatron-core", "transformers", "grpcio", "protobuf", "pydantic")
 _OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
 _STARTED_CPUS = 1024
+# How much longer than the process an actor may take to answer; one that stands still never does.
+_ANSWER_S = 10.0
 _PROBE = (
     "import importlib.metadata as m, json, platform, sys;"
     "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()};"
@@ -39,6 +40,11 @@ _PROBE = (
     " **{n: found.get(n, 'missing') for n in sys.argv[1:]}}))"
 )
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class SilentActorError(ProcessError):
+    """An actor stands still, or its node does."""
 
 
 def _own_versions() -> dict[str, str]:
@@ -140,10 +146,14 @@ class RayProcess:
 
     async def ready(self, deadline_s: float) -> str:
         """See `Process.ready`."""
-        return await self._ask(self._actor.ready.remote(deadline_s))
+        return await self._ask(self._actor.ready.remote(deadline_s), deadline_s)
 
     async def wait(self) -> int:
-        """See `Process.wait`; a process whose node is gone counts as ended by SIGKILL."""
+        """See `Process.wait`; a process whose node is gone counts as ended by SIGKILL.
+
+        While the actor stands still, this waits: whether the process lives is told by its own
+        answers.
+        """
         try:
             return await self._ask(self._actor.wait.remote())
         except ProcessError:
@@ -152,7 +162,7 @@ class RayProcess:
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`."""
         try:
-            return await self._ask(self._actor.log_tail.remote(lines))
+            return await self._ask(self._actor.log_tail.remote(lines), 0.0)
         except ProcessError as error:
             return f"(no log: {error})"
 
@@ -160,15 +170,33 @@ class RayProcess:
         """See `Process.stop`; ends the actor too."""
         import ray
 
-        with contextlib.suppress(ProcessError):  # the actor is gone, and its process with it
-            await self._ask(self._actor.stop.remote(grace_s))
+        try:
+            await self._ask(self._actor.stop.remote(grace_s), grace_s + KILLED_S)
+        except SilentActorError as error:
+            _log.warning("%s; Ray is told to end it", error)
+        except ProcessError:
+            pass  # the actor is gone, and its process with it
         ray.kill(self._actor)
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
+    async def _ask(self, answer: Awaitable[T], within_s: float | None = None) -> T:
+        """Waits for an actor's answer; with `within_s`, for that time and `_ANSWER_S` longer.
+
+        Raises:
+            ProcessError: The process or its actor ended, or the actor gave no answer.
+        """
         import ray
 
+        limit_s = None if within_s is None else within_s + _ANSWER_S
+        timeout = asyncio.timeout(limit_s)
         try:
-            return await answer
+            async with timeout:
+                return await answer
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise SilentActorError(
+                f"{self.name}: its Ray actor gave no answer for {limit_s:g} s"
+            ) from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ProcessError):
                 raise ProcessError(str(error.cause)) from None

@@ -1,5 +1,9 @@
 """Tests with a real Ray, which `ray.init` starts."""
 
+import contextlib
+import os
+import re
+import signal
 import sys
 from pathlib import Path
 
@@ -19,7 +23,7 @@ parser.add_argument("--ready_file", type=Path)
 parser.add_argument("--host")
 args = parser.parse_args()
 watch_parent(args.parent_pid)
-print("runs on", sys.executable, "with", os.environ["ANSWER"])
+print("runs on", sys.executable, "with", os.environ["ANSWER"], "child of", os.getppid())
 write_ready(args.ready_file, f"{args.host}:1")
 signal.pause()
 """
@@ -37,7 +41,7 @@ def _spec(name: str) -> ProcessSpec:
 @pytest.mark.asyncio
 @pytest.mark.timeout(400)
 async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "treadle_ray_test_program.py").write_text(_PROGRAM)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -51,6 +55,23 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         assert await process.wait() < 0
         while "no log" not in await process.log_tail():
             pass  # Ray ends the actor in its own time.
+
+        # An actor that stands still answers nothing; nobody waits for it for ever.
+        still = await launcher.start(_spec("still"))
+        await still.ready(300)
+        monkeypatch.setattr("treadle.trainer.launch.ray._ANSWER_S", 0.5)
+        monkeypatch.setattr("treadle.trainer.launch.ray.KILLED_S", 0.5)
+        (actor,) = re.findall(r"child of (\d+)", await still.log_tail())
+        os.kill(int(actor), signal.SIGSTOP)
+        try:
+            assert "Ray actor gave no answer for 0.5 s" in await still.log_tail()
+            with pytest.raises(ProcessError, match=r"actor gave no answer for 1 s"):
+                await still.ready(0.5)
+            await still.stop(0.0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # Ray may have ended it
+                os.kill(int(actor), signal.SIGCONT)
+        assert "still: its Ray actor gave no answer for 1 s; Ray is told to end it" in caplog.text
 
         real = sys.executable
         monkeypatch.setattr(sys, "executable", "/nowhere/python")

@@ -7,7 +7,7 @@ sends each request to all ranks before it waits for any answer.
 
 Nothing here imports torch or Megatron at run time.
 
-Shape suffixes: L tokens of one sequence, T loss tokens of one micro-batch.
+Shape suffixes: L tokens of one sequence, T loss tokens and S samples of one micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The loss tokens of one micro-batch, [T] each, float32.
+    """The loss tokens of one micro-batch, [T] each, float32 where nothing else is said.
 
     Log-probabilities that the sequences do not carry are None, except `old_logprobs_T`: without
     them it is `logprobs_T` detached.
@@ -43,6 +43,10 @@ class LossInputs:
         old_logprobs_T: See `TrainSequence`.
         rollout_logprobs_T: See `TrainSequence`.
         ref_logprobs_T: See `TrainSequence`.
+        stale_T: See `TrainSequence`; bool.
+        sample_lengths_S: Number of loss tokens of each sample of the micro-batch; above 0. The
+            tokens of a sample are adjacent, in its order, and all in this micro-batch.
+        selected_T: See `TrainSequence`; bool.
     """
 
     logprobs_T: Tensor
@@ -51,6 +55,9 @@ class LossInputs:
     old_logprobs_T: Tensor
     rollout_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
+    stale_T: Tensor
+    sample_lengths_S: Tensor
+    selected_T: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +115,9 @@ class PolicyBackend(Protocol):
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
-        """Returns the same under the frozen weights that training started from.
+        """Returns the same under the frozen reference: the start weights, or another model.
+
+        With LoRA this is the model without its adapters, even if they started from a file.
 
         Raises:
             RuntimeError: The backend was built without a reference.
@@ -155,10 +164,20 @@ class PolicyBackend(Protocol):
         """Writes a Hugging Face model folder, which must not exist; all of it or nothing.
 
         The weights are those of `export_weights`, bit for bit; configuration, tokenizer and chat
-        template are those of the model that training started from.
+        template are those of the model that training started from. With LoRA the weights have the
+        adapter merged into them, and the folder `adapter` has it in PEFT's format.
 
         Raises:
             CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the LoRA adapter in PEFT's format to a folder, which must not exist.
+
+        Raises:
+            CheckpointError: It could not be written.
+            RuntimeError: The policy has no adapter.
         """
         ...
 

@@ -28,6 +28,7 @@ def token_weights(
     and M in total:
 
     - token-mean: 1 / M (DAPO, arXiv:2503.14476, equation 8).
+    - token-sum: 1.
     - seq-mean-token-sum: 1 / n.
     - seq-mean-token-mean: 1 / (n m_i) (GRPO, arXiv:2402.03300, equation 3).
     - seq-mean-token-sum-norm: 1 / (n aggregation_length) (Dr. GRPO, arXiv:2503.20783, section 3.2).
@@ -46,6 +47,8 @@ def token_weights(
     match aggregation:
         case "token-mean":
             return [1.0 / total] * len(counts)
+        case "token-sum":
+            return [1.0] * len(counts)
         case "seq-mean-token-sum":
             return [1.0 / trained] * len(counts)
         case "seq-mean-token-mean":
@@ -68,6 +71,8 @@ def input_length(sequence: TrainSequence) -> int:
 
 def has_gradient(sequence: TrainSequence) -> bool:
     """Returns whether any loss token has an advantage other than 0."""
+    if isinstance(sequence.advantages, float):
+        return bool(sequence.advantages) and any(sequence.loss_mask)
     return any(
         advantage and masked
         for advantage, masked in zip(sequence.advantages, sequence.loss_mask, strict=True)

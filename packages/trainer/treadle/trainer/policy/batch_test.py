@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ def sequence(mask: str, advantage: float = 1.0) -> TrainSequence:
     ("aggregation", "want"),
     [
         ("token-mean", [1 / 4, 1 / 4, 1 / 4]),
+        ("token-sum", [1.0, 1.0, 1.0]),
         ("seq-mean-token-sum", [1 / 2, 1 / 2, 1 / 2]),
         ("seq-mean-token-mean", [1 / 6, 0.0, 1 / 2]),
         ("seq-mean-token-sum-norm", [1 / 20, 1 / 20, 1 / 20]),
@@ -35,7 +37,7 @@ def test_token_weights(aggregation: LossAggregation, want: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "aggregation",
-    ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    get_args(LossAggregation),
 )
 @given(masks=st.lists(st.text(".x", max_size=12), min_size=1, max_size=5), data=st.data())
 def test_splitting_a_trajectory_into_samples_changes_no_weight(

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import PolicyConfig
-from treadle.trainer.policy.types import ElementType, StepStats, TrainSequence
+from treadle.trainer.policy.types import (
+    ElementType,
+    LossAggregation,
+    StepStats,
+    TrainSequence,
+)
 from treadle.trainer.rollout.server_security import ServerSecurity
 
 __all__ = [
     "AUTHKEY_VARIABLE",
+    "Alive",
     "Broadcast",
     "BroadcastReport",
     "Command",
@@ -24,21 +31,30 @@ __all__ = [
     "DeltaReport",
     "Done",
     "Failed",
+    "FineTune",
     "InitModel",
     "Load",
+    "LoadCritic",
+    "LogprobSums",
+    "MeasureReference",
+    "MeasuredReference",
     "OpenGroup",
     "OpenRendezvous",
     "Push",
     "PushSharedMemory",
     "PushTarget",
     "Save",
+    "SaveAdapter",
+    "SaveCritic",
     "SaveHf",
     "SendReport",
     "SharedMemoryTarget",
     "Specs",
     "Stop",
     "Update",
+    "UpdateCritic",
     "UpdateStats",
+    "Values",
     "WriteFiles",
 ]
 
@@ -56,8 +72,10 @@ class InitModel:
     """Join the other ranks and load the model. Answer: the optimizer steps taken, 0.
 
     Attributes:
-        with_reference: Whether to keep a copy of the weights as the reference policy.
+        with_reference: Whether to keep a reference policy.
+        reference_path: Its model's folder; None: a copy of the weights.
         local_rank: Which of the GPUs that the process sees is its own.
+        critic: The critic to load beside the policy; None: none.
     """
 
     config: PolicyConfig
@@ -68,6 +86,8 @@ class InitModel:
     master_addr: str
     master_port: int
     local_rank: int
+    reference_path: Path | None = None
+    critic: CriticConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +106,78 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateStats:
-    """The result of an `Update`.
+class MeasureReference:
+    """Compare the policy with the reference. Answer: `MeasuredReference` of rank 0, else None.
 
     Attributes:
-        broken: What is not finite after it, for a message; None: the policy is sound.
+        temperature: What the sequences were sampled with.
+    """
+
+    sequences: tuple[TrainSequence, ...]
+    algorithm: AlgorithmConfig
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredReference:
+    """What the reference says of a batch, before its updates; one [L] tuple per sequence each.
+
+    Attributes:
+        kl: Estimate of KL(policy || reference) at each loss token, in nats.
+        old_logprobs: For the update that follows, where it needs them.
+        ref_logprobs: The same.
+    """
+
+    kl: tuple[tuple[float, ...], ...]
+    old_logprobs: tuple[tuple[float, ...], ...] | None = None
+    ref_logprobs: tuple[tuple[float, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """Compute the critic's values. Answer of rank 0: [L] numbers per sequence; of others: None."""
+
+    sequences: tuple[TrainSequence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCritic:
+    """Take all optimizer steps of the critic of one batch. Answer: `UpdateStats`.
+
+    Attributes:
+        sequences: With values and returns.
+        algorithm: Says how a batch is split, and how losses are reduced.
+        epochs: Number of passes over the batch.
+        free_memory: See `Update`.
+    """
+
+    sequences: tuple[TrainSequence, ...]
+    algorithm: AlgorithmConfig
+    epochs: int
+    free_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTune:
+    """Take one optimizer step of supervised fine-tuning. Answer: `UpdateStats`."""
+
+    sequences: tuple[TrainSequence, ...]
+    aggregation: LossAggregation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobSums:
+    """Answer: of each sequence, the sum of its loss tokens' log-probabilities, in nats."""
+
+    sequences: tuple[TrainSequence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """The result of an `Update`, an `UpdateCritic` or a `FineTune`.
+
+    Attributes:
+        broken: What is not finite after it, for a message; None: the model is sound.
         logprobs_s: Seconds spent on old and reference log-probabilities; 0 if none was needed.
         mismatch: See `algorithms.mismatch`, over the whole batch. None means that the metrics of
             the first step have it, for what that step computed.
@@ -292,6 +379,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCritic:
+    """Write a checkpoint of the critic. Answer: None."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveHf:
     """Write the weights as a Hugging Face model directory, which must not exist. Answer: None."""
 
@@ -299,8 +393,22 @@ class SaveHf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAdapter:
+    """Write the LoRA adapter, in PEFT's format, as a new directory. Answer: None."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Read a checkpoint. Answer: the optimizer steps that it has taken."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCritic:
+    """Read a checkpoint of the critic. Answer: the optimizer steps that it has taken."""
 
     directory: Path
 
@@ -314,6 +422,11 @@ Command = (
     OpenRendezvous
     | InitModel
     | Update
+    | Values
+    | UpdateCritic
+    | FineTune
+    | LogprobSums
+    | MeasureReference
     | Specs
     | ComputeDelta
     | Push
@@ -322,10 +435,28 @@ Command = (
     | OpenGroup
     | Broadcast
     | Save
+    | SaveCritic
     | SaveHf
+    | SaveAdapter
     | Load
+    | LoadCritic
     | Stop
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """A sign of life: a rank's first message, and one every so often while a command runs.
+
+    Attributes:
+        pid: Of the rank's process.
+        node: Name of the machine.
+        place: What the rank executes, as `module:line, in function`.
+    """
+
+    pid: int
+    node: str
+    place: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,9 +61,16 @@ def accept_driver(listener: Listener, key: bytes) -> "Connection[Any, Any]":
 
 
 def connect_to_rank(
-    host: str, port: int, key: bytes, *, deadline_s: float
+    host: str, port: int, key: bytes, *, deadline_s: float, given_up: threading.Event
 ) -> "Connection[Any, Any]":
     """Connects the driver to a rank; tries again while strangers hold all of its places.
+
+    Args:
+        host: Of the rank.
+        port: Of the rank.
+        key: Of the run.
+        deadline_s: When to stop trying.
+        given_up: Set when nobody waits any more, so that the thread ends.
 
     Raises:
         AuthenticationError: Somebody else listens there.
@@ -74,6 +81,5 @@ def connect_to_rank(
         try:
             return Client((host, port), authkey=key)
         except (EOFError, OSError):
-            if time.monotonic() > end:
+            if time.monotonic() > end or given_up.wait(_RETRY_S):
                 raise
-            time.sleep(_RETRY_S)

@@ -26,7 +26,9 @@ class _Rank:
             self.heard.append(connection.recv())
 
     def greet(self) -> None:
-        with connect_to_rank(*self.address, _KEY, deadline_s=10) as driver:
+        with connect_to_rank(
+            *self.address, _KEY, deadline_s=10, given_up=threading.Event()
+        ) as driver:
             driver.send("hello")
             self._thread.join(10)
         assert self.heard == ["hello"]

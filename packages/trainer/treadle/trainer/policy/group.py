@@ -2,16 +2,18 @@
 
 Invariant: a command goes to every rank before any answer is awaited; commands do not overlap.
 The caller waits in `call`; one thread per rank waits for that rank's answer. A rank that dies
-closes its connection, which wakes its thread at once. The group is then broken: `call` raises
-`PolicyError` with the root cause (the rank whose failure is not the loss of another rank), and the
-group can only be closed. Closing ends the processes, which frees every thread.
+closes its connection, which wakes its thread at once; one that gives no sign of life for
+`policy.unresponsive_s` is dead too. The group is then broken: `call` raises `PolicyError` with the
+root cause (the rank whose failure is not the loss of another rank), and the group can only be
+closed. Closing ends the processes, which frees every thread.
 """
 
 import asyncio
 import logging
 import pickle
 import secrets
-from collections.abc import Sequence, Set
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +23,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from treadle.agent_loop.aio import concurrently
+from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessSpec, wait_until_ended
 from treadle.trainer.policy.commands import (
     AUTHKEY_VARIABLE,
+    Alive,
     Command,
     Done,
     Failed,
@@ -35,6 +39,7 @@ from treadle.trainer.policy.commands import (
     Stop,
 )
 from treadle.trainer.policy.driver_connection import connect_to_rank
+from treadle.trainer.policy.signs_of_life import Silence, beat_s
 
 __all__ = ["PolicyError", "PolicyGroup"]
 
@@ -55,11 +60,25 @@ class PolicyError(RuntimeError):
         self.from_input = from_input
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rank:
+    """One rank.
+
+    Attributes:
+        sign: Its latest sign of life.
+        signs: How many it has given.
+    """
+
     number: int
     process: Process
     connection: "Connection[Any, Any]"
+    sign: Alive
+    signs: int = 1
+
+    @property
+    def process_text(self) -> str:
+        """What it is to the operating system, for a message."""
+        return f"pid {self.sign.pid} on {self.sign.node}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +103,18 @@ class PolicyGroup:
         model_path: Path,
         *,
         with_reference: bool,
+        reference_path: Path | None = None,
         threads: int,
         gpus_per_rank: float,
         start_deadline_s: float,
+        critic: CriticConfig | None = None,
     ) -> None:
         self._launcher = launcher
         self._config = config
         self._model_path = model_path
         self._with_reference = with_reference
+        self._reference_path = reference_path
+        self._critic = critic
         self._threads = threads
         self._gpus_per_rank = gpus_per_rank
         self._start_deadline_s = start_deadline_s
@@ -130,12 +153,14 @@ class PolicyGroup:
                     config=self._config,
                     model_path=self._model_path,
                     with_reference=self._with_reference,
+                    reference_path=self._reference_path,
                     rank=number,
                     world_size=size,
                     master_addr=address,
                     master_port=port,
                     # Ray shows each process only its own GPUs, so its GPU is the first one.
                     local_rank=0 if self._gpus_per_rank else number,
+                    critic=self._critic,
                 )
                 for number in range(size)
             ]
@@ -146,23 +171,44 @@ class PolicyGroup:
             ProcessSpec(
                 name=f"policy-{number}",
                 module="treadle.trainer.policy.rank",
-                args=("--host", "{host}"),
+                args=("--host", "{host}", "--beat_s", str(beat_s(self._config.unresponsive_s))),
                 env={AUTHKEY_VARIABLE: self._key.hex(), **thread_variables(self._threads)},
                 gpus=self._gpus_per_rank,
             )
         )
         host, _, port = (await process.ready(self._start_deadline_s)).rpartition(":")
-        deadline_s = self._start_deadline_s
-        connect = partial(connect_to_rank, host, int(port), self._key, deadline_s=deadline_s)
+        return await self._connect(number, process, host, int(port))
+
+    async def _connect(self, number: int, process: Process, host: str, port: int) -> _Rank:
+        """Connects to a rank that has started.
+
+        Raises:
+            PolicyError: It ended meanwhile, or took no connection in time.
+        """
+        deadline_s, given_up = self._start_deadline_s, threading.Event()
+        connect = partial(
+            _connect, number, process, host, port, self._key, deadline_s, given_up=given_up
+        )
+        connecting = asyncio.get_running_loop().run_in_executor(self._pool, connect)
+        ended = asyncio.create_task(process.wait(), name=f"end of policy-{number}")
         try:
             async with asyncio.timeout(deadline_s):  # also if the rank stands still meanwhile
-                connection = await asyncio.get_running_loop().run_in_executor(self._pool, connect)
+                waits: set[asyncio.Future[Any]] = {connecting, ended}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if not connecting.done():
+                    raise await self._lost(number, process)
+                return await connecting
         except (AuthenticationError, EOFError, OSError) as error:
+            hung_up = isinstance(error, EOFError)
+            if hung_up and await wait_until_ended(process, _GRACE_S) is not None:
+                raise await self._lost(number, process) from error
             raise PolicyError(
                 f"policy rank {number} at {host}:{port} took no connection within {deadline_s:g} s "
                 f"(launch.start_deadline_s): {type(error).__name__}: {error}"
             ) from error
-        return _Rank(number, process, connection)
+        finally:
+            given_up.set()
+            ended.cancel()
 
     async def call(self, command: Command) -> list[Any]:
         """Sends a command to all ranks and returns their answers, by rank.
@@ -180,25 +226,40 @@ class PolicyGroup:
 
         def exchange(rank: _Rank, command: Command) -> "asyncio.Future[Done | Failed | _Lost]":
             payload = payloads[id(command)]
-            return loop.run_in_executor(self._pool, _round_trip, rank.connection, payload)
+            return loop.run_in_executor(self._pool, _round_trip, rank, payload)
 
-        waits = [
-            exchange(rank, command)
+        asked = {
+            exchange(rank, command): (rank, command)
             for rank, command in zip(self._ranks, commands, strict=True)
             if command is not None
-        ]
+        }
+        waits = list(asked)
         self._broken = True  # until every answer has arrived
         pending = set(waits)
-        patience_s = self._PATIENCE_S
+        silence = Silence(self._config.unresponsive_s)
+        began, patience_s = loop.time(), self._PATIENCE_S
+        next_look = began + silence.look_s
         while pending:
             ended, pending = await asyncio.wait(
-                pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                pending,
+                timeout=max(0.0, min(next_look, began + patience_s) - loop.time()),
+                return_when=asyncio.FIRST_COMPLETED,
             )
-            if not ended:
-                self._tell_of_wait(commands, waits, pending, patience_s)
-                patience_s *= 2
             if any(not isinstance(task.result(), Done) for task in ended):
                 break
+            if ended:
+                continue
+            now = loop.time()
+            late = [asked[task] for task in waits if task in pending]
+            if now >= next_look:
+                next_look = now + silence.look_s
+                dead = silence.look((rank.number, rank.signs) for rank, _ in late)
+                if dead:
+                    silent = [each for each in late if each[0].number in dead]
+                    raise await self._dead(silent, now - began)
+            if now >= began + patience_s:
+                _tell_of_wait(late, silence, patience_s)
+                patience_s *= 2
         if pending:  # the first failure may only be the loss of the rank that failed
             await asyncio.wait(pending, timeout=_GRACE_S)
         answers = [task.result() if task.done() else None for task in waits]
@@ -208,26 +269,18 @@ class PolicyGroup:
         self._broken = False
         return [answer.value for answer in done]
 
-    def _tell_of_wait(
-        self,
-        commands: Sequence[Command | None],
-        waits: Sequence["asyncio.Future[Any]"],
-        pending: Set["asyncio.Future[Any]"],
-        waited_s: float,
-    ) -> None:
-        """Says which ranks have not answered: one that stands still looks like one at work."""
-        asked = [number for number, command in enumerate(commands) if command is not None]
-        late = [number for number, wait in zip(asked, waits, strict=True) if wait in pending]
-        what = type(commands[late[0]]).__name__
-        names = ", ".join(str(number) for number in late)
-        _log.warning(
-            "no answer to %s for %g s from policy rank %s: it works, or its process stands still "
-            "(see `ps`, and policy-%d.log)",
-            what,
-            waited_s,
-            names,
-            late[0],
-        )
+    async def _dead(self, ranks: Sequence[tuple[_Rank, Command]], waited_s: float) -> PolicyError:
+        """Returns the error about ranks that give no sign of life."""
+        limit_s = self._config.unresponsive_s
+        told = [
+            f"policy rank {rank.number} ({rank.process_text}) stands still: it was given "
+            f"{type(command).__name__} {waited_s:.3g} s ago, and has given no sign of life for "
+            f"{limit_s:g} s (policy.unresponsive_s); it gave the last one at {rank.sign.place}"
+            for rank, command in ranks
+        ]
+        rank = ranks[0][0]
+        tail = await rank.process.log_tail()
+        return PolicyError("\n".join(told) + f"\nThe log of rank {rank.number} ends with:\n{tail}")
 
     async def _explain(self, answers: Sequence[Done | Failed | _Lost | None]) -> PolicyError:
         """Returns the failure that is not the consequence of another rank's."""
@@ -243,9 +296,19 @@ class PolicyGroup:
             message = answer.message.partition(": ")[2]
             return PolicyError(message, from_input=True)
         if isinstance(answer, Failed):
-            return PolicyError(
-                f"policy rank {number} failed: {answer.message}\n{answer.traceback.rstrip()}"
+            limit = (
+                "\n(no rank is gone; an operation with the others may take "
+                f"policy.collective_timeout_s={self._config.collective_timeout_s:g})"
+                if answer.kind == "peer"
+                else ""
             )
+            return PolicyError(
+                f"policy rank {number} failed: {answer.message}{limit}\n{answer.traceback.rstrip()}"
+            )
+        return await self._lost(number, process)
+
+    async def _lost(self, number: int, process: Process) -> PolicyError:
+        """Returns how a rank ended that answers no more."""
         status = await wait_until_ended(process, _GRACE_S)
         ended = describe_exit(status) if status is not None else "closed its connection"
         return PolicyError(
@@ -266,11 +329,47 @@ class PolicyGroup:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _round_trip(connection: "Connection[Any, Any]", payload: bytes) -> Done | Failed | _Lost:
+def _connect(
+    number: int,
+    process: Process,
+    host: str,
+    port: int,
+    key: bytes,
+    deadline_s: float,
+    *,
+    given_up: threading.Event,
+) -> _Rank:
+    connection = connect_to_rank(host, port, key, deadline_s=deadline_s, given_up=given_up)
+    sign = connection.recv()
+    assert isinstance(sign, Alive)
+    return _Rank(number, process, connection, sign)
+
+
+def _round_trip(rank: _Rank, payload: bytes) -> Done | Failed | _Lost:
+    """Waits for the answer, and keeps the signs of life that come before it."""
     try:
-        connection.send_bytes(payload)
-        answer = connection.recv()
+        rank.connection.send_bytes(payload)
+        while isinstance(answer := rank.connection.recv(), Alive):
+            rank.sign = answer
+            rank.signs += 1
     except (EOFError, OSError):
         return _Lost()
     assert isinstance(answer, Done | Failed)
     return answer
+
+
+def _tell_of_wait(late: Sequence[tuple[_Rank, Command]], silence: Silence, waited_s: float) -> None:
+    """Says what the ranks do that have not answered: one that stands still, or one at work."""
+    doing = []
+    for rank, _ in late:
+        silent_s = silence.silent_s(rank.number)
+        if silent_s > max(2.0, 2 * silence.look_s):
+            doing.append(
+                f"rank {rank.number} ({rank.process_text}) has given no sign of life for "
+                f"{silent_s:.3g} s"
+            )
+        else:
+            doing.append(f"rank {rank.number} is at {rank.sign.place}")
+    _log.warning(
+        "no answer to %s for %g s: policy %s", type(late[0][1]).__name__, waited_s, "; ".join(doing)
+    )

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import os
+import platform
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.launch.local import LocalLauncher, LocalProcess
 from treadle.trainer.launch.process import ProcessSpec, wait_until_ended
 from treadle.trainer.policy.commands import Save, Specs, Update, UpdateStats
+from treadle.trainer.policy.driver_connection import connect_to_rank
 from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
 
@@ -59,9 +62,17 @@ class _KeepingLauncher(LocalLauncher):
 
 @asynccontextmanager
 async def _group(
-    tmp_path: Path, model_path: Path, parallel: ParallelConfig | None = None
+    tmp_path: Path,
+    model_path: Path,
+    parallel: ParallelConfig | None = None,
+    *,
+    unresponsive_s: float | None = None,
+    collective_timeout_s: float = 60.0,
 ) -> AsyncIterator[tuple[PolicyGroup, _KeepingLauncher]]:
-    config = PolicyConfig(parallel=parallel or ParallelConfig())
+    """Starts a group; `unresponsive_s` counts from then on, for an import gives no sign of life."""
+    config = PolicyConfig(
+        parallel=parallel or ParallelConfig(), collective_timeout_s=collective_timeout_s
+    )
     async with (
         _KeepingLauncher(tmp_path / "logs") as launcher,
         PolicyGroup(
@@ -74,11 +85,13 @@ async def _group(
             start_deadline_s=60.0,
         ) as group,
     ):
+        if unresponsive_s is not None:
+            group._config = config.model_copy(update={"unresponsive_s": unresponsive_s})
         yield group, launcher
 
 
 class _Continue(logging.Handler):
-    """Lets a stopped process go on when a warning comes."""
+    """Lets a stopped process go on when a warning of its silence comes."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(logging.WARNING)
@@ -87,7 +100,8 @@ class _Continue(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
-        os.kill(self.pid, signal.SIGCONT)
+        if "no sign of life" in self.said[-1]:
+            os.kill(self.pid, signal.SIGCONT)
 
 
 @pytest.mark.asyncio
@@ -95,7 +109,7 @@ async def test_a_rank_that_stands_still_is_named_and_waited_for(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PolicyGroup, "_PATIENCE_S", 0.05)
-    async with _group(tmp_path, model_path) as (group, launcher):
+    async with _group(tmp_path, model_path, unresponsive_s=10.0) as (group, launcher):
         pid = launcher.processes["policy-0"].pid
         handler = _Continue(pid)
         logger = logging.getLogger("treadle.trainer.policy.group")
@@ -106,7 +120,50 @@ async def test_a_rank_that_stands_still_is_named_and_waited_for(
         finally:
             os.kill(pid, signal.SIGCONT)
             logger.removeHandler(handler)
-    assert "no answer to Specs for 0.05 s from policy rank 0: it works, or its" in handler.said[0]
+    assert "no answer to Specs for 0.05 s: policy rank 0 is at " in handler.said[0]
+    assert f"policy rank 0 (pid {pid} on " in handler.said[-1]
+    assert ") has given no sign of life for " in handler.said[-1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(300)
+async def test_a_rank_without_a_sign_of_life_is_dead_and_named(
+    tmp_path: Path, model_path: Path
+) -> None:
+    parallel = ParallelConfig(data=2)
+    async with _group(tmp_path, model_path, parallel, unresponsive_s=3.0) as (group, launcher):
+        pid = launcher.processes["policy-1"].pid
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(PolicyError) as error:
+            await group.call(
+                Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+            )
+    text = str(error.value)
+    assert f"policy rank 1 (pid {pid} on {platform.node()}) stands still: it was given " in text
+    assert "it was given Update 3" in text
+    assert "no sign of life for 3 s (policy.unresponsive_s); it gave the last one at " in text
+    assert "rank 0" not in text
+    ends = [await wait_until_ended(process, 0) for process in launcher.processes.values()]
+    assert ends[1] == -signal.SIGKILL
+    assert None not in ends
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(300)
+async def test_ranks_that_wait_for_each_other_for_ever_live_until_the_limit_of_the_operation(
+    tmp_path: Path, model_path: Path
+) -> None:
+    """Rank 0 waits in a collective operation to which rank 1 never comes, and both are well."""
+    parallel = ParallelConfig(data=2)
+    limits = {"unresponsive_s": 4.0, "collective_timeout_s": 15.0}
+    async with _group(tmp_path, model_path, parallel, **limits) as (group, _):
+        began = asyncio.get_running_loop().time()
+        update = Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+        with pytest.raises(PolicyError, match="policy rank 0 failed: ") as error:
+            await group._exchange([update, None])
+        assert asyncio.get_running_loop().time() - began >= limits["collective_timeout_s"]
+    assert "policy.collective_timeout_s=15" in str(error.value)
 
 
 def _sequences() -> tuple[TrainSequence, ...]:
@@ -177,6 +234,41 @@ async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
         async with _group(tmp_path, tmp_path / "nowhere"):
             raise AssertionError("it started")
     assert error.value.from_input
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_rank_that_ends_before_the_driver_has_reached_it_is_named(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = LocalProcess.ready
+
+    async def ready_and_killed(process: LocalProcess, deadline_s: float) -> str:
+        address = await ready(process, deadline_s)
+        os.kill(process.pid, signal.SIGKILL)
+        return address
+
+    monkeypatch.setattr(LocalProcess, "ready", ready_and_killed)
+    with pytest.raises(PolicyError, match="policy rank 0 was ended by SIGKILL"):
+        async with asyncio.timeout(50), _group(tmp_path, model_path):
+            raise AssertionError("there is no rank")
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_rank_that_ends_before_its_first_sign_of_life_is_named(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect_and_kill(*address: Any, **limits: Any) -> Any:
+        connection = connect_to_rank(*address, **limits)
+        sign = connection.recv()  # the driver finds none
+        os.kill(sign.pid, signal.SIGKILL)
+        return connection
+
+    monkeypatch.setattr("treadle.trainer.policy.group.connect_to_rank", connect_and_kill)
+    with pytest.raises(PolicyError, match="policy rank 0 was ended by SIGKILL"):
+        async with asyncio.timeout(50), _group(tmp_path, model_path):
+            raise AssertionError("there is no rank")
 
 
 @pytest.mark.asyncio

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Final
 
-__all__ = ["INDEX", "SINGLE", "missing_weights"]
+__all__ = ["ADAPTER", "INDEX", "SINGLE", "missing_weights"]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+ADAPTER: Final = "adapter"
+"""Folder with the LoRA adapter in PEFT's format, beside weights that contain it."""
 
 
 def missing_weights(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,10 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treadle.trainer.policy.hf_files import INDEX, SINGLE
+from treadle.trainer.policy.hf_files import ADAPTER, INDEX, SINGLE
 from treadle.trainer.policy.types import NamedTensor
 
-_NOT_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
+_NOT_COPIED: Final = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt"),
+    ADAPTER,  # of the run that made the folder; it is in these weights already
+)
 
 
 class WeightsReader:
@@ -75,7 +78,12 @@ class WeightsReader:
 
 
 def write_folder(
-    tensors: Iterable[NamedTensor], folder: Path, *, like: Path, shard_bytes: int = 2 << 30
+    tensors: Iterable[NamedTensor],
+    folder: Path,
+    *,
+    like: Path,
+    shard_bytes: int = 2 << 30,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a model folder that transformers can load.
 
@@ -85,6 +93,7 @@ def write_folder(
         like: A model folder whose config, tokenizer and chat template are copied; the config
             gets the element type of the weights.
         shard_bytes: Maximum size of a file, unless one tensor is larger.
+        beside: Writes more files into the folder that it is given, which is renamed afterwards.
 
     Raises:
         FileExistsError: `folder` exists.
@@ -95,9 +104,11 @@ def write_folder(
     building = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(building, ignore_errors=True)
     try:
-        shutil.copytree(like, building, ignore=shutil.ignore_patterns(*_NOT_WEIGHTS))
+        shutil.copytree(like, building, ignore=shutil.ignore_patterns(*_NOT_COPIED))
         element_types = _write_shards(tensors, building, shard_bytes)
         _write_element_type(building / "config.json", element_types)
+        if beside is not None:
+            beside(building)
         building.rename(folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)

@@ -2,11 +2,13 @@
 
 It listens on its host, writes the address to its ready file, accepts one authenticated connection
 and executes commands in order until `Stop`, the end of the connection, or a command that raises.
+While it executes one, it gives the driver signs of life.
 Then the cause goes to the driver and the process exits, because the other ranks may be waiting for
 it inside a collective operation and only the end of the process frees them.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import logging
 import socket
@@ -17,6 +19,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from treadle.agent_loop import SetupError
 from treadle.trainer.launch.environment import read_authkey
 from treadle.trainer.launch.process import watch_parent, write_ready
 from treadle.trainer.policy.backend import CheckpointError
@@ -26,23 +29,33 @@ from treadle.trainer.policy.commands import (
     ComputeDelta,
     Done,
     Failed,
+    FineTune,
     InitModel,
     Load,
+    LoadCritic,
+    LogprobSums,
+    MeasureReference,
     OpenGroup,
     OpenRendezvous,
     Push,
     PushSharedMemory,
     Save,
+    SaveAdapter,
+    SaveCritic,
     SaveHf,
     Specs,
     Stop,
     Update,
+    UpdateCritic,
+    Values,
     WriteFiles,
 )
 from treadle.trainer.policy.driver_connection import accept_driver
+from treadle.trainer.policy.signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.backend import MegatronPolicy
+    from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
     from treadle.trainer.weight_sync.delta import DeltaSender
     from treadle.trainer.weight_sync.transports.collective import CollectiveSender
     from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
@@ -67,6 +80,7 @@ class PolicyRank:
         self._rank = 0
         self._listener: socket.socket | None = None
         self._policy: MegatronPolicy | None = None
+        self._critic: MegatronCritic | None = None
         self._sender: SharedMemorySender | None = None
         self._collective: CollectiveSender | None = None
         self._delta: DeltaSender | None = None
@@ -98,6 +112,26 @@ class PolicyRank:
                     temperature=command.temperature,
                     free_memory=command.free_memory,
                 )
+            case MeasureReference():
+                from treadle.trainer.training_loop.train_batch import measure_reference
+
+                measured = measure_reference(
+                    policy,
+                    command.sequences,
+                    command.algorithm,
+                    temperature=command.temperature,
+                )
+                return measured if self._rank == 0 else None
+            case Values() | UpdateCritic() | SaveCritic() | LoadCritic():
+                return self._execute_with_critic(command)
+            case FineTune():
+                from treadle.trainer.sft.fine_tune import run_fine_tune
+
+                return run_fine_tune(policy, command.sequences, command.aggregation)
+            case LogprobSums():
+                from treadle.trainer.sft.fine_tune import logprob_sums
+
+                return logprob_sums(policy, command.sequences)
             case Specs():
                 return policy.weight_specs()
             case ComputeDelta():
@@ -129,9 +163,38 @@ class PolicyRank:
             case SaveHf():
                 policy.save_hf(command.directory)
                 return None
+            case SaveAdapter():
+                policy.save_adapter(command.directory)
+                return None
             case Load():
                 policy.load(command.directory)
                 return policy.step
+
+    def _execute_with_critic(
+        self, command: Values | UpdateCritic | SaveCritic | LoadCritic
+    ) -> object:
+        critic = self._critic
+        assert critic is not None, "InitModel has built it"
+        match command:
+            case Values():
+                values = critic.values(command.sequences)
+                return tuple(values) if self._rank == 0 else None
+            case UpdateCritic():
+                from treadle.trainer.training_loop.train_batch import run_critic_update
+
+                return run_critic_update(
+                    critic,
+                    command.sequences,
+                    command.algorithm,
+                    epochs=command.epochs,
+                    free_memory=command.free_memory,
+                )
+            case SaveCritic():
+                critic.save(command.directory)
+                return None
+            case LoadCritic():
+                critic.load(command.directory)
+                return critic.step
 
     def _delta_sender(self) -> "DeltaSender":
         from treadle.trainer.weight_sync.delta import DeltaSender
@@ -148,8 +211,11 @@ class PolicyRank:
         return self._collective
 
     def _build(self, command: InitModel) -> int:
-        from treadle.trainer.policy.megatron.backend import MegatronPolicy
-        from treadle.trainer.policy.megatron.parallel import Rendezvous
+        # Megatron imports it where it is installed, and it then makes temporary directories which a
+        # killed process leaves behind.
+        with _hidden("wandb"):
+            from treadle.trainer.policy.megatron.backend import MegatronPolicy
+            from treadle.trainer.policy.megatron.parallel import Rendezvous
 
         self._rank = command.rank
         self._policy = MegatronPolicy(
@@ -162,17 +228,46 @@ class PolicyRank:
                 master_port=command.master_port,
                 listener=self._listener.detach() if self._listener is not None else None,
                 local_rank=command.local_rank,
+                timeout_s=command.config.collective_timeout_s,
             ),
             keep_reference=command.with_reference,
+            reference_path=command.reference_path,
         )
+        if command.critic is not None:
+            from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
+
+            self._critic = MegatronCritic(
+                self._policy, command.critic, command.config, command.model_path
+            )
         return self._policy.step
 
 
-def serve(connection: "Connection[Any, Any]", rank: PolicyRank) -> bool:
-    """Executes commands until told to stop; returns False after one that raised."""
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Lets a module look like one that is not installed, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+def serve(connection: "Connection[Any, Any]", rank: PolicyRank, *, beat_s: float) -> bool:
+    """Executes commands until told to stop; returns False after one that raised.
+
+    Args:
+        connection: To the driver, which gets a sign of life at once.
+        rank: Executes the commands.
+        beat_s: Time between two signs of life while a command runs.
+    """
+    signs = SignsOfLife(connection, beat_s=beat_s)
     for command in _commands(connection):
         try:
-            value = rank.execute(command)
+            with signs:
+                value = rank.execute(command)
         except Exception as error:
             logging.getLogger(__name__).exception("%s failed", type(command).__name__)
             connection.send(
@@ -200,7 +295,11 @@ def _commands(connection: "Connection[Any, Any]") -> Iterator[Command]:
 def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", "peer", "bug"]:
     if isinstance(error, CheckpointError):
         return "checkpoint"
+    if isinstance(error, SetupError):
+        return "input"
     if isinstance(command, InitModel) and isinstance(error, ValueError | FileNotFoundError):
+        return "input"
+    if isinstance(command, WriteFiles) and isinstance(error, OSError):
         return "input"
     return "peer" if _raised_by_communication(error) else "bug"
 
@@ -224,6 +323,7 @@ def main(argv: Sequence[str]) -> int:
     """Serves one driver; returns exit status 0 if no command raised."""
     parser = argparse.ArgumentParser(prog="python -m treadle.trainer.policy.rank")
     parser.add_argument("--host", required=True)
+    parser.add_argument("--beat_s", type=float, required=True)
     parser.add_argument("--parent_pid", type=int, required=True)
     parser.add_argument("--ready_file", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -234,7 +334,8 @@ def main(argv: Sequence[str]) -> int:
         address: tuple[str, int] = listener.address  # type: ignore[assignment]
         write_ready(args.ready_file, f"{address[0]}:{address[1]}")
         with accept_driver(listener, read_authkey()) as connection:
-            return 0 if serve(connection, PolicyRank(args.host)) else 1
+            ended_well = serve(connection, PolicyRank(args.host), beat_s=args.beat_s)
+            return 0 if ended_well else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Shape suffix: L tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -18,11 +18,22 @@ if TYPE_CHECKING:
 ElementType = Literal["float32", "bfloat16"]
 
 LossAggregation = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
+
+SharePrefixes = Literal["auto", "always", "never"]
 
 LOGPROB_FIELDS: Final = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 """Optional fields of `TrainSequence`; a batch has each for all of its sequences or for none."""
+
+_ALIGNED: Final = (
+    *("loss_mask", "advantages", "stale", "selected", "values", "returns"),
+    *LOGPROB_FIELDS,
+)
 
 
 # --- what a step takes and gives -----------------------------------------------------------------
@@ -38,7 +49,7 @@ class TrainSequence:
     Attributes:
         ids: Token ids.
         loss_mask: True for tokens that the policy sampled and that are trained on.
-        advantages: Advantage per token.
+        advantages: Advantage per token; one number if all tokens have the same.
         rollout_logprobs: As the rollout engine reported them when it sampled; None if no engine
             did.
         old_logprobs: Of the policy at the start of this batch of updates. None means the policy in
@@ -51,6 +62,11 @@ class TrainSequence:
         stale: True for tokens that depend on older weights than the policy's: sampled from them,
             or after such a token in the same completion, whose cache they filled. None means that
             there are none.
+        selected: True for tokens that `algorithms.token_selection` chose in the whole mini-batch.
+            Losses of covariances need them; otherwise None.
+        values: The critic's, of the state before each loss token, at the start of this batch of
+            updates; None without a critic.
+        returns: What the critic is to estimate; None without a critic.
 
     Raises:
         ValueError: Lengths differ, there are fewer than two ids, or the first token is in the loss
@@ -59,24 +75,35 @@ class TrainSequence:
 
     ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    advantages: tuple[float, ...]
+    advantages: float | tuple[float, ...]
     rollout_logprobs: tuple[float, ...] | None = None
     old_logprobs: tuple[float, ...] | None = None
     ref_logprobs: tuple[float, ...] | None = None
     trajectory: int | None = None
     stale: tuple[bool, ...] | None = None
+    selected: tuple[bool, ...] | None = None
+    values: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks the alignment that the docstring promises."""
         length = len(self.ids)
         if length < 2:
             raise ValueError(f"a sequence needs at least 2 ids, got {length}")
-        for name in ("loss_mask", "advantages", "stale", *LOGPROB_FIELDS):
-            values = getattr(self, name)
-            if values is not None and len(values) != length:
-                raise ValueError(f"{name} has {len(values)} entries for {length} ids")
+        for name in _ALIGNED:
+            entries = getattr(self, name)
+            if entries is None or isinstance(entries, float):
+                continue
+            if len(entries) != length:
+                raise ValueError(f"{name} has {len(entries)} entries for {length} ids")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but the first token has no log-probability")
+
+    def advantages_at(self, places: Sequence[int]) -> list[float]:
+        """Returns the advantages of the tokens at some places."""
+        if isinstance(self.advantages, float):
+            return [self.advantages] * len(places)
+        return [self.advantages[t] for t in places]
 
     @property
     def num_loss_tokens(self) -> int:
@@ -96,7 +123,9 @@ class StepStats:
         learning_rate: Of this step.
         num_sequences: Number of sequences in the batch.
         num_computed: Sequences that went through the model; the others had no gradient to give.
-        num_tokens: Tokens that went through the model.
+        num_tokens: Tokens of the sequences that went through the model.
+        num_rows: Rows that the model computed for them: fewer than tokens where prefixes are
+            shared, more by the padding that sequence parallelism needs.
         num_loss_tokens: Tokens in the loss masks of all sequences, computed or not.
         num_micro_batches: Of the rank with the most.
         time_s: Duration.
@@ -111,6 +140,7 @@ class StepStats:
     num_sequences: int
     num_computed: int
     num_tokens: int
+    num_rows: int
     num_loss_tokens: int
     num_micro_batches: int
     time_s: float

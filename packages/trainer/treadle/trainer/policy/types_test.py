@@ -18,6 +18,7 @@ GOOD: dict[str, Any] = {
     [
         ({"ids": (1,), "loss_mask": (False,), "advantages": (0.0,)}, "at least 2 ids, got 1"),
         ({"advantages": (1.0,)}, "advantages has 1 entries for 3 ids"),
+        ({"returns": (0.0,)}, "returns has 1 entries for 3 ids"),
         ({"old_logprobs": (0.0,) * 4}, "old_logprobs has 4 entries for 3 ids"),
         ({"loss_mask": (True, True, True)}, "first token has no log-probability"),
     ],

@@ -4,11 +4,13 @@ Invariant: a check reads and does not write, and starts nothing that outlives it
 own preconditions hold is made, so all problems are said at once and none is the consequence of
 another. `--dry-run` and a run make the same checks: what one says, the other does too.
 
-Not known before a start: whether servers and policy fit their devices, and what a Ray cluster has.
+Not known before a start: whether servers and policy fit their devices (the plan has an estimate of
+a policy rank's memory), and what a Ray cluster has.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,8 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import LoopRegistry, RewardFn, SetupError
-from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
+from treadle.trainer.checkpoint.begin_or_resume import (
+    ResumePoint,
+    check_run_directory,
+    check_steps_left,
+)
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
+from treadle.trainer.config.algorithm import LOSS_NAMES
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import (
@@ -37,20 +44,27 @@ from treadle.trainer.data.load_data import (
     load_renderer,
     load_reward,
 )
+from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
-from treadle.trainer.preflight.describe import describe
+from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.model_checks import (
     check_config_file,
     check_parallel,
+    check_reference,
     check_vocabulary,
     check_weights,
     read_architecture,
 )
-from treadle.trainer.preflight.process_checks import check_launcher, check_rows_left
+from treadle.trainer.preflight.process_checks import (
+    check_estimator,
+    check_launcher,
+    check_loggers,
+    check_rows_left,
+)
 from treadle.trainer.preflight.without_torch import transformers_without_torch
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
@@ -123,8 +137,10 @@ class _Checks:
         self._fitting: list[str] = []
         self._reward: RewardFn | None = None
         self._architecture: Architecture | None = None
+        self._reference: Architecture | None = None
         self._renderer: HfRenderer | None = None
         self._prompts: dict[str, PromptSet] = {}
+        self._resume: ResumePoint | None = None
         self._plan: Plan | None = None
         self._server_answer: str | None = None
 
@@ -135,15 +151,21 @@ class _Checks:
         """Reads the rows; looks at the run directory."""
         data = self._config.data
         with self._check():
-            self._rows["train"] = read_rows(data.train_files)
-        if data.val_files:
+            reader = None if data.reader is None else load_reader(data.reader)
             with self._check():
-                self._rows["val"] = read_rows(data.val_files, limit=data.max_val_rows)
+                self._rows["train"] = read_rows(
+                    data.train_files, reader=reader, in_files=data.streaming
+                )
+            if data.val_files:
+                with self._check():
+                    self._rows["val"] = read_rows(
+                        data.val_files, limit=data.max_val_rows, reader=reader
+                    )
         with self._check():
-            check_run_directory(self._run_dir, self._config)
+            self._resume = check_run_directory(self._run_dir, self._config)
 
     def own_code(self) -> None:
-        """Loads loops, tools, interactions and the reward; compares them with the rows."""
+        """Loads loops, tools, interactions, reward, loss and estimator; looks at the rows."""
         config, own = self._config, self._own
         loops: LoopRegistry | None = None
         with self._check():
@@ -160,12 +182,20 @@ class _Checks:
                     default = config.agent.default_loop
                     check_row_loops(rows, split=split, loops=loops, default_loop=default)
         with self._check():
-            every = [row for rows in self._rows.values() for row in rows]
+            check_estimator(config)
+        with self._check():
+            every = itertools.chain.from_iterable(self._rows.values())
             self._reward = load_reward(config, every, own)
+        if config.algorithm.loss not in LOSS_NAMES:
+            with self._check():
+                # Needs torch, which a loss of the user's own needs too.
+                from treadle.trainer.algorithms.choose_loss import check_loss
+
+                check_loss(config.algorithm)
         if own.reward is None:
             for split, rows in self._rows.items():
                 with self._check():
-                    check_ground_truth(config, rows, split=split)
+                    check_ground_truth(config, rows, split=split, reward=self._reward)
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer."""
@@ -196,6 +226,9 @@ class _Checks:
         if self._architecture is not None and self._renderer is not None:
             with self._check():
                 check_vocabulary(folder, self._architecture, self._renderer)
+        if (reference := config.algorithm.reference_path) is not None:
+            with self._check():
+                self._reference = check_reference(reference, folder, config.policy.parallel)
 
     def prompts(self) -> None:
         """Renders the prompt of every row."""
@@ -218,6 +251,9 @@ class _Checks:
                     num_val_rows=len(self._rows.get("val", ())),
                     cpus=cpu_count(),
                 )
+        if self._plan is not None and self._resume is not None:
+            with self._check():
+                check_steps_left(self._resume, self._plan.total_steps)
         if self._plan is not None and (prompts := self._prompts.get("train")) is not None:
             with self._check():
                 check_rows_left(config, prompts)
@@ -227,6 +263,7 @@ class _Checks:
                 self._server_answer = ask_server_command(config)
         with self._check():
             check_launcher(config)
+        check_loggers(config, self._problems)
 
     def result(self) -> CheckedRun:
         """Returns the run.
@@ -247,13 +284,21 @@ class _Checks:
             val=() if val is None else val.prompts,
             notes=(*train.notes, *(() if val is None else val.notes)),
         )
-        details = (*describe(self._config, self._own, inputs, self._architecture),)
+        config, plan = self._config, self._plan
+        per_update = plan.trajectories_per_step // config.algorithm.mini_batches
+        details = (
+            *describe(config, self._own, inputs, self._architecture),
+            (
+                "memory of a policy rank",
+                memory_line(config, self._architecture, per_update, self._reference),
+            ),
+        )
         if self._server_answer is not None:
             details = (*details, ("server settings", self._server_answer))
         return CheckedRun(
-            config=self._config,
+            config=config,
             run_dir=self._run_dir,
             own=self._own,
             inputs=inputs,
-            plan=replace(self._plan, details=details),
+            plan=replace(plan, details=details),
         )

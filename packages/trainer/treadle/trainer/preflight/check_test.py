@@ -69,6 +69,18 @@ def test_the_plan_names_model_rows_loops_tools_and_reward(rows: Path) -> None:
     assert len(run.inputs.train) == 4
 
 
+def test_the_plan_counts_trained_and_frozen_parameters(rows: Path) -> None:
+    adapted = ("policy.lora.rank=8", "policy.lora.targets=[q_proj,down_proj]")
+    lines = dict(_check(*adapted, rows=rows).plan.rows())
+    sizes = json.loads((DEMO.parent / "model" / "config.json").read_text(encoding="utf-8"))
+    hidden, feed_forward = sizes["hidden_size"], sizes["intermediate_size"]
+    trained = sizes["num_hidden_layers"] * 8 * ((hidden + hidden) + (feed_forward + hidden))
+    assert lines["adapter"] == (
+        f"rank 8, alpha 16 on q_proj, down_proj: {trained} parameters are trained, "
+        "919680 are frozen"
+    )
+
+
 def test_own_objects_are_in_the_plan(rows: Path) -> None:
     config = load_config([DEMO], [*_FEW, f"data.train_files={rows}"]).config
 
@@ -201,6 +213,22 @@ def test_what_is_wrong_with_rows_is_said_once_for_all_of_them(rows: Path) -> Non
     )
 
 
+def test_a_row_without_the_truth_that_a_rubric_asks_about_is_refused(
+    rows: Path, tmp_path: Path
+) -> None:
+    _write_rows(rows, reward_model={3: {}})
+    rubric = tmp_path / "rubric.yaml"
+    rubric.write_text(
+        "model: {base_url: 'http://127.0.0.1:1/v1', name: m}\n"
+        "criteria:\n"
+        "  - name: right\n"
+        "    question: 'Is {answer} the same as {ground_truth}?'\n"
+        "    verdicts: {'yes': 1, 'no': 0}\n"
+    )
+    with pytest.raises(DataError, match=r"line 3: .*the row has no reward_model.ground_truth"):
+        _check(f"reward.name={rubric}", rows=rows)
+
+
 def test_many_different_mistakes_in_rows_are_counted(rows: Path) -> None:
     _write_rows(
         rows,
@@ -246,6 +274,48 @@ def test_the_engines_share_of_the_model(rows: Path) -> None:
         _check("rollout.tensor_model_parallel_size=3", rows=rows)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["algorithm.advantage=remax"],
+            r"=accuracy leaves out .* algorithm\.advantage=remax learns",
+        ),
+        (["algorithm.advantage=reinforce_plus_plus"], r"advantage=reinforce_plus_plus learns"),
+        (["rollout.samples_per_prompt=1"], r"rollout\.samples_per_prompt=1: set at least 2, or "),
+    ],
+)
+def test_dynamic_sampling_without_anything_to_compare(
+    settings: list[str], message: str, rows: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _check("preset=dapo", *settings, rows=rows)
+
+
 def test_a_server_command_that_does_not_know_a_setting(rows: Path) -> None:
     with pytest.raises(ConfigError, match=r"the server of `echo --help` does not know --engine"):
         _check("rollout.server_command=[echo]", rows=rows)
+
+
+def test_a_reference_that_cannot_score_the_policy(model: Path, rows: Path) -> None:
+    kl = "algorithm.kl_coef=0.1"
+    assert _check(kl, f"algorithm.reference_path={model}", rows=rows)
+    with pytest.raises(ConfigError, match=r"is read by nothing: set kl_coef or reward_kl.coef"):
+        _check(f"algorithm.reference_path={model}", rows=rows)
+    with pytest.raises(SetupError, match=r"algorithm\.reference_path=/nowhere does not exist"):
+        _check(kl, "algorithm.reference_path=/nowhere", rows=rows)
+    _change_json(model / "config.json", vocab_size=1000)
+    with pytest.raises(SetupError, match=r"knows 1024 ids, and .* has vocab_size=1000"):
+        _check(kl, f"algorithm.reference_path={model}", rows=rows)
+    _change_json(model / "config.json", vocab_size=1024, hidden_act="gelu")
+    with pytest.raises(SetupError, match="hidden_act='gelu' is not supported"):
+        _check(kl, f"algorithm.reference_path={model}", rows=rows)
+    _change_json(model / "config.json", hidden_act="silu")
+    text = (model / "tokenizer.json").read_text(encoding="utf-8")
+    file = json.loads(text)
+    vocab = file["model"]["vocab"]
+    first, second = [t for t in vocab if len(t) == 1][:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (model / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
+    with pytest.raises(SetupError, match="gives 2 tokens other ids than that of the policy"):
+        _check(kl, f"algorithm.reference_path={model}", rows=rows)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from treadle.tools.rewards import name_for_source
+from treadle.trainer.config.policy import LoraConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt
 from treadle.trainer.data.load_data import Inputs
 from treadle.trainer.own_code import OwnCode
+from treadle.trainer.policy.megatron.memory import estimate_memory
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.architecture import Architecture
 
-__all__ = ["describe"]
+__all__ = ["describe", "memory_line"]
 
 
 def describe(
@@ -28,11 +32,65 @@ def describe(
         f"{architecture.model_type}, {_parameters(architecture.num_parameters)} parameters, "
         f"context of {architecture.max_positions} tokens",
     )
+    if config.policy.lora.rank:
+        yield "adapter", _adapter(config.policy.lora, architecture)
     yield "data sources", _counted(inputs, _sources)
     yield "reward", _reward(config, own, inputs)
     yield "agent loops", _counted(inputs, lambda prompt: [prompt.loop])
     yield "tools", _counted(inputs, lambda prompt: inputs.rules.tools_of(prompt.row)) or "none"
     yield "prompt lengths", _lengths(inputs)
+
+
+def _adapter(lora: LoraConfig, architecture: Architecture) -> str:
+    sizes = [sum(architecture.matrices[name]) for name in lora.targets]
+    trained = architecture.num_layers * lora.rank * sum(sizes)
+    return (
+        f"rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(lora.targets)}: "
+        f"{_parameters(trained)} parameters are trained, "
+        f"{_parameters(architecture.num_parameters)} are frozen"
+    )
+
+
+def memory_line(
+    config: Config,
+    architecture: Architecture,
+    num_trajectories: int,
+    reference: Architecture | None = None,
+) -> str:
+    """Returns the estimate for the plan.
+
+    Args:
+        config: Of the run.
+        architecture: Of the model.
+        num_trajectories: Of one update, over all data-parallel ranks.
+        reference: Of the model that `algorithm.reference_path` names.
+    """
+    policy, context = config.policy, config.rollout.context_length
+    at_most = -(-num_trajectories * context // policy.parallel.data)
+    rows = min(max(policy.micro_batch_tokens, context), at_most)
+    found = estimate_memory(
+        architecture,
+        policy,
+        rows=rows,
+        reference=config.algorithm.needs_reference,
+        other_reference=reference,
+    )
+    critic = 0
+    if config.algorithm.needs_critic:
+        # It trains all weights, and has no output layer: as many as a tied model.
+        tied = replace(architecture, tied=True)
+        whole = policy.model_copy(update={"lora": LoraConfig()})
+        model = estimate_memory(tied, whole, rows=rows)
+        critic = model.weights + model.gradients + model.optimizer
+    parts = [
+        f"weights {_size(found.weights)}",
+        f"gradients {_size(found.gradients)}",
+        f"optimizer {_size(found.optimizer)}",
+        *([f"reference {_size(found.reference)}"] if found.reference else []),
+        *([f"critic {_size(critic)}"] if critic else []),
+        f"{rows} tokens of a micro-batch {_size(found.activations)}",
+    ]
+    return f"about {_size(found.total + critic)} and the process itself: {', '.join(parts)}"
 
 
 def _sources(prompt: Prompt) -> list[str]:
@@ -72,8 +130,8 @@ def _lengths(inputs: Inputs) -> str:
     )
 
 
-def _all(inputs: Inputs) -> Sequence[Prompt]:
-    return (*inputs.train, *inputs.val)
+def _all(inputs: Inputs) -> Iterator[Prompt]:
+    return itertools.chain(inputs.train, inputs.val)
 
 
 def _parameters(count: int) -> str:
@@ -81,3 +139,10 @@ def _parameters(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return str(count)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

@@ -5,12 +5,16 @@ Reads config.json and names of files; no weights, and no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
+from treadle.trainer.config.policy import ParallelConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import read_model_config
+from treadle.trainer.hub import is_model_id
+from treadle.trainer.model_source import resolve_model
 from treadle.trainer.policy.hf_files import missing_weights
 from treadle.trainer.policy.megatron.architecture import (
     SUPPORTED,
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "check_config_file",
     "check_parallel",
+    "check_policy_parallel",
+    "check_reference",
     "check_vocabulary",
     "check_weights",
     "read_architecture",
@@ -64,7 +70,7 @@ def read_architecture(folder: Path) -> Architecture:
         ) from error
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, *, setting: str = "model.path") -> None:
     """Rejects a model directory without its weights.
 
     Raises:
@@ -72,7 +78,7 @@ def check_weights(folder: Path) -> None:
     """
     if (missing := missing_weights(folder)) is not None:
         raise SetupError(
-            f"model.path: {folder} holds {missing}; copy the whole model directory there"
+            f"{setting}: {folder} holds {missing}; copy the whole model directory there"
         )
 
 
@@ -89,6 +95,76 @@ def check_vocabulary(folder: Path, architecture: Architecture, renderer: HfRende
         )
 
 
+def check_policy_parallel(parallel: ParallelConfig, architecture: Architecture) -> None:
+    """Rejects numbers of policy ranks into which the model cannot be split.
+
+    Raises:
+        SetupError: One size does not divide the model.
+        SeveralProblems: More than one does not.
+    """
+    problems = Problems(SetupError)
+    for tensor, pipeline in ((parallel.tensor, 1), (1, parallel.pipeline)):
+        with problems.collected():
+            try:
+                architecture.check_parallel(tensor=tensor, pipeline=pipeline)
+            except UnsupportedModelError as error:
+                raise SetupError(f"{error}: take a size that does") from error
+    problems.raise_if_any()
+
+
+def check_reference(source: Path, policy: Path, parallel: ParallelConfig) -> Architecture:
+    """Returns the architecture of the reference model, which must be able to score the policy.
+
+    Args:
+        source: `algorithm.reference_path`.
+        policy: The policy's model directory.
+        parallel: Of the policy.
+
+    Raises:
+        SetupError: It is no model that the ranks can compute, or it has another tokenizer.
+        SeveralProblems: More than one.
+    """
+    setting = "algorithm.reference_path"
+    folder = resolve_model(source, weights=False, setting=setting)
+    if source.expanduser().is_dir() or not is_model_id(str(source)):
+        check_weights(folder, setting=setting)
+    check_config_file(folder)
+    architecture = read_architecture(folder)
+    check_policy_parallel(parallel, architecture)
+    ours, theirs = _token_ids(policy), _token_ids(folder)
+    if len(theirs) > architecture.vocab_size:
+        raise SetupError(
+            f"{setting}: the tokenizer in {folder} knows {len(theirs)} ids, and the model's "
+            f"config.json has vocab_size={architecture.vocab_size}: they belong to different models"
+        )
+    differing = sorted(
+        text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text)
+    )
+    if differing:
+        text = differing[0]
+        raise SetupError(
+            f"{setting}: the tokenizer in {folder} gives {len(differing)} tokens other ids than "
+            f"that of the policy in {policy}, as {text!r}: {theirs.get(text)} and "
+            f"{ours.get(text)}. Log-probabilities of ids can be compared only where both models "
+            "have one tokenizer: choose a reference of the same family"
+        )
+    return architecture
+
+
+def _token_ids(folder: Path) -> Mapping[str, int]:
+    """Returns the id of each token of a model directory's tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises errors of any type for a bad file
+        raise SetupError(
+            f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    found: Mapping[str, int] = tokenizer.get_vocab()
+    return found
+
+
 def check_parallel(config: Config, architecture: Architecture) -> None:
     """Rejects numbers of processes into which the model cannot be split.
 
@@ -97,15 +173,10 @@ def check_parallel(config: Config, architecture: Architecture) -> None:
         SeveralProblems: More than one does not.
     """
     problems = Problems(SetupError)
-    parallel, rollout = config.policy.parallel, config.rollout
-    for tensor, pipeline in ((parallel.tensor, 1), (1, parallel.pipeline)):
-        with problems.collected():
-            try:
-                architecture.check_parallel(tensor=tensor, pipeline=pipeline)
-            except UnsupportedModelError as error:
-                raise SetupError(f"{error}: take a size that does") from error
     with problems.collected():
-        size = rollout.tensor_model_parallel_size
+        check_policy_parallel(config.policy.parallel, architecture)
+    with problems.collected():
+        size = config.rollout.tensor_model_parallel_size
         if architecture.num_heads % size:
             raise SetupError(
                 f"rollout.tensor_model_parallel_size={size} does not divide the model's "

@@ -2,14 +2,50 @@
 
 import importlib.util
 
+from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError, PromptSet
+from treadle.trainer.loggers.named import ALWAYS, check_logger
+from treadle.trainer.problems import Problems
 
-__all__ = ["check_launcher", "check_rows_left"]
+__all__ = ["check_estimator", "check_launcher", "check_loggers", "check_rows_left"]
 
 
-def check_launcher(config: Config) -> None:
+def check_estimator(config: Config) -> None:
+    """Rejects an advantage estimator that does not exist, or has nothing to compare.
+
+    Dynamic sampling is rejected where groups of equal rewards have advantages, or all groups are
+    without signal.
+
+    Raises:
+        ConfigError: A row has too few trajectories for it, or it does not go with dynamic sampling.
+        SetupError: There is none of this name, or it cannot be loaded.
+    """
+    estimator, samples = find_estimator(config.algorithm), config.rollout.samples_per_prompt
+    if samples < estimator.min_samples:
+        raise ConfigError(
+            f"algorithm.advantage={estimator.name} compares the trajectories of a row, and "
+            f"rollout.samples_per_prompt={samples}: set at least {estimator.min_samples}"
+        )
+    if (by := config.algorithm.dynamic_sampling) is None:
+        return
+    if not estimator.compares:
+        raise ConfigError(
+            f"algorithm.dynamic_sampling={by} leaves out rows whose rewards are all equal, and "
+            f"algorithm.advantage={estimator.name} learns from them, as it does not compare them: "
+            "set algorithm.dynamic_sampling=null, or another advantage"
+        )
+    if samples < 2:
+        raise ConfigError(
+            f"algorithm.dynamic_sampling={by} compares the trajectories of a row, and "
+            f"rollout.samples_per_prompt={samples}: set at least 2, or "
+            "algorithm.dynamic_sampling=null"
+        )
+
+
+def check_launcher(config: AnyConfig) -> None:
     """Rejects a launcher whose library is not installed.
 
     Raises:
@@ -19,6 +55,14 @@ def check_launcher(config: Config) -> None:
         raise ConfigError(
             'launch.kind=ray needs Ray, which is not installed: pip install "treadle-trainer[ray]"'
         )
+
+
+def check_loggers(config: AnyConfig, problems: Problems) -> None:
+    """Finds each logger whose library is not installed, or whose class cannot be loaded."""
+    for name in config.run.loggers:
+        if name not in ALWAYS:
+            with problems.collected():
+                check_logger(name)
 
 
 def check_rows_left(config: Config, train: PromptSet) -> None:

@@ -10,7 +10,7 @@ from treadle.trainer.report.page.files import write_page, write_reports
 from treadle.trainer.report.page.live import LiveReport, live_report
 from treadle.trainer.report.rollout import rollout_metrics, validation_metrics
 from treadle.trainer.report.status import read_status
-from treadle.trainer.report.summary import Change, Summary, summarize
+from treadle.trainer.report.summary import Change, Summary, final_numbers, summarize
 from treadle.trainer.report.terminal.console import print_summary
 from treadle.trainer.report.terminal.progress import Progress, open_progress
 from treadle.trainer.report.trajectories import TrajectoryLog
@@ -23,6 +23,7 @@ __all__ = [
     "Progress",
     "Summary",
     "TrajectoryLog",
+    "final_numbers",
     "last_saved_step",
     "live_report",
     "open_progress",

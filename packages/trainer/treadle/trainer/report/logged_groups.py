@@ -11,10 +11,70 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 T = TypeVar("T")
 Line = dict[str, Any]
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Number = Annotated[float, Field(ge=-1e308, le=1e308)]  # JSON has integers that are no float.
+
+
+class _Shape(BaseModel):
+    """What the report reads of a line, as `TrajectoryLog` writes it; there may be more."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Call(_Shape):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _Message(_Shape):
+    role: str
+    content: Any
+    tool_calls: list[_Call] | None = None
+
+
+class _TokenSpan(_Shape):
+    origin: str
+    start: int
+    stop: int
+    text: str | None
+
+
+class _Sample(_Shape):
+    ids: list[Any]
+    spans: list[_TokenSpan]
+
+
+class _TraceSpan(_Shape):
+    name: str
+    start_unix_ns: _Count
+    duration_ns: _Count
+    error: str | None
+
+
+class _Finding(_Shape):
+    kind: str
+    text: str
+
+
+class _Trajectory(_Shape):
+    rollout_index: _Count
+    stop: str
+    messages: list[_Message]
+    reward: _Number | None = None
+    advantage: _Number | None = None
+    error: str | None = None
+    traceback: str | None = None
+    samples: list[_Sample] | None = None
+    findings: list[_Finding] | None = None
+    trace: list[_TraceSpan] | None = None
+    metrics: dict[str, _Number | None] | None = None
+
 
 # As `TrajectoryLog` begins a line; any other line is parsed whole.
 _BEGIN = re.compile(rb'\{"step": (\d+), "phase": "(\w+)", "task_id": ("(?:[^"\\]|\\.)*"), ')
@@ -122,7 +182,7 @@ def _key(line: bytes, number: int, path: Path) -> _Key:
             return int(begin[1]), begin[2].decode(), json.loads(begin[3])
         value = json.loads(line)
         return int(value["step"]), str(value["phase"]), str(value["task_id"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path}, line {number} is damaged: {error!r}") from error
 
 
@@ -137,9 +197,14 @@ def _choose(keys: Sequence[_Key], index: dict[_Key, list[int]], limit: int) -> l
 
 def _line_at(file: BinaryIO, start: int, path: Path) -> Line:
     file.seek(start)
+    where = f"{path}, the line at byte {start} is damaged"
     try:
         value = json.loads(file.readline())
-    except ValueError as error:
-        raise ValueError(f"{path}, the line at byte {start} is damaged: {error}") from error
-    assert isinstance(value, dict)
+        _Trajectory.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "line"
+        raise ValueError(f"{where}: {place:.80}: {first['msg']}") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
     return without_ids(value)

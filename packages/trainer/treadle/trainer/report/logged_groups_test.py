@@ -7,6 +7,9 @@ from treadle.trainer.report import TrajectoryLog
 from treadle.trainer.report.logged_groups import read_groups, thin_out
 from treadle.trainer.report.testing import make_task, make_trajectory
 
+LINE = {"rollout_index": 0, "stop": "finished", "messages": []}
+"""What every line has, beside what the index reads."""
+
 
 def write_log(path: Path, *, steps: int, size: int) -> None:
     with TrajectoryLog(path) as log:
@@ -46,10 +49,29 @@ def test_of_many_some_are_chosen_over_the_whole_run(tmp_path: Path, limit: int) 
 
 def test_a_line_being_written_and_lines_in_another_order_are_read(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    line = {"task_id": "a", "phase": "train", "step": 1}
+    line = {"task_id": "a", "phase": "train", "step": 1, **LINE}
     path.write_text(json.dumps(line) + "\n" + json.dumps(line)[:9])
     (group,) = read_groups(path, max_trajectories=5).groups
     assert group.lines == ({**line, "samples": []},)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ({"messages": None}, "messages: Input should be a valid list"),
+        ({"samples": [{"ids": [0]}]}, "samples.0.spans: Field required"),
+        ({"reward": 10**320}, "reward: "),
+        ({"trace": [{"name": "x"}]}, "trace.0.start_unix_ns: Field required"),
+    ],
+)
+def test_a_line_of_another_shape_is_named_with_its_field(
+    tmp_path: Path, damage: dict[str, object], text: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    line = {"task_id": "a", "phase": "train", "step": 1, **LINE, **damage}
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=f"byte 0 is damaged: {text}"):
+        read_groups(path, max_trajectories=5)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ SIGNAL: Final = "groups/with_signal"
 """Share of the trained groups, 0 to 1, whose rewards differ; only they change the weights."""
 TOOL_RATE: Final = "tool/call_rate"
 """Share of the step's training trajectories, 0 to 1, that called a tool."""
+TRAIN_LOSS: Final = "train/loss"
+"""Supervised fine-tuning: mean -log p of what the assistant said in the step's batch, in nats."""
+VAL_LOSS: Final = "val/loss"
+"""The same per token of the held-out conversations; only in steps that validated."""
 VAL_REWARD: Final = "val/reward"
 """Mean reward on the held-out rows; only in steps that validated."""
 VAL_ACCURACY: Final = "val/accuracy"
@@ -146,6 +150,17 @@ def read_metrics(path: Path) -> tuple[Record, ...]:
         ValueError: A line before the last is damaged; the text names it.
     """
     return tuple(
-        {name: math.nan if value is None else float(value) for name, value in line.items()}
+        {name: _number(path, line[STEP], name, value) for name, value in line.items()}
         for line in read_lines(path)
     )
+
+
+def _number(path: Path, step: int, name: str, value: object) -> float:
+    if value is None:
+        return math.nan
+    try:
+        if isinstance(value, int | float):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{path} is damaged: {name!r:.80} of step {step} is no number: {value!r:.80}")

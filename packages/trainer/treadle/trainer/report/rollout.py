@@ -8,7 +8,8 @@ All functions are pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from treadle.agent_loop import Trajectory
 from treadle.tracing import aggregate
@@ -20,6 +21,9 @@ from treadle.trainer.report.metrics import (
     VAL_REWARD,
     VAL_TOOL_RATE,
 )
+
+if TYPE_CHECKING:
+    from treadle.trainer.report.at_k import Interval
 
 _ACCURACY_OF_REWARD = ("reward/accuracy", "reward/acc")
 """Named so by Treadle's rewards, and by the key that verl's rewards return."""
@@ -79,7 +83,9 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         `val/reward` (mean), `val/tool_call_rate`, `val/num_trajectories`, `val/num_failed`;
         `val/accuracy` where every reward tells right from wrong: it is 0 or 1, or comes with the
         metric `reward/accuracy` or `reward/acc`. With several data sources, `val/reward/<source>`
-        and `val/accuracy/<source>` too.
+        and `val/accuracy/<source>` too. With several samples per row, what `scores_at_k` returns
+        for each source as `val/<source>/<name>`, its bounds as `val/<source>/<name>/low` and
+        `/high`.
     """
     failed = sum(trajectory.error is not None for trajectory in trajectories)
     metrics = {
@@ -90,22 +96,81 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if trajectories:
         metrics |= _val_scores(trajectories, worst)
         metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
-    by_source: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        by_source.setdefault(str(trajectory.task.fields.get("data_source")), []).append(trajectory)
-    if len(by_source) > 1:
-        for source, members in by_source.items():
+    sources = by_source(trajectories)
+    if len(sources) > 1:
+        for source, members in sources.items():
             scores = _val_scores(members, worst)
             metrics |= {f"{name}/{source}": value for name, value in scores.items()}
+    for source, members in sources.items():
+        for name, interval in scores_at_k(members, worst=worst).items():
+            bounds = {"": interval.mean, "/low": interval.low, "/high": interval.high}
+            metrics |= {f"val/{source}/{name}{b}": v for b, v in bounds.items() if v is not None}
     return metrics
+
+
+def by_source(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Returns the trajectories by the `data_source` of their rows, in the order of the rows."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(str(trajectory.task.fields.get("data_source")), []).append(trajectory)
+    return found
+
+
+def by_row(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Returns the trajectories of each row, in the order of the rows."""
+    rows: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        rows.setdefault(trajectory.task.task_id, []).append(trajectory)
+    return list(rows.values())
+
+
+def scores_at_k(trajectories: Sequence[Trajectory], *, worst: float) -> dict[str, Interval]:
+    """Returns what k samples of a row give, where rows have several.
+
+    Args:
+        trajectories: Of one data source, or of all.
+        worst: The reward that a failed one counts as.
+
+    Returns:
+        By `reward/<measure>` and, where the reward tells right from wrong, `accuracy/<measure>`;
+        the measures are those of `at_k`, the majority for the accuracy where the reward reads
+        answers. Empty for one sample per row.
+    """
+    rows = by_row(trajectories)
+    if max(map(len, rows), default=0) < 2:
+        return {}
+    from treadle.trainer.report.at_k import at_k  # numpy is loaded where it is used
+
+    rewards = [[worst if t.reward is None else t.reward for t in row] for row in rows]
+    found = {f"reward/{name}": interval for name, interval in at_k(rewards).items()}
+    right = right_answers(trajectories)
+    if right is not None:
+        values = [[right[id(t)] for t in row] for row in rows]
+        answers = [[t.answer for t in row] for row in rows]
+        votes = answers if any(a is not None for row in answers for a in row) else None
+        found |= {f"accuracy/{name}": each for name, each in at_k(values, votes).items()}
+    return found
+
+
+def right_answers(trajectories: Sequence[Trajectory]) -> dict[int, float] | None:
+    """Returns the accuracy of each trajectory by its id; None where a reward does not tell.
+
+    A trajectory that failed is a wrong answer; if all failed, nothing is told.
+    """
+    right: dict[int, float] = {}
+    for trajectory in trajectories:
+        value = 0.0 if trajectory.error is not None else accuracy(trajectory)
+        if value is None:
+            return None
+        right[id(trajectory)] = value
+    return right if any(t.error is None for t in trajectories) else None
 
 
 def _val_scores(trajectories: Sequence[Trajectory], worst: float) -> dict[str, float]:
     scores = {VAL_REWARD: _mean(trajectories, lambda t: worst if t.reward is None else t.reward)}
-    right = [accuracy(trajectory) for trajectory in trajectories if trajectory.error is None]
-    known = [value for value in right if value is not None]
-    if known and len(known) == len(right):
-        scores[VAL_ACCURACY] = sum(known) / len(trajectories)
+    right = right_answers(trajectories)
+    if right is not None:
+        scores[VAL_ACCURACY] = sum(right.values()) / len(trajectories)
     return scores
 
 
@@ -118,10 +183,23 @@ def worst_reward(trajectories: Sequence[Trajectory]) -> float:
 
 def accuracy(trajectory: Trajectory) -> float | None:
     """Returns 1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell."""
+    if (reported := reported_accuracy(trajectory)) is not None:
+        return reported
+    return trajectory.reward if trajectory.reward in (0.0, 1.0) else None
+
+
+def reported_accuracy(trajectory: Trajectory) -> float | None:
+    """Returns the accuracy that the reward reported as a metric; None if it reported none."""
     for metric in trajectory.metrics:
         if metric.name in _ACCURACY_OF_REWARD:
             return metric.value
-    return trajectory.reward if trajectory.reward in (0.0, 1.0) else None
+    return None
+
+
+def ground_truth(trajectory: Trajectory) -> object:
+    """Returns the right answer that the row names; None if it names none."""
+    reward_model = trajectory.task.fields.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
 
 
 def called_a_tool(trajectory: Trajectory) -> bool:

@@ -54,7 +54,7 @@ def test_validation_counts_a_failed_trajectory_as_wrong() -> None:
     metrics = validation_metrics(
         [
             make_trajectory(reward=1.0, calls_tool=True),
-            Trajectory.failed(make_task(), ToolError("down")),
+            Trajectory.failed(make_task("val/1"), ToolError("down")),
         ]
     )
     assert metrics == {
@@ -99,6 +99,53 @@ def test_each_of_several_data_sources_has_its_validation() -> None:
     assert metrics["val/accuracy/treadle/calculator"] == 1.0
     assert metrics["val/reward/mine"] == -0.5
     assert "val/accuracy/mine" not in metrics
+
+
+def test_several_samples_of_a_row_are_scored_together() -> None:
+    def sample(row: int, index: int, answer: str | None, reward: float) -> Trajectory:
+        task = make_task(f"val/{row}", rollout_index=index)
+        return replace(make_trajectory(task=task, reward=reward), answer=answer)
+
+    metrics = validation_metrics(
+        [
+            sample(0, 0, "42", 1.0),
+            sample(0, 1, "42", 1.0),
+            sample(1, 0, "41", 0.0),
+            Trajectory.failed(make_task("val/1", rollout_index=1), ToolError("down")),
+            sample(2, 0, "7", 1.0),
+            sample(2, 1, "8", 0.0),
+        ]
+    )
+    of_source = "val/treadle/calculator"
+    found = {
+        name.removeprefix(of_source + "/"): value
+        for name, value in metrics.items()
+        if name.startswith(of_source) and "/low" not in name and "/high" not in name
+    }
+    # Two draws with replacement of row 2: its best is 1 with the probability 3/4.
+    best, worst = pytest.approx((1 + 0 + 0.75) / 3), pytest.approx((1 + 0 + 0.25) / 3)
+    assert found == {
+        **{f"{v}/mean@2": 0.5 for v in ("reward", "accuracy")},
+        **{f"{v}/best@2": best for v in ("reward", "accuracy")},
+        **{f"{v}/worst@2": worst for v in ("reward", "accuracy")},
+        "accuracy/maj@2": pytest.approx(0.5, abs=0.03),
+    }
+    # Resamplings of the row means 1, 0 and 0.5: all three are the worst row with 1/27 > 2.5%.
+    assert metrics[f"{of_source}/reward/mean@2/low"] == 0
+    assert metrics[f"{of_source}/reward/mean@2/high"] == 1
+
+
+def test_one_sample_per_row_adds_no_name() -> None:
+    tasks = [make_task(f"val/{row}") for row in range(2)]
+    names = validation_metrics([make_trajectory(task=task) for task in tasks])
+    assert not [name for name in names if "@" in name]
+
+
+def test_a_reward_without_answers_has_no_majority() -> None:
+    tasks = [make_task("val/0", rollout_index=index) for index in range(2)]
+    names = validation_metrics([make_trajectory(task=task) for task in tasks])
+    assert [name for name in names if "accuracy/best@2" in name]
+    assert not [name for name in names if "maj@" in name]
 
 
 def test_a_failed_trajectory_is_never_better_than_a_wrong_one() -> None:

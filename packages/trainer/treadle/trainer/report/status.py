@@ -10,7 +10,7 @@ import fcntl
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 State = Literal["running", "finished", "failed", "interrupted", "killed", "unknown"]
 STATUS = "status.json"
@@ -55,8 +55,11 @@ def read_status(run_dir: Path) -> Status:
         return Status(state="unknown")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        status = Status(state=values["state"], error=values["error"])
-    except (KeyError, TypeError, ValueError) as error:
+        state, problem = values["state"], values["error"]
+        if state not in get_args(State) or not isinstance(problem, str | None):
+            raise ValueError(f"there is no such state: {state!r:.80}")
+        status = Status(state=state, error=problem)
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if status.state == "running" and not _is_locked(run_dir / _LOCK):
         return replace(status, state="killed")

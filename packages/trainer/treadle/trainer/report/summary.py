@@ -24,9 +24,11 @@ from treadle.trainer.report.metrics import (
     STEP,
     STEP_S,
     TOOL_RATE,
+    TRAIN_LOSS,
     TRAIN_S,
     TRAINED_TOKENS,
     VAL_ACCURACY,
+    VAL_LOSS,
     VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
@@ -76,6 +78,8 @@ class Summary:
         val_reward: First and last validation.
         val_accuracy: Share of right answers, 0 to 1, likewise; None where a validation has none.
         val_tool_rate: Share of the validation trajectories that called a tool, likewise.
+        train_loss: Of supervised fine-tuning, in nats per token; the mean of `window` steps.
+        val_loss: The same of the first and the last validation.
         mismatch: Between servers and policy.
         servers_lost: Rollout servers that died or failed.
         servers_restarted: Those of them that were started again.
@@ -93,6 +97,8 @@ class Summary:
     val_reward: Change
     val_accuracy: Change
     val_tool_rate: Change
+    train_loss: Change
+    val_loss: Change
     mismatch: Mismatch | None
     servers_lost: int
     servers_restarted: int
@@ -117,6 +123,8 @@ def summarize(records: Sequence[Record]) -> Summary:
         val_reward=_means(records, VAL_REWARD, 1),
         val_accuracy=_means(records if has_accuracy else (), VAL_ACCURACY, 1),
         val_tool_rate=_means(records, VAL_TOOL_RATE, 1),
+        train_loss=_means(steps, TRAIN_LOSS, window),
+        val_loss=_means(records, VAL_LOSS, 1),
         mismatch=_mismatch(steps),
         servers_lost=round(sum(_values(records, SERVERS_LOST))),
         servers_restarted=round(sum(_values(records, SERVERS_RESTARTED))),
@@ -128,14 +136,50 @@ def summarize(records: Sequence[Record]) -> Summary:
     )
 
 
+def final_numbers(records: Sequence[Record]) -> dict[str, float]:
+    """Returns the numbers of the summary that stand for the whole run; none of an empty log."""
+    if not records:
+        return {}
+    summary = summarize(records)
+    numbers = {
+        "reward": summary.reward.end,
+        "val_reward": summary.val_reward.end,
+        "val_accuracy": summary.val_accuracy.end,
+        "train_loss": summary.train_loss.end,
+        "val_loss": summary.val_loss.end,
+        "num_steps": summary.num_steps,
+        "total_s": summary.total_s,
+    }
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
 def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str], ...]:
     """Returns rows of (what, at the start, at the end); a single number leaves the second ""."""
+    is_sft = summary.train_loss.end is not None
     per_step = f"mean of {summary.window} step{'s' if summary.window > 1 else ''}"
     shares = " · ".join(
         f"{name} {seconds / summary.total_s:.0%}"
         for name, seconds in summary.phases_s.items()
         if summary.total_s and seconds / summary.total_s >= 0.005
     )
+    time_and_place = (
+        *(("look at this", "", sign) for sign in summary.signs),
+        *(() if is_sft else (("rollout", "", _per_second(summary.rollout_tokens_per_s)),)),
+        ("training", "", _per_second(summary.train_tokens_per_s)),
+        ("time", "", f"{format_seconds(summary.total_s)} for {summary.num_steps} steps"),
+        ("where it went", "", shares or "-"),
+        ("run directory", "", str(run_dir)),
+    )
+    if is_sft:
+        losses = (("loss", per_step, summary.train_loss), ("held-out loss", "", summary.val_loss))
+        return (
+            ("nats per token", "start", "end"),
+            *(
+                (f"{what} ({of})" if of else what, _number(loss.start), _number(loss.end))
+                for what, of, loss in losses
+            ),
+            *time_and_place,
+        )
     start, end = summary.val_accuracy.start, summary.val_accuracy.end
     accuracy = () if end is None else (("held-out accuracy", _share(start), _share(end)),)
     return (
@@ -155,12 +199,7 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
         ),
         ("servers and policy", "", _apart(summary.mismatch)),
         ("rollout servers", "", _lost(summary)),
-        *(("look at this", "", sign) for sign in summary.signs),
-        ("rollout", "", _per_second(summary.rollout_tokens_per_s)),
-        ("training", "", _per_second(summary.train_tokens_per_s)),
-        ("time", "", f"{format_seconds(summary.total_s)} for {summary.num_steps} steps"),
-        ("where it went", "", shares or "-"),
-        ("run directory", "", str(run_dir)),
+        *time_and_place,
     )
 
 

@@ -6,8 +6,8 @@ group (all attempts at one row) follow one another. A run that resumes
 after step s removes later lines, as the metrics log does. The driver writes, from one task.
 
 A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
-"ground_truth", "reward", "advantage", "tool_rewards", "turn_scores", "stop", "error", "traceback",
-"num_turns", "messages",
+"ground_truth", "reward", "answer", "advantage", "tool_rewards", "turn_scores", "stop", "error",
+"traceback", "num_turns", "messages",
 "samples": [{"ids", "logprobs", "spans": [{"origin", "start", "stop", "weight_version", "text"}]}],
 "findings": [{"kind", "text"}], "metrics", "trace"}. The messages are those of the last sample.
 "advantage" is null where the trajectory was not trained on.
@@ -32,6 +32,7 @@ from treadle.tracing import (
     use_sink,
 )
 from treadle.trainer.report.failures import whole_traceback
+from treadle.trainer.report.rollout import ground_truth
 from treadle.trainer.report.terminal.lines import keep_lines
 
 Phase = Literal["train", "val"]
@@ -169,7 +170,6 @@ def to_record(
 ) -> dict[str, object]:
     """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
     task = trajectory.task
-    reward_model = task.fields.get("reward_model")
     return {
         "step": step,
         "phase": phase,
@@ -177,10 +177,9 @@ def to_record(
         "rollout_index": task.rollout_index,
         "loop": task.loop,
         "data_source": task.fields.get("data_source"),
-        "ground_truth": reward_model.get("ground_truth")
-        if isinstance(reward_model, Mapping)
-        else None,
+        "ground_truth": ground_truth(trajectory),
         "reward": trajectory.reward,
+        "answer": trajectory.answer,
         "advantage": advantage,
         "tool_rewards": list(trajectory.tool_rewards),
         "turn_scores": list(trajectory.turn_scores),

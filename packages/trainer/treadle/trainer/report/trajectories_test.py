@@ -34,6 +34,7 @@ def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
             "data_source": "treadle/calculator",
             "ground_truth": "42",
             "reward": 1.0,
+            "answer": None,
             "advantage": None,
             "tool_rewards": [],
             "turn_scores": [],

@@ -78,14 +78,17 @@ def loop_limits(config: Config) -> LoopLimits:
     )
 
 
-def sampling_params(config: Config, split: Literal["train", "val"]) -> SamplingParams:
+def sampling_params(
+    config: Config, phase: Literal["rollout", "greedy", "validate"]
+) -> SamplingParams:
     """Returns how completions are sampled; seeds come with the tasks."""
-    settings = config.rollout if split == "train" else config.rollout.val
+    settings = config.rollout.val if phase == "validate" else config.rollout
+    whole = phase == "greedy"
     return SamplingParams(
         max_tokens=config.rollout.response_length,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
+        temperature=0.0 if whole else settings.temperature,
+        top_p=1.0 if whole else settings.top_p,
+        top_k=None if whole else settings.top_k,
     )
 
 

@@ -10,13 +10,17 @@ When a server dies, the generator moves its sessions to the other servers. When 
 all tasks in flight are cancelled. Either way dead servers are then restarted with the present
 weights, and tasks that failed through no fault of the model are attempted once more, with a new
 deadline. If no server is left and none may be restarted, `NoServerLeftError` names them all.
+
+What else trajectories need, a sandbox or a judge, may be down too (`outages`). Once all tasks have
+ended, the rollout waits for it, and attempts again what failed because of it.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from treadle.agent_loop import (
     AgentTask,
@@ -31,16 +35,20 @@ from treadle.agent_loop import (
     Services,
     TokenGenerator,
     Trajectory,
+    TrajectoryTimeoutError,
 )
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import PromptRules
+from treadle.trainer.report.failures import causes
 from treadle.trainer.rollout.loops_from_config import loop_limits
+from treadle.trainer.rollout.outages import OutageError, Outages, failed_source
 
 __all__ = ["Rollout", "Servers"]
 
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
+Sink = Callable[[Trajectory], Awaitable[None]]
 
 
 class Servers(Protocol):
@@ -79,13 +87,18 @@ class Rollout:
         renderer: The model's chat format.
         rules: Have the loops, tools and interactions.
         reward: Scores each trajectory.
+        outages: What else trajectories need, and how it is.
     """
+
+    _FIRST_PAUSE_S: ClassVar[float] = 1.0
+    _LONGEST_PAUSE_S: ClassVar[float] = 30.0
 
     config: Config
     servers: Servers
     renderer: ChatRenderer
     rules: PromptRules
     reward: RewardFn
+    outages: Outages = field(default_factory=Outages)
 
     async def run(
         self,
@@ -103,34 +116,113 @@ class Rollout:
         """
         ended: dict[Key, Trajectory] = {}
         waiting = list(tasks)
+
+        async def keep(trajectory: Trajectory) -> None:
+            ended[_key(trajectory.task)] = trajectory
+            self.outages.count(trajectory)
+            if not _may_be_attempted_again(trajectory):
+                on_end(trajectory)
+
+        async def attempt(some: Sequence[AgentTask], sink: Sink) -> None:
+            await self._run_until_lost(some, sampling, sink, min_weight_version)
+
         await self.servers.ensure_healthy()
         while waiting:
-
-            async def keep(trajectory: Trajectory) -> None:
-                ended[_key(trajectory.task)] = trajectory
-                if not _may_be_retried(trajectory):
-                    on_end(trajectory)
-
-            await self._run_until_lost(waiting, sampling, keep, min_weight_version)
-            if not await self.servers.ensure_healthy():
+            await attempt(waiting, keep)
+            disturbed = await self.servers.ensure_healthy()
+            serve_again = [
+                source
+                for source in self._down(ended.values(), len(tasks))
+                if await self._wait_for(source, _failed_by(source, ended.values()), attempt, keep)
+            ]
+            if not disturbed and not serve_again:
                 break
             waiting = [
                 task
                 for task in tasks
-                if (had := ended.get(_key(task))) is None or _may_be_retried(had)
+                if (had := ended.get(_key(task))) is None
+                or (disturbed and _may_be_retried(had))
+                or failed_source(had.error) in serve_again
             ]
             if waiting:
                 _log.warning("attempting %d trajectories again", len(waiting))
         for trajectory in ended.values():
-            if _may_be_retried(trajectory):  # but was not
+            if _may_be_attempted_again(trajectory):  # but was not
                 on_end(trajectory)
         return [ended[_key(task)] for task in tasks]
+
+    def check_outages(self, ended: Sequence[Trajectory]) -> None:
+        """Raises `OutageError` if something is down that trajectories need.
+
+        Args:
+            ended: What `run` returned.
+        """
+        limit, limit_s = self.config.agent.max_consecutive_failures, self.config.agent.outage_s
+        for source in self.outages.down(limit) | self.outages.given_up:
+            if not (failed := _failed_by(source, ended)):
+                continue
+            if source in self.outages.given_up:
+                why = f"did not serve within {limit_s:g} s (agent.outage_s) either"
+            elif source not in self.outages.served:
+                why = "never served one (agent.max_consecutive_failures)"
+            else:
+                continue
+            text = self.outages.describe(source, causes(failed))
+            raise OutageError(f"{text}, and {why}: mend it, and start again with the same run.dir")
+
+    def _down(self, ended: Iterable[Trajectory], num_tasks: int) -> list[str]:
+        """Returns the sources to wait for: those that had served and now fail trajectories."""
+        failed = {source for t in ended if (source := failed_source(t.error)) is not None}
+        if not failed or (limit := self.config.agent.max_consecutive_failures) is None:
+            return []
+        down = self.outages.down(min(limit, num_tasks)) - self.outages.given_up
+        return sorted(failed & self.outages.served & down)
+
+    async def _wait_for(
+        self,
+        source: str,
+        failed: Sequence[Trajectory],
+        attempt: Callable[[Sequence[AgentTask], Sink], Awaitable[None]],
+        keep: Sink,
+    ) -> bool:
+        """Tries the failed trajectories in turn, one now and then, until the source serves one.
+
+        Those of different rows come first: it may be the row that always fails.
+
+        Returns:
+            Whether it did within `agent.outage_s`.
+        """
+        limit_s = self.config.agent.outage_s
+        text = self.outages.describe(source, causes(failed))
+        _log.warning("%s; waiting up to %g s for it (agent.outage_s)", text, limit_s)
+        clock = asyncio.get_running_loop().time
+        began, pause_s = clock(), self._FIRST_PAUSE_S
+        served: list[Trajectory] = []
+        in_turn = itertools.cycle(sorted((t.task for t in failed), key=lambda t: t.rollout_index))
+
+        async def take(trajectory: Trajectory) -> None:
+            late = isinstance(trajectory.error, TrajectoryTimeoutError)
+            if not late and not _may_be_attempted_again(trajectory):
+                served.append(trajectory)
+
+        while not served:
+            if clock() + pause_s > began + limit_s:
+                self.outages.given_up.add(source)
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._LONGEST_PAUSE_S)
+            await attempt([next(in_turn)], take)
+            await self.servers.ensure_healthy()
+        _log.warning("%s serves again, after %.3g s", source, clock() - began)
+        self.outages.serves(source)
+        await keep(served[0])
+        return True
 
     async def _run_until_lost(
         self,
         tasks: Sequence[AgentTask],
         sampling: SamplingParams,
-        sink: Callable[[Trajectory], Awaitable[None]],
+        sink: Sink,
         min_weight_version: int,
     ) -> None:
         """Runs the tasks; cancels those in flight and returns early when no server is alive."""
@@ -210,5 +302,13 @@ def _key(task: AgentTask) -> Key:
     return task.task_id, task.rollout_index
 
 
+def _failed_by(source: str, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    return [t for t in trajectories if failed_source(t.error) == source]
+
+
 def _may_be_retried(trajectory: Trajectory) -> bool:
     return trajectory.error is not None and trajectory.error.retryable
+
+
+def _may_be_attempted_again(trajectory: Trajectory) -> bool:
+    return _may_be_retried(trajectory) or failed_source(trajectory.error) is not None

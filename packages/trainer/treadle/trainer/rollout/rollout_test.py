@@ -1,8 +1,9 @@
 """Tests of the rollout's bookkeeping; what servers do is tested end to end."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,11 +17,15 @@ from treadle.agent_loop import (
     RewardError,
     SamplingParams,
     Services,
+    StopReason,
     ToolError,
     Trajectory,
+    Transcript,
+    boundary,
 )
 from treadle.agent_loop.testing import ScriptedGenerator
 from treadle.trainer.config.load import load_config
+from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.rollout import Rollout
 
 
@@ -77,7 +82,7 @@ async def test_each_trajectory_ends_once_however_often_it_was_attempted(
 ) -> None:
     story, unused = Story(num_deaths), cast(Any, None)
     rollout = Failing(
-        config=unused,
+        config=load_config([], ["model.path=/m", "data.train_files=/t.jsonl"]).config,
         servers=cast(Any, story),
         renderer=unused,
         rules=unused,
@@ -161,3 +166,190 @@ async def test_tasks_in_flight_when_no_server_is_left_are_attempted_again() -> N
     assert pool.generator.num_aborted == 2
     assert len(pool.generator.requests) == 4
     assert sorted(pool.generator.finished_sessions) == ["0", "0", "1", "1"]
+
+
+class Search:
+    """A service behind a port, which may be down; the loop asks it as a tool would."""
+
+    def __init__(self, *, refused: str | None = None) -> None:
+        self.port = 0
+        self.refused = refused  # the row that it refuses even when it is up
+        self.num_served = 0
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"found")
+            writer.close()
+
+        self._server = await asyncio.start_server(serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        """The agent loop: every second trajectory asks the service."""
+        messages = task.messages
+        if task.rollout_index % 2 == 0:
+            with boundary(ToolError, "tool 'search'"):
+                try:
+                    if task.task_id == self.refused:
+                        raise ConnectionRefusedError(f"it refuses {task.task_id}")
+                    reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                except OSError as error:
+                    failure = ToolError(f"tool 'search': {error}")
+                    failure.tool = "search"
+                    raise failure from error
+                text = (await reader.read()).decode()
+                writer.close()
+            self.num_served += 1
+            messages = (*messages, Message(role="tool", name="search", content=text))
+        return Trajectory(
+            task=task,
+            samples=(Transcript([1]).freeze(),),
+            messages=messages,
+            stop=StopReason.FINISHED,
+        )
+
+
+def _searching(search: Search, **agent: object) -> Rollout:
+    settings = [f"agent.{key}={value}" for key, value in agent.items()]
+    rules = SimpleNamespace(loops=LoopRegistry({"careless": search}), tools={}, interactions={})
+    return Rollout(
+        config=load_config(
+            [], ["model.path=/m", "data.train_files=/t.jsonl", "agent.max_attempts=1", *settings]
+        ).config,
+        servers=cast(Any, Pool(ScriptedGenerator())),
+        renderer=cast(Any, None),
+        rules=cast(Any, rules),
+        reward=lambda _: 0.0,
+    )
+
+
+async def _sample(rollout: Rollout, tasks: Sequence[AgentTask]) -> list[Trajectory]:
+    ended: list[Trajectory] = []
+    trajectories = await rollout.run(
+        tasks, SamplingParams(max_tokens=1), min_weight_version=0, on_end=ended.append
+    )
+    assert len(ended) == len(tasks)
+    rollout.check_outages(trajectories)
+    return trajectories
+
+
+class _StartAtWarning(logging.Handler):
+    """Starts the service when the run says that it waits for it."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(logging.WARNING)
+        self.search = search
+        self.said: list[str] = []
+        self.started: asyncio.Task[None] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        if self.started is None:
+            self.started = asyncio.create_task(self.search.start())
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rollout, "_FIRST_PAUSE_S", 0.01)
+
+
+@pytest.mark.asyncio
+async def test_a_service_that_is_down_is_waited_for_and_no_trajectory_is_lost() -> None:
+    search = Search()
+    await search.start()
+    rollout = _searching(search, max_consecutive_failures=4)
+    assert [t.error for t in await _sample(rollout, _tasks(4))] == [None] * 4
+    await search.stop()
+    handler = _StartAtWarning(search)
+    logger = logging.getLogger("treadle.trainer.rollout.rollout")
+    logger.addHandler(handler)
+    try:
+        trajectories = await _sample(rollout, _tasks(20))
+    finally:
+        logger.removeHandler(handler)
+        await search.stop()
+    assert [t.error for t in trajectories] == [None] * 20
+    assert search.num_served == 2 + 10
+    assert (
+        "tool 'search' failed 10 trajectories one after another (10 x ToolError, as: tool 'sea"
+        in (handler.said[0])
+    )
+    assert "waiting up to 600 s for it (agent.outage_s)" in handler.said[0]
+    assert "tool 'search' serves again, after " in handler.said[-2]
+    assert handler.said[-1] == "attempting 9 trajectories again"
+
+
+@pytest.mark.asyncio
+async def test_a_row_that_always_fails_does_not_stand_for_its_service() -> None:
+    def rows(*names: str) -> list[AgentTask]:
+        made = _tasks(4)
+        return [replace(made[n], task_id=name) for name in names for n in (0, 2)]
+
+    search = Search(refused="broken")
+    await search.start()
+    rollout = _searching(search, max_consecutive_failures=4, outage_s=5)
+    await _sample(rollout, rows("good"))
+    await search.stop()
+    handler = _StartAtWarning(search)
+    logger = logging.getLogger("treadle.trainer.rollout.rollout")
+    logger.addHandler(handler)
+    try:
+        trajectories = await _sample(rollout, rows("broken", "good"))
+    finally:
+        logger.removeHandler(handler)
+        await search.stop()
+    assert [t.error is None for t in trajectories] == [False, False, True, True]
+
+
+@pytest.mark.asyncio
+async def test_a_service_that_was_given_up_and_serves_again_is_up() -> None:
+    search = Search()
+    await search.start()
+    rollout = _searching(search, max_consecutive_failures=3, outage_s=0.1)
+    await _sample(rollout, _tasks(4))
+    await search.stop()
+    with pytest.raises(OutageError, match="'search' failed"):
+        await _sample(rollout, _tasks(6))
+    await search.start()
+    await _sample(rollout, _tasks(6))
+    await search.stop()
+    one_of_two = await _sample(rollout, _tasks(2))
+    assert [t.error is None for t in one_of_two] == [False, True]
+
+
+@pytest.mark.asyncio
+async def test_a_service_that_does_not_come_back_ends_the_run_with_that_reason() -> None:
+    search = Search()
+    await search.start()
+    rollout = _searching(search, max_consecutive_failures=3, outage_s=0.1)
+    await _sample(rollout, _tasks(4))
+    await search.stop()
+    with pytest.raises(OutageError, match=r"'search' failed 3 .* within 0.1 s \(agent.outage_s\)"):
+        await _sample(rollout, _tasks(6))
+
+
+@pytest.mark.asyncio
+async def test_a_service_that_never_served_is_not_waited_for() -> None:
+    search = Search()
+    await search.start()
+    await search.stop()
+    rollout = _searching(search, max_consecutive_failures=4)
+    with pytest.raises(OutageError, match=r"'search' failed 4 trajectories .* never served one"):
+        await _sample(rollout, _tasks(8))
+
+
+@pytest.mark.asyncio
+async def test_without_a_limit_the_run_goes_on_without_what_is_down() -> None:
+    search = Search()
+    await search.start()
+    rollout = _searching(search, max_consecutive_failures="null")
+    await _sample(rollout, _tasks(2))
+    await search.stop()
+    trajectories = await _sample(rollout, _tasks(10))
+    assert sum(t.error is not None for t in trajectories) == 5

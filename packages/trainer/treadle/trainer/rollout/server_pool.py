@@ -141,18 +141,28 @@ class ServerPool:
     async def connect(self, requirements: Requirements) -> None:
         """Connects the generator to all servers, for the rest of the run.
 
+        A server that has died since it started is replaced first; one that stands still is waited
+        for.
+
         Raises:
             SetupError: a server does not answer, or its tokenizer, vocabulary, context or
                 capabilities do not fit.
+            NoServerLeftError: no server is left, and none may be started.
         """
-        self._generator = await self._connection.enter_async_context(
-            connect(
-                [server.address for server in self.live],
-                requirements=requirements,
-                security=self._security,
-                policy=StickySession(cache_tokens=self._config.rollout.cache_tokens),
-            )
-        )
+        while self._generator is None:
+            try:
+                self._generator = await self._connection.enter_async_context(
+                    connect(
+                        [server.address for server in self.live],
+                        requirements=requirements,
+                        security=self._security,
+                        policy=StickySession(cache_tokens=self._config.rollout.cache_tokens),
+                    )
+                )
+            except SetupError:
+                if not await self.check_health(after_failure=True, of_all=True):
+                    raise
+                await self.restart()
 
     @property
     def generator(self) -> GrpcTokenGenerator:
@@ -207,7 +217,7 @@ class ServerPool:
             await self.resync(restarted)
         return disturbed or bool(restarted)
 
-    async def check_health(self, *, after_failure: bool = False) -> bool:
+    async def check_health(self, *, after_failure: bool = False, of_all: bool = False) -> bool:
         """Removes the servers whose process ended or whose engine failed.
 
         If no server answers, it waits until one does. Those that gave no answer for
@@ -216,6 +226,7 @@ class ServerPool:
         Args:
             after_failure: A call to a server has just failed. Its connection breaks a moment
                 before its process ends, so the processes get that moment.
+            of_all: Every server is needed, so each that gives no answer is waited for.
 
         Returns:
             Whether a server was removed or waited for, so that calls that failed may succeed now.
@@ -224,9 +235,10 @@ class ServerPool:
             ends = [server.ended for server in self.live]
             await asyncio.wait(ends, timeout=self._EXIT_GRACE_S)
         before = len(self._rotation)
-        waits = bool(self._rotation) and await self._remove_dead() == self._rotation.keys()
-        if waits and self._rotation:
-            await self._wait_for_answer()
+        silent = await self._remove_dead()
+        waits = bool(silent) and (of_all or silent == self._rotation.keys())
+        if waits:
+            await self._wait_for_answer(of_all=of_all)
         return waits or len(self._rotation) < before
 
     async def _remove_dead(self) -> Set[str]:
@@ -243,22 +255,28 @@ class ServerPool:
                 silent.add(server.name)
         return silent
 
-    async def _wait_for_answer(self) -> None:
-        """Waits until a server answers; removes all that gave no answer for too long."""
+    async def _wait_for_answer(self, *, of_all: bool) -> None:
+        """Waits until a server answers, or all do; removes those without an answer for too long."""
         limit_s = self._config.rollout.unresponsive_s
-        _log.warning("no rollout server answers; waiting up to %g s for one", limit_s)
+        if of_all:
+            _log.warning("a rollout server does not answer; waiting up to %g s for it", limit_s)
+        else:
+            _log.warning("no rollout server answers; waiting up to %g s for one", limit_s)
         clock = asyncio.get_running_loop().time
         end = clock() + limit_s
         while self._rotation:
             ends = [server.ended for server in self.live]
             await asyncio.wait(ends, timeout=self._ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
-            if await self._remove_dead() != self._rotation.keys():
-                _log.warning("a rollout server answers again")
+            silent = await self._remove_dead()
+            if not silent or (not of_all and silent != self._rotation.keys()):
+                if self._rotation:
+                    _log.warning("a rollout server answers again")
                 return
             if clock() >= end:
-                for server in self.live:
+                for name in silent:
                     cause = f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
-                    await self._bury(server, cause)
+                    await self._bury(self._rotation[name], cause)
+                return
 
     async def _bury(self, server: Server, end: str) -> None:
         tail = await server.process.log_tail(10)

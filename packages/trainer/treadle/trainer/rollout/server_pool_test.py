@@ -326,6 +326,7 @@ class _Generator:
 
     addresses: list[str]
     num_connected: int = 0
+    before: Callable[[], None] = lambda: None
     fail: Exception | None = None
     never_answers: bool = False
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -352,8 +353,11 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
 
     @contextlib.asynccontextmanager
     async def connect(addresses: Sequence[str], **_: object) -> AsyncIterator[_Generator]:
-        made.addresses += addresses
         made.num_connected += 1
+        made.before()
+        if made.fail is not None:
+            raise made.fail
+        made.addresses += addresses
         yield made
 
     monkeypatch.setattr("treadle.trainer.rollout.server_pool.connect", connect)
@@ -380,6 +384,67 @@ async def test_the_generator_is_connected_once_and_follows_the_rotation(
         assert not await pool.ensure_healthy()
         await pool.remove("rollout-1", "it did not answer")
         assert generator.addresses == ["127.0.0.1:3"]
+    assert generator.num_connected == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("num_replicas", "left"), [(1, ["127.0.0.1:2"]), (2, ["127.0.0.1:2"])])
+async def test_a_server_that_dies_before_the_generator_is_connected_is_replaced(
+    generator: _Generator, num_replicas: int, left: Sequence[str]
+) -> None:
+    launcher = _Launcher()
+    async with _pool(launcher, num_replicas=num_replicas) as pool:
+
+        def die() -> None:
+            launcher.processes["rollout-0"].status.set_result(-9)
+            generator.fail = SetupError("the rollout server does not answer")
+            generator.before = recover
+
+        def recover() -> None:
+            generator.fail = None
+
+        generator.before = die
+        await pool.connect(Requirements())
+        assert generator.addresses == left
+        assert generator.num_connected == 2
+        await pool.ensure_healthy()
+        assert pool.names == [f"rollout-{number}" for number in range(num_replicas)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("times", "addresses"),
+    [(3, ["127.0.0.1:1", "127.0.0.1:2"]), (1000, ["127.0.0.1:2"])],
+)
+async def test_a_server_that_stands_still_before_it_is_connected_is_waited_for(
+    generator: _Generator, times: int, addresses: Sequence[str]
+) -> None:
+    launcher = _Launcher()
+    async with _pool(launcher, unresponsive_s=0.05 if times > 3 else 60.0) as pool:
+        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * times
+
+        def stand_still() -> None:
+            launcher.may_serve.clear()  # nobody is started again before the generator is connected
+            generator.fail = SetupError("the rollout server refuses the handshake")
+            generator.before = answer
+
+        def answer() -> None:
+            generator.fail = None
+
+        generator.before = stand_still
+        await pool.connect(Requirements())
+        assert generator.addresses == addresses
+        assert launcher.processes["rollout-0"].stopped == (len(addresses) == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_lives_and_does_not_fit_is_not_connected(
+    generator: _Generator,
+) -> None:
+    async with _pool(_Launcher()) as pool:
+        generator.fail = SetupError("another tokenizer")
+        with pytest.raises(SetupError, match="another tokenizer"):
+            await pool.connect(Requirements())
     assert generator.num_connected == 1
 
 

@@ -11,16 +11,19 @@ from pathlib import Path
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
+from treadle.trainer.algorithms.estimators import find_estimator
+from treadle.trainer.algorithms.reward_kl import coefficient_after
 from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
-from treadle.trainer.checkpoint.run_directory import Checkpoints
+from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import Config, FileTransportConfig
 from treadle.trainer.data import DataOrder
-from treadle.trainer.data.load_data import Inputs
+from treadle.trainer.data.load_data import Inputs, enter_reward
 from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.process import Launcher
+from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
-from treadle.trainer.policy.commands import Load
+from treadle.trainer.policy.commands import Load, LoadCritic
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
@@ -44,6 +47,7 @@ async def build_context(
     resume: ResumePoint,
     checkpoints: Checkpoints,
     metrics_log: MetricsLog,
+    loggers: Loggers,
     progress: Progress,
     report: LiveReport,
 ) -> AsyncIterator[TrainingContext]:
@@ -58,11 +62,13 @@ async def build_context(
         resume: Where the run goes on.
         checkpoints: Where checkpoints are kept.
         metrics_log: Of the run directory.
+        loggers: Of the run.
         progress: What the user sees.
         report: What the user sees later.
     """
     checkpoint, resume_after = resume.checkpoint, resume.after
     async with contextlib.AsyncExitStack() as stack:
+        await enter_reward(stack, inputs.reward)
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
         secured = stack.enter_context(with_own_token(config, run_dir))
@@ -83,6 +89,8 @@ async def build_context(
             progress.note(note)
         if checkpoint is not None:
             await policy.call(Load(directory=checkpoint.policy_directory))
+            if config.algorithm.needs_critic:
+                await policy.call(LoadCritic(directory=checkpoint.critic_directory))
         trajectory_log = stack.enter_context(
             TrajectoryLog(
                 run_dir / "trajectories.jsonl",
@@ -100,6 +108,7 @@ async def build_context(
                 seed=config.run.seed,
                 shuffle=config.data.shuffle,
             ),
+            estimator=find_estimator(config.algorithm),
             total_steps=total_steps(plan, len(inputs.train), progress),
             policy=policy,
             servers=servers,
@@ -114,10 +123,16 @@ async def build_context(
             checkpoints=checkpoints,
             metrics_log=metrics_log,
             trajectory_log=trajectory_log,
+            decode=inputs.renderer.decode,
             notes_log=NotesLog(run_dir / "notes.jsonl", resume_after=resume_after),
+            loggers=loggers,
             progress=progress,
             report=report,
             on_step=own.on_step,
+            batches=_batches(checkpoint),
+            kl_coef=coefficient_after(
+                config.algorithm.reward_kl, {} if checkpoint is None else checkpoint.metrics
+            ),
         )
         await servers.connect(
             Requirements(
@@ -143,15 +158,24 @@ def total_steps(plan: Plan, num_train_rows: int, progress: Progress) -> int:
     return actual.total_steps
 
 
+def _batches(checkpoint: Checkpoint | None) -> int:
+    """Returns the number of batches of rows before the next step; without the metric, of steps."""
+    if checkpoint is None:
+        return 0
+    return int(checkpoint.metrics.get("data/batches", checkpoint.step))
+
+
 def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
     return PolicyGroup(
         launcher,
         config.policy,
         config.model.path,
         with_reference=config.algorithm.needs_reference,
+        reference_path=config.algorithm.reference_path,
         threads=threads,
         gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
         start_deadline_s=config.launch.start_deadline_s,
+        critic=config.used_critic,
     )
 
 

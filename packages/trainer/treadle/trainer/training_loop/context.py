@@ -15,23 +15,43 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.agent_loop import AgentTask, Trajectory
-from treadle.trainer.checkpoint.run_directory import HF, POLICY, Checkpoints
+from treadle.tracing import FinishedSpan
+from treadle.trainer.algorithms.estimators import FoundEstimator
+from treadle.trainer.algorithms.reward_kl import Charges
+from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
+from treadle.trainer.loggers.generations import generations
+from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.own_code import OnStep
-from treadle.trainer.policy.commands import Save, SaveHf, Update, UpdateStats
+from treadle.trainer.policy.commands import (
+    MeasuredReference,
+    MeasureReference,
+    Save,
+    SaveCritic,
+    SaveHf,
+    Update,
+    UpdateCritic,
+    UpdateStats,
+    Values,
+)
 from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
+from treadle.trainer.report.generation_files import write_generations
+from treadle.trainer.report.trajectories import Decode
 from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
+from treadle.trainer.rollout.shaping import shaped
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
-from treadle.trainer.training_loop.groups import trajectory_advantages
+from treadle.trainer.training_loop.groups import Group, Survivors
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
+from treadle.trainer.training_loop.run_log import span_attributes
+from treadle.trainer.training_loop.update_metrics import broken_policy
 
-__all__ = ["Timer", "TrainingContext"]
+__all__ = ["Sampled", "Timer", "TrainingContext"]
 
 
 @dataclass(slots=True)
@@ -56,6 +76,19 @@ class Timer:
         return {**self.seconds, "time/step_s": time.perf_counter() - self._started}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What one call of `TrainingContext.sample` gave.
+
+    Attributes:
+        trajectories: One per task, in the order of the tasks.
+        spans: What was traced meanwhile.
+    """
+
+    trajectories: Sequence[Trajectory]
+    spans: Sequence[FinishedSpan]
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingContext:
     """A run in progress.
@@ -65,6 +98,7 @@ class TrainingContext:
         train: Training rows.
         val: Validation rows; may be empty.
         order: Which training rows each step uses.
+        estimator: Makes advantages of rewards.
         total_steps: The last step's number.
         policy: The policy ranks.
         servers: The rollout servers.
@@ -74,9 +108,15 @@ class TrainingContext:
         metrics_log: Of the run directory.
         trajectory_log: Of the run directory.
         notes_log: Of the run directory.
+        decode: Token ids to text, special tokens included.
+        loggers: Beside the files of the run directory.
         progress: What the user sees.
         report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
+        batches: Number of the last batch of rows that was sampled; with dynamic sampling it runs
+            ahead of the steps.
+        surplus: Groups that the next step trains on first.
+        kl_coef: Of the KL penalty in the rewards of this step.
         first_of_kind: Knows the kinds of failures and findings that were shown.
         watch: Finds warning signs in the metrics.
     """
@@ -85,6 +125,7 @@ class TrainingContext:
     train: Sequence[Prompt]
     val: Sequence[Prompt]
     order: DataOrder
+    estimator: FoundEstimator
     total_steps: int
     policy: PolicyGroup
     servers: ServerPool
@@ -94,9 +135,14 @@ class TrainingContext:
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
     notes_log: NotesLog
+    decode: Decode
+    loggers: Loggers
     progress: Progress
     report: LiveReport
     on_step: OnStep | None = None
+    batches: int = 0
+    surplus: Sequence[Group] = ()
+    kl_coef: float = 0.0
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
     watch: Watch = field(default_factory=Watch)
 
@@ -105,46 +151,95 @@ class TrainingContext:
         """The weight version that the servers sample from."""
         return self.servers.weight_version
 
-    def train_tasks(self, step: int) -> list[AgentTask]:
-        """Returns the tasks of a step: `samples_per_prompt` per row, adjacent."""
+    def train_tasks(self, batch: int) -> list[AgentTask]:
+        """Returns the tasks of a batch of rows: `samples_per_prompt` per row, adjacent.
+
+        Without dynamic sampling a batch has the number of its step.
+        """
         samples, seed = self.config.rollout.samples_per_prompt, self.config.run.seed
         return [
             task
-            for index in self.order.batch(step)
-            for task in self.train[index].tasks(samples=samples, seed=seed, step=step)
+            for index in self.order.batch(batch)
+            for task in self.train[index].tasks(samples=samples, seed=seed, step=batch)
         ]
 
     async def sample(
-        self, split: Literal["train", "val"], step: int, tasks: Sequence[AgentTask]
-    ) -> list[Trajectory]:
-        """Returns one scored trajectory per task, from the present weights; logs some of them."""
-        phase = "rollout" if split == "train" else "validate"
+        self,
+        phase: Literal["rollout", "greedy", "validate"],
+        tasks: Sequence[AgentTask],
+        *,
+        step: int,
+    ) -> Sampled:
+        """Returns one scored trajectory per task, from the present weights.
+
+        Args:
+            phase: Decides how completions are sampled, and names what goes on.
+            tasks: Those of a row are adjacent.
+            step: What is noted is said of it.
+        """
         with (
             self.progress.phase(phase, total=len(tasks)),
             self.trajectory_log.recording() as recorded,
+            span_attributes(self.config, step=step, validate=phase == "validate"),
         ):
             trajectories = await self.rollout.run(
                 tasks,
-                sampling_params(self.config, split),
+                sampling_params(self.config, phase),
                 min_weight_version=self.version,
                 on_end=lambda _: self.progress.advance(),
             )
         for text in self.first_of_kind.take(trajectories):
             self.note(step, text)
-        run = self.config.run
+        if phase != "validate":
+            trajectories = [shaped(trajectory, self.config) for trajectory in trajectories]
+        return Sampled(trajectories=trajectories, spans=recorded.spans)
+
+    async def log_training(
+        self, step: int, sampled: Sampled, advantages: Sequence[float | None] | None
+    ) -> None:
+        """Logs some of the trajectories of a step; the advantages are None if it failed.
+
+        All of them go to `run.rollout_data_dir`, if there is one.
+
+        Raises:
+            OutageError: Something is down that the trajectories need.
+        """
         self.trajectory_log.append(
             step,
-            trajectories,
-            phase=split,
-            limit=run.trajectories_per_step if split == "train" else run.val_trajectories,
-            advantages=trajectory_advantages(
-                trajectories, norm_by_std=self.config.algorithm.norm_by_std
-            )
-            if split == "train"
-            else None,
-            spans=recorded.spans,
+            sampled.trajectories,
+            phase="train",
+            limit=self.config.run.trajectories_per_step,
+            advantages=advantages,
+            spans=sampled.spans,
         )
-        return trajectories
+        await self._write_generations(self.config.run.rollout_data_dir, step, sampled)
+        self.rollout.check_outages(sampled.trajectories)
+
+    async def log_validation(self, step: int, sampled: Sampled) -> None:
+        """Logs some of the trajectories of a validation.
+
+        All of them go to `run.validation_data_dir`, if there is one.
+
+        Raises:
+            OutageError: Something is down that the trajectories need.
+        """
+        self.trajectory_log.append(
+            step,
+            sampled.trajectories,
+            phase="val",
+            limit=self.config.run.val_trajectories,
+            spans=sampled.spans,
+        )
+        if limit := self.config.run.val_trajectories:
+            self.loggers.table(step, generations(sampled.trajectories, limit=limit))
+        await self._write_generations(self.config.run.validation_data_dir, step, sampled)
+        self.rollout.check_outages(sampled.trajectories)
+
+    async def _write_generations(self, directory: Path | None, step: int, sampled: Sampled) -> None:
+        if directory is not None:
+            await asyncio.to_thread(
+                write_generations, directory, step, sampled.trajectories, decode=self.decode
+            )
 
     def note(self, step: int, text: str) -> None:
         """Says something about a step: on the console, in the log and in the report."""
@@ -156,6 +251,56 @@ class TrainingContext:
         if self.memory_offload is not None:
             with self.progress.phase("release"):
                 await self.memory_offload.sleep()
+
+    async def charge(self, survivors: Survivors) -> tuple[Survivors, Charges]:
+        """Returns what the distance from the reference costs each token.
+
+        The survivors that it returns carry what the update would compute again.
+
+        Raises:
+            PolicyError: A policy rank failed.
+        """
+        with self.progress.phase("kl"):
+            command = MeasureReference(
+                sequences=survivors.sequences,
+                algorithm=self.config.algorithm,
+                temperature=self.config.rollout.temperature,
+            )
+            measured = (await self.policy.call(command))[0]
+        assert isinstance(measured, MeasuredReference)
+        charges = Charges.of(survivors.sequences, measured.kl, self.kl_coef)
+        return survivors.with_logprobs(measured), charges
+
+    async def with_values(self, survivors: Survivors) -> Survivors:
+        """Returns the survivors with the critic's values.
+
+        Raises:
+            PolicyError: A policy rank failed.
+        """
+        with self.progress.phase("values"):
+            values = (await self.policy.call(Values(sequences=survivors.sequences)))[0]
+        assert isinstance(values, tuple)
+        return survivors.with_values(values)
+
+    async def update_critic(self, step: int, sequences: Sequence[TrainSequence]) -> UpdateStats:
+        """Runs the critic's optimizer steps of one batch.
+
+        Raises:
+            PolicyError: A policy rank failed, or the critic is not finite afterwards.
+        """
+        with self.progress.phase("critic"):
+            command = UpdateCritic(
+                sequences=tuple(sequences),
+                algorithm=self.config.algorithm,
+                epochs=self.config.critic.epochs or self.config.algorithm.epochs,
+                free_memory=self.memory_offload is not None,
+            )
+            stats = (await self.policy.call(command))[0]
+        assert isinstance(stats, UpdateStats)
+        if stats.broken is not None:
+            lower = "critic.optimizer.lr"
+            raise PolicyError(broken_policy(step, stats, self.checkpoints.last_good, lower=lower))
+        return stats
 
     async def update_policy(self, step: int, sequences: Sequence[TrainSequence]) -> UpdateStats:
         """Runs the optimizer steps of one batch.
@@ -173,24 +318,8 @@ class TrainingContext:
             stats = (await self.policy.call(command))[0]
         assert isinstance(stats, UpdateStats)
         if stats.broken is not None:
-            raise PolicyError(self._broken_policy(step, stats))
+            raise PolicyError(broken_policy(step, stats, self.checkpoints.last_good))
         return stats
-
-    def _broken_policy(self, step: int, stats: UpdateStats) -> str:
-        """Says which update broke the policy; later ones have no finite gradient."""
-        applied = [update for update in stats.steps if not update.skipped]
-        last = applied[-1] if applied else stats.steps[-1]
-        kept = self.checkpoints.last_good
-        go_on = (
-            "no checkpoint was saved before: start again in another run.dir"
-            if kept is None
-            else f"the last good checkpoint is {kept}: start again with the same run.dir"
-        )
-        return (
-            f"step {step}: the update left {stats.broken} (gradient norm "
-            f"{last.grad_norm:.4g}, learning rate {last.learning_rate:.4g}); they are neither "
-            f"published nor saved. {go_on[0].upper()}{go_on[1:]} and a lower policy.optimizer.lr"
-        )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Gives the policy's weights to all servers, as `version`; returns metrics of the bytes.
@@ -216,6 +345,7 @@ class TrainingContext:
     async def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""
         self.metrics_log.append(step, metrics)
+        self.loggers.metrics(step, metrics)
         self.progress.step_done(step, metrics)
         if step > 0:
             for sign in self.watch.step(metrics):
@@ -234,6 +364,8 @@ class TrainingContext:
 
         async def write(directory: Path) -> None:
             await self.policy.call(Save(directory=directory / POLICY))
+            if self.config.algorithm.needs_critic:
+                await self.policy.call(SaveCritic(directory=directory / CRITIC))
             if with_hf:
                 await self.policy.call(SaveHf(directory=directory / HF))
 

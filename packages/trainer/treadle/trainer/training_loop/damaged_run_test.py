@@ -239,6 +239,14 @@ def test_the_command_goes_on_with_a_note(
     assert json.loads((run / "config.json").read_text())["run"]["seed"] == 0
 
 
+def test_the_command_sets_a_run_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _train(run, f"run.resume={run / CHECKPOINTS / _OLDER}") == 0
+    assert "set back to step 1: later steps are trained again" in "".join(capfd.readouterr())
+    assert (run / _POINTER).read_text() == f"{_OLDER}\n"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+
+
 _ENDS: dict[str, tuple[Damage, tuple[str, ...], str]] = {
     "all checkpoints damaged": (
         _both(_flip(_TENSORS), _delete(f"{CHECKPOINTS}/{_OLDER}/{POLICY}/common.pt")),

@@ -1,28 +1,63 @@
-"""Groups: compares the trajectories of each row and makes sequences to train on.
+"""Groups: makes sequences to train on of the trajectories of each row.
 
 Survivor rule: a trajectory that failed is never trained on, and its group continues without it. A
-group with fewer than two survivors is dropped, since it has nothing to compare. All losses are
-counted. A step without any group left cannot be trained on.
+group of which too few are left is dropped: an estimator that compares needs two of a row that has
+more than one, ReMax the row's greedy trajectory, the others one. All losses are counted. A step
+without any group left cannot be trained on.
 
 A trajectory counts once in its group, whatever its number of samples. Each sample becomes a
 sequence with the trajectory's advantage; together they count as one in the loss
 (`batch.token_weights`). A sample without sampled tokens becomes no sequence.
 """
 
+from __future__ import annotations
+
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from treadle.agent_loop import Tokens, Trajectory, TrajectoryTimeoutError
-from treadle.trainer.algorithms.advantages import group_advantages
+from treadle.trainer.algorithms.advantages import Floats, Outcomes, PerToken
+from treadle.trainer.algorithms.estimators import FoundEstimator
+from treadle.trainer.policy.commands import MeasuredReference
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.report.failures import causes as causes_of
 
-__all__ = ["NoGroupLeftError", "StepBatch", "make_batch", "trajectory_advantages"]
+__all__ = [
+    "Group",
+    "NoGroupLeftError",
+    "StepBatch",
+    "Survivors",
+    "groups_of",
+    "is_trainable",
+    "make_batch",
+    "survivors_of",
+]
 
 
 class NoGroupLeftError(RuntimeError):
     """No group of a step can be trained on; the message says how the trajectories ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The trajectories of one row.
+
+    Attributes:
+        trajectories: All of them, also those that failed.
+        greedy: Reward of the row's greedy trajectory; None: it failed, or none was sampled.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    greedy: float | None = None
+
+    @property
+    def survivors(self) -> tuple[Trajectory, ...]:
+        """Those that ended well."""
+        return tuple(t for t in self.trajectories if t.error is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +66,22 @@ class StepBatch:
 
     Attributes:
         sequences: Of the surviving groups, group by group.
+        members: The trajectories that are trained on.
+        advantages: Of each member, the mean over its sampled tokens.
         num_groups: Number of groups before any was dropped.
         num_dropped_groups: Number of groups left out.
         num_failed: Number of trajectories that failed.
         num_incomplete_groups: Number of groups trained on without some of their trajectories.
         num_stragglers: Number of trajectories that failed because they passed their deadline.
-        num_groups_with_signal: Number of groups whose rewards differ; all others have advantage 0.
+        num_groups_with_signal: Number of groups whose rewards differ. Estimators that compare
+            within the group alone give all others advantage 0, if the reward has no KL penalty.
         causes: One line per kind of failure, with its count.
+        critic: Metrics of the critic's values; empty without a critic.
     """
 
     sequences: tuple[TrainSequence, ...]
+    members: tuple[Trajectory, ...]
+    advantages: tuple[float, ...]
     num_groups: int
     num_dropped_groups: int
     num_failed: int
@@ -48,6 +89,12 @@ class StepBatch:
     num_stragglers: int
     num_groups_with_signal: int
     causes: tuple[str, ...]
+    critic: Mapping[str, float] = field(default_factory=dict)
+
+    def advantages_of(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        """Returns the advantage of each trajectory; None where it is not trained on."""
+        known = dict(zip(map(id, self.members), self.advantages, strict=True))
+        return [known.get(id(trajectory)) for trajectory in trajectories]
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts as metrics."""
@@ -59,36 +106,139 @@ class StepBatch:
             "groups/stragglers": self.num_stragglers,
             "groups/with_signal": self.num_groups_with_signal / trained,
             "sequences/trained": len(self.sequences),
+            **self.critic,
         }
 
 
-def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version: int) -> StepBatch:
-    """Returns the batch of a step.
+def groups_of(
+    trajectories: Sequence[Trajectory], greedy: Mapping[str, float] | None = None
+) -> list[Group]:
+    """Returns the groups of trajectories that are in the order of their tasks.
 
     Args:
-        trajectories: In the order of the step's tasks, so that groups are adjacent.
-        norm_by_std: See `group_advantages`.
+        trajectories: Those of a row are adjacent.
+        greedy: Reward of the greedy trajectory by the id of the row's tasks.
+    """
+    rewards = greedy or {}
+    grouped = itertools.groupby(trajectories, key=lambda t: t.task.task_id)
+    return [
+        Group(trajectories=tuple(members), greedy=rewards.get(task_id))
+        for task_id, members in grouped
+    ]
+
+
+def is_trainable(group: Group, estimator: FoundEstimator) -> bool:
+    """Returns whether failures have left enough of a group to train on."""
+    if estimator.needs_greedy and group.greedy is None:
+        return False
+    return len(group.survivors) >= _survivors_needed(group, estimator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivors:
+    """What a step trains on, before it has advantages.
+
+    Attributes:
+        groups: All groups of the step.
+        kept: Those that are trained on.
+        sequences: Of the members of `kept`; their advantages are 0.
+        causes: See `StepBatch`.
+    """
+
+    groups: tuple[Group, ...]
+    kept: tuple[Group, ...]
+    sequences: tuple[TrainSequence, ...]
+    causes: tuple[str, ...]
+
+    def with_logprobs(self, measured: MeasuredReference) -> Survivors:
+        """Returns them with the log-probabilities that were measured for the update."""
+        sequences = self.sequences
+        if measured.old_logprobs is not None:
+            sequences = tuple(
+                replace(s, old_logprobs=each)
+                for s, each in zip(sequences, measured.old_logprobs, strict=True)
+            )
+        if measured.ref_logprobs is not None:
+            sequences = tuple(
+                replace(s, ref_logprobs=each)
+                for s, each in zip(sequences, measured.ref_logprobs, strict=True)
+            )
+        return replace(self, sequences=sequences)
+
+    def with_values(self, values: Sequence[tuple[float, ...]]) -> Survivors:
+        """Returns them with a critic's values, [L] per sequence."""
+        sequences = tuple(
+            replace(s, values=each) for s, each in zip(self.sequences, values, strict=True)
+        )
+        return replace(self, sequences=sequences)
+
+    def batch(
+        self, estimator: FoundEstimator, *, charges: Sequence[tuple[float, ...]] | None = None
+    ) -> StepBatch:
+        """Returns the batch with the advantages of an estimator.
+
+        Args:
+            estimator: Makes advantages of the outcomes.
+            charges: [L] of each sequence: what to subtract from the reward at each loss token.
+
+        Raises:
+            AdvantageError: The estimator failed.
+            ValueError: The estimator cannot be used for these rewards.
+        """
+        of_tokens = None if charges is None else _of_loss_tokens(self.sequences, charges)
+        values = _values(self.sequences) if estimator.needs_values else None
+        members = _members(self.kept)
+        found = estimator(_outcomes(self.kept, of_tokens, values))
+        sequences, advantages = _with_advantages(self.sequences, members, found)
+        failed = [t for group in self.groups for t in group.trajectories if t.error is not None]
+        return StepBatch(
+            sequences=tuple(sequences),
+            members=tuple(members),
+            advantages=tuple(advantages),
+            num_groups=len(self.groups),
+            num_dropped_groups=len(self.groups) - len(self.kept),
+            num_failed=len(failed),
+            num_incomplete_groups=sum(len(g.survivors) < len(g.trajectories) for g in self.kept),
+            num_stragglers=sum(isinstance(t.error, TrajectoryTimeoutError) for t in failed),
+            num_groups_with_signal=sum(
+                len({_reward(t) for t in g.survivors}) > 1 for g in self.kept
+            ),
+            causes=self.causes,
+            critic=_critic_metrics(values, found),
+        )
+
+
+def make_batch(groups: Sequence[Group], estimator: FoundEstimator, *, version: int) -> StepBatch:
+    """Returns the batch of a step; see `survivors_of` and `Survivors.batch`."""
+    return survivors_of(groups, estimator, version=version).batch(estimator)
+
+
+def survivors_of(groups: Sequence[Group], estimator: FoundEstimator, *, version: int) -> Survivors:
+    """Returns what a step trains on, without advantages.
+
+    Args:
+        groups: What the step sampled.
+        estimator: Decides how many survivors a group needs.
         version: Of the policy's weights; tokens of older versions are marked stale.
 
     Raises:
         NoGroupLeftError: no group has enough survivors.
     """
-    groups = _groups(trajectories)
-    needed = _survivors_needed(groups)
-    survivors = [[t for t in group if t.error is None] for group in groups]
-    kept = [group for group in survivors if len(group) >= needed]
-    failed = [t for t in trajectories if t.error is not None]
+    kept = [group for group in groups if is_trainable(group, estimator)]
+    every = [trajectory for group in groups for trajectory in group.trajectories]
+    failed = [t for t in every if t.error is not None]
     causes = tuple(causes_of(failed))
     if not kept:
+        needed = max((_survivors_needed(group, estimator) for group in groups), default=1)
+        of_greedy = " and a greedy one" if estimator.needs_greedy else ""
         raise NoGroupLeftError(
-            f"none of {len(groups)} groups has {needed} trajectories that ended well "
-            f"({len(failed)} of {len(trajectories)} failed): " + "; ".join(causes)
+            f"none of {len(groups)} groups has {needed} trajectories{of_greedy} that ended well "
+            f"({len(failed)} of {len(every)} failed): " + "; ".join(causes)
         )
-    compared = trajectory_advantages(trajectories, norm_by_std=norm_by_std)
-    members = [(t, a) for t, a in zip(trajectories, compared, strict=True) if a is not None]
+    members = _members(kept)
     sequences = tuple(
-        _sequence(sample, advantage, number if len(trajectory.samples) > 1 else None, version)
-        for number, (trajectory, advantage) in enumerate(members)
+        _sequence(sample, number if len(trajectory.samples) > 1 else None, version)
+        for number, trajectory in enumerate(members)
         for sample in trajectory.samples
         if sample.num_sampled_tokens
     )
@@ -96,47 +246,103 @@ def make_batch(trajectories: Sequence[Trajectory], *, norm_by_std: bool, version
         raise NoGroupLeftError(
             f"none of the {len(members)} trajectories that ended well has a sampled token"
         )
-    return StepBatch(
-        sequences=sequences,
-        num_groups=len(groups),
-        num_dropped_groups=len(groups) - len(kept),
-        num_failed=len(failed),
-        num_incomplete_groups=sum(
-            needed <= len(left) < len(group) for group, left in zip(groups, survivors, strict=True)
-        ),
-        num_stragglers=sum(isinstance(t.error, TrajectoryTimeoutError) for t in failed),
-        num_groups_with_signal=sum(len({_reward(t) for t in group}) > 1 for group in kept),
-        causes=causes,
+    return Survivors(groups=tuple(groups), kept=tuple(kept), sequences=sequences, causes=causes)
+
+
+def _members(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.survivors]
+
+
+def _of_loss_tokens(
+    sequences: Sequence[TrainSequence], values: Sequence[tuple[float, ...]]
+) -> list[float]:
+    return [
+        value
+        for sequence, each in zip(sequences, values, strict=True)
+        for value, masked in zip(each, sequence.loss_mask, strict=True)
+        if masked
+    ]
+
+
+def _values(sequences: Sequence[TrainSequence]) -> list[float]:
+    given = [sequence.values for sequence in sequences if sequence.values is not None]
+    assert len(given) == len(sequences), "with_values comes first"
+    return _of_loss_tokens(sequences, given)
+
+
+def _critic_metrics(
+    values: Sequence[float] | None, found: Floats | PerToken
+) -> Mapping[str, float]:
+    """Returns how well the critic knew the returns, before it learns them."""
+    if values is None or not isinstance(found, PerToken) or found.returns_T is None:
+        return {}
+    values_T, returns_T = np.array(values), found.returns_T
+    spread = float(returns_T.var())
+    metrics = {
+        "critic/values_mean": float(values_T.mean()),
+        "critic/returns_mean": float(returns_T.mean()),
+    }
+    if spread > 0:  # else there is nothing to explain
+        metrics["critic/vf_explained_var"] = 1.0 - float((returns_T - values_T).var()) / spread
+    return metrics
+
+
+def _outcomes(
+    groups: Sequence[Group], charges: Sequence[float] | None, values: Sequence[float] | None
+) -> Outcomes:
+    members = [
+        (number, trajectory, group.greedy)
+        for number, group in enumerate(groups)
+        for trajectory in group.survivors
+    ]
+    greedy = [each for _, _, each in members if each is not None]
+    return Outcomes.of(
+        [_reward(trajectory) for _, trajectory, _ in members],
+        [number for number, _, _ in members],
+        tokens=[[s.num_sampled_tokens for s in t.samples] for _, t, _ in members],
+        greedy=greedy if len(greedy) == len(members) else None,
+        charges=charges,
+        values=values,
     )
 
 
-def trajectory_advantages(
-    trajectories: Sequence[Trajectory], *, norm_by_std: bool
-) -> list[float | None]:
-    """Returns the advantage of each trajectory; None where it is not trained on.
+def _with_advantages(
+    sequences: Sequence[TrainSequence], members: Sequence[Trajectory], found: Floats | PerToken
+) -> tuple[list[TrainSequence], list[float]]:
+    """Returns the sequences with advantages, and the mean advantage of each trajectory."""
+    per_token = found.values_T.tolist() if isinstance(found, PerToken) else None
+    returns = found.returns_T if isinstance(found, PerToken) else None
+    per_trajectory = [0.0] * len(members) if isinstance(found, PerToken) else found.tolist()
+    left = iter(sequences)
+    done: list[TrainSequence] = []
+    begin = 0
+    for number, trajectory in enumerate(members):
+        first = begin
+        for sample in trajectory.samples:
+            count = sample.num_sampled_tokens
+            if count:
+                values = per_trajectory[number]
+                if per_token is not None:
+                    values = _aligned(per_token[begin : begin + count], sample.loss_mask)
+                sequence = replace(next(left), advantages=values)
+                if returns is not None:
+                    own = returns[begin : begin + count].tolist()
+                    sequence = replace(sequence, returns=_aligned(own, sample.loss_mask))
+                done.append(sequence)
+            begin += count
+        if per_token is not None and begin > first:
+            per_trajectory[number] = math.fsum(per_token[first:begin]) / (begin - first)
+    return done, per_trajectory
 
-    Args:
-        trajectories: As for `make_batch`.
-        norm_by_std: See `group_advantages`.
-    """
-    groups = _groups(trajectories)
-    needed = _survivors_needed(groups)
-    advantages: list[float | None] = []
-    for group in groups:
-        rewards = [_reward(t) for t in group if t.error is None]
-        compared = group_advantages(rewards, [0] * len(rewards), norm_by_std=norm_by_std)
-        left = iter(compared if len(rewards) >= needed else [])
-        advantages += [None if t.error is not None else next(left, None) for t in group]
-    return advantages
+
+def _aligned(values: Sequence[float], mask: Sequence[bool]) -> tuple[float, ...]:
+    """Returns the values of sampled tokens in their places, 0 in the others."""
+    left = iter(values)
+    return tuple(next(left) if sampled else 0.0 for sampled in mask)
 
 
-def _groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    grouped = itertools.groupby(trajectories, key=lambda t: t.task.task_id)
-    return [list(members) for _, members in grouped]
-
-
-def _survivors_needed(groups: Sequence[Sequence[Trajectory]]) -> int:
-    return 2 if any(len(group) > 1 for group in groups) else 1
+def _survivors_needed(group: Group, estimator: FoundEstimator) -> int:
+    return 2 if estimator.compares and len(group.trajectories) > 1 else 1
 
 
 def _reward(trajectory: Trajectory) -> float:
@@ -144,14 +350,12 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sequence(
-    tokens: Tokens, advantage: float, trajectory: int | None, version: int
-) -> TrainSequence:
+def _sequence(tokens: Tokens, trajectory: int | None, version: int) -> TrainSequence:
     return TrainSequence(
         ids=tokens.ids,
         loss_mask=tokens.loss_mask,
         rollout_logprobs=tokens.logprobs,
-        advantages=(advantage,) * len(tokens.ids),
+        advantages=0.0,
         trajectory=trajectory,
         stale=_stale(tokens, version),
     )

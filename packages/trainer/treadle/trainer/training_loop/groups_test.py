@@ -1,5 +1,8 @@
 import dataclasses
+import statistics
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from treadle.agent_loop import (
@@ -15,7 +18,16 @@ from treadle.agent_loop import (
     TrajectoryTimeoutError,
     Transcript,
 )
-from treadle.trainer.training_loop.groups import NoGroupLeftError, make_batch, trajectory_advantages
+from treadle.trainer.algorithms.estimators import find_estimator
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.training_loop.groups import (
+    Group,
+    NoGroupLeftError,
+    StepBatch,
+    groups_of,
+    make_batch,
+    survivors_of,
+)
 
 
 def _task(row: int, sample: int) -> AgentTask:
@@ -49,15 +61,20 @@ def _bad(row: int, sample: int) -> Trajectory:
     return Trajectory.failed(_task(row, sample), GenerationTimeoutError("too late"))
 
 
+def _batch(trajectories: Sequence[Trajectory], **algorithm: object) -> StepBatch:
+    config = AlgorithmConfig.model_validate({"advantage": "dr_grpo", **algorithm})
+    return make_batch(groups_of(trajectories), find_estimator(config), version=3)
+
+
 def test_a_trajectory_becomes_a_sequence_with_its_advantage_on_every_token() -> None:
-    batch = make_batch([_good(0, 0, 1.0), _good(0, 1, 0.0)], norm_by_std=False, version=3)
+    batch = _batch([_good(0, 0, 1.0), _good(0, 1, 0.0)])
     first, second = batch.sequences
     assert first.ids == (1, 2, 7, 8)
     assert first.loss_mask == (False, False, True, True)
     assert first.rollout_logprobs is not None
     assert first.rollout_logprobs[2:] == (-0.5, -0.25)
-    assert first.advantages == (0.5,) * 4
-    assert second.advantages == (-0.5,) * 4
+    assert first.advantages == 0.5
+    assert second.advantages == -0.5
 
 
 def test_what_older_weights_had_a_part_in_is_marked_to_the_end_of_its_completion() -> None:
@@ -68,27 +85,23 @@ def test_what_older_weights_had_a_part_in_is_marked_to_the_end_of_its_completion
     transcript.observe([9])
     transcript.sample(Completion(chunks=(new,), finish=FinishReason.STOP))
     mixed = dataclasses.replace(_good(0, 0, 1.0), samples=(transcript.freeze(),))
-    first, second = make_batch([mixed, _good(0, 1, 0.0)], norm_by_std=False, version=3).sequences
+    first, second = _batch([mixed, _good(0, 1, 0.0)]).sequences
     assert first.stale == (False, False, True, True, False, False)
     assert second.stale is None
 
 
 def test_a_group_goes_on_without_its_failed_trajectories() -> None:
-    batch = make_batch(
-        [_good(0, 0, 1.0), _bad(0, 1), _good(0, 2, 0.0), _good(1, 0, 1.0), _good(1, 1, 1.0)],
-        norm_by_std=False,
-        version=3,
+    batch = _batch(
+        [_good(0, 0, 1.0), _bad(0, 1), _good(0, 2, 0.0), _good(1, 0, 1.0), _good(1, 1, 1.0)]
     )
-    assert [s.advantages[0] for s in batch.sequences] == [0.5, -0.5, 0.0, 0.0]
+    assert [s.advantages for s in batch.sequences] == [0.5, -0.5, 0.0, 0.0]
     assert (batch.num_failed, batch.num_dropped_groups, batch.num_groups_with_signal) == (1, 0, 1)
     assert batch.causes == ("1 x GenerationTimeoutError, as: too late",)
 
 
 def test_a_lone_survivor_has_nothing_to_be_compared_with() -> None:
-    batch = make_batch(
-        [_good(0, 0, 1.0), _bad(0, 1), _good(1, 0, 1.0), _good(1, 1, 0.0)],
-        norm_by_std=True,
-        version=3,
+    batch = _batch(
+        [_good(0, 0, 1.0), _bad(0, 1), _good(1, 0, 1.0), _good(1, 1, 0.0)], advantage="grpo"
     )
     assert len(batch.sequences) == 2
     assert batch.metrics()["groups/dropped"] == 1
@@ -96,66 +109,80 @@ def test_a_lone_survivor_has_nothing_to_be_compared_with() -> None:
 
 def test_a_trajectory_of_which_nothing_was_sampled_is_compared_but_not_trained_on() -> None:
     silent = dataclasses.replace(_good(0, 1, 0.0), samples=(Transcript([1, 2]).freeze(),))
-    (sequence,) = make_batch([_good(0, 0, 1.0), silent], norm_by_std=False, version=3).sequences
-    assert sequence.advantages[0] == 0.5
+    (sequence,) = _batch([_good(0, 0, 1.0), silent]).sequences
+    assert sequence.advantages == 0.5
     with pytest.raises(NoGroupLeftError, match=r"none of the 2 .* has a sampled token"):
-        make_batch([silent, silent], norm_by_std=False, version=3)
+        _batch([silent, silent])
 
 
 def test_a_trajectory_of_many_samples_is_one_member_of_its_group() -> None:
     """As verl's test_multi_trajectories_advantage: statistics over trajectories, not samples."""
-    batch = make_batch(
+    batch = _batch(
         [
             _good(0, 0, 1.0, num_samples=3),
             _good(0, 1, 0.0),
             _good(0, 2, 0.0),
             _good(1, 0, 1.0),
             _good(1, 1, 0.0, num_samples=2),
-        ],
-        norm_by_std=False,
-        version=3,
+        ]
     )
-    third = pytest.approx(1 / 3)
-    assert [s.advantages[0] for s in batch.sequences[:3]] == [pytest.approx(2 / 3)] * 3
-    assert [-s.advantages[0] for s in batch.sequences[3:5]] == [third, third]
-    assert [s.advantages[0] for s in batch.sequences[5:]] == [0.5, -0.5, -0.5]
+    third = 1 / 3
+    assert [s.advantages for s in batch.sequences[:3]] == [pytest.approx(2 / 3)] * 3
+    assert [s.advantages for s in batch.sequences[3:5]] == pytest.approx([-third, -third])
+    assert [s.advantages for s in batch.sequences[5:]] == [0.5, -0.5, -0.5]
     assert [s.trajectory for s in batch.sequences] == [0, 0, 0, None, None, None, 4, 4]
     assert batch.metrics()["groups/trained"] == 2
     assert batch.metrics()["sequences/trained"] == 8
 
 
+def test_values_of_a_critic_become_advantages_and_returns_of_each_token() -> None:
+    """GAE with lambda 1 and gamma 1/2, written out."""
+    silent = Transcript([1, 2]).freeze()
+    both = dataclasses.replace(_good(0, 0, 1.0), samples=(_sample(), silent, _sample()))
+    groups = groups_of([both, _bad(0, 1), _good(1, 0, 0.0)])
+    estimator = find_estimator(AlgorithmConfig(advantage="gae", gamma=0.5))
+    survivors = survivors_of(groups, estimator, version=3)
+    assert [s.ids for s in survivors.sequences] == [(1, 2, 7, 8)] * 3
+    values = [(9.0, 9.0, 0.25, 0.5), (9.0, 9.0, 0.0, 0.0), (9.0, 9.0, 0.5, 0.25)]
+    batch = survivors.with_values(values).batch(estimator)
+    assert [s.values for s in batch.sequences] == values
+    # The return of a token is the reward times 1/2 per sampled token after it.
+    assert [s.returns for s in batch.sequences] == [(0.0, 0.0, 0.5, 1.0)] * 2 + [(0.0,) * 4]
+    raw = np.array([0.25, 0.5, 0.5, 1.0, -0.5, -0.25])
+    white = (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8)
+    got = [a for s in batch.sequences for a in s.advantages_at([2, 3])]
+    assert got == pytest.approx(white.tolist())
+    assert batch.advantages == pytest.approx((white[:4].mean(), white[4:].mean()))
+    metrics = batch.metrics()
+    returns = np.array([0.5, 1.0, 0.5, 1.0, 0.0, 0.0])
+    assert metrics["critic/returns_mean"] == pytest.approx(returns.mean())
+    assert metrics["critic/values_mean"] == pytest.approx(0.25)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - raw.var() / returns.var())
+
+
 def test_samples_of_which_nothing_was_sampled_are_left_out() -> None:
     silent = Transcript([1, 2]).freeze()
     mixed = dataclasses.replace(_good(0, 0, 1.0), samples=(silent, _sample(), silent))
-    batch = make_batch([mixed, _good(0, 1, 0.0)], norm_by_std=False, version=3)
-    assert [s.advantages[0] for s in batch.sequences] == [0.5, -0.5]
+    batch = _batch([mixed, _good(0, 1, 0.0)])
+    assert [s.advantages for s in batch.sequences] == [0.5, -0.5]
 
 
 def test_a_straggler_is_counted_and_its_group_trained_without_it() -> None:
     late = Trajectory.failed(_task(0, 1), TrajectoryTimeoutError("600 s"))
-    batch = make_batch(
-        [_good(0, 0, 1.0), late, _good(0, 2, 0.0), _good(1, 0, 1.0), _bad(1, 1)],
-        norm_by_std=False,
-        version=3,
-    )
-    assert [s.advantages[0] for s in batch.sequences] == [0.5, -0.5]
+    batch = _batch([_good(0, 0, 1.0), late, _good(0, 2, 0.0), _good(1, 0, 1.0), _bad(1, 1)])
+    assert [s.advantages for s in batch.sequences] == [0.5, -0.5]
     metrics = batch.metrics()
     assert (metrics["groups/stragglers"], metrics["groups/incomplete"]) == (1, 1)
     assert metrics["groups/dropped"] == 1
 
 
 def test_groups_of_one_are_trained_on_where_all_are() -> None:
-    assert (
-        len(make_batch([_good(0, 0, 1.0), _good(1, 0, 0.0)], norm_by_std=True, version=3).sequences)
-        == 2
-    )
+    assert len(_batch([_good(0, 0, 1.0), _good(1, 0, 0.0)], advantage="grpo").sequences) == 2
 
 
 def test_a_step_without_any_group_says_what_happened() -> None:
     with pytest.raises(NoGroupLeftError, match=r"3 of 4 failed.*3 x GenerationTimeoutError"):
-        make_batch(
-            [_good(0, 0, 1.0), _bad(0, 1), _bad(1, 0), _bad(1, 1)], norm_by_std=True, version=3
-        )
+        _batch([_good(0, 0, 1.0), _bad(0, 1), _bad(1, 0), _bad(1, 1)], advantage="grpo")
 
 
 def test_what_is_not_trained_on_has_no_advantage() -> None:
@@ -163,7 +190,61 @@ def test_what_is_not_trained_on_has_no_advantage() -> None:
         *(_good(0, 0, 1.0), _bad(0, 1), _good(0, 2, 0.0)),
         *(_good(1, 0, 1.0), _bad(1, 1), _bad(1, 2)),
     ]
-    advantages = trajectory_advantages(trajectories, norm_by_std=False)
-    assert advantages == [0.5, None, -0.5, None, None, None]
-    alone = trajectory_advantages([_good(0, 0, 0.75)], norm_by_std=False)
-    assert alone == [0.75]
+    assert _batch(trajectories).advantages_of(trajectories) == [0.5, None, -0.5, *[None] * 3]
+    assert _batch([_good(0, 0, 0.75)]).advantages == (0.75,)
+
+
+def test_an_estimator_that_compares_nothing_needs_one_survivor() -> None:
+    trajectories = [_good(0, 0, 1.0), _bad(0, 1), _good(1, 0, 0.0), _good(1, 1, 0.0)]
+    assert _batch(trajectories).advantages == (0.0, 0.0)
+    whitened = _batch(trajectories, advantage="reinforce_plus_plus")
+    # Two tokens each: mean 1/3, unbiased variance (2 * (2/3)^2 + 4 * (1/3)^2) / 5 = 4/15.
+    high, low = (2 / 3) / (4 / 15) ** 0.5, (-1 / 3) / (4 / 15) ** 0.5
+    assert whitened.num_dropped_groups == 0
+    assert whitened.advantages == pytest.approx((high, low, low))
+
+
+def test_a_discounted_return_differs_within_a_trajectory() -> None:
+    batch = _batch(
+        [_good(0, 0, 1.0, num_samples=2), _good(0, 1, 0.0)],
+        advantage="reinforce_plus_plus",
+        gamma=0.5,
+    )
+    # Returns of the sampled tokens: 0.5, 1 in each of two samples, and 0, 0.
+    returns = [0.5, 1.0, 0.5, 1.0, 0.0, 0.0]
+    std = (sum((r - 0.5) ** 2 for r in returns) / 5) ** 0.5
+    first, second, third = batch.sequences
+    assert first.advantages == second.advantages == pytest.approx((0.0, 0.0, 0.0, 0.5 / std))
+    assert third.advantages == pytest.approx((0.0, 0.0, -0.5 / std, -0.5 / std))
+    assert batch.advantages == pytest.approx((0.25 / std, -0.5 / std))
+
+
+def test_a_row_whose_greedy_trajectory_failed_is_dropped() -> None:
+    row = (_good(0, 0, 1.0), _good(0, 1, 0.0))
+    groups = [Group(trajectories=row, greedy=0.25), Group(trajectories=row)]
+    estimator = find_estimator(AlgorithmConfig(advantage="remax"))
+    batch = make_batch(groups, estimator, version=3)
+    assert [s.advantages for s in batch.sequences] == [0.75, -0.25]
+    assert batch.num_dropped_groups == 1
+    with pytest.raises(NoGroupLeftError, match="a greedy one that ended well"):
+        make_batch(groups[1:], estimator, version=3)
+
+
+def test_what_a_token_costs_comes_off_the_reward_before_rewards_are_compared() -> None:
+    """Charges outside the loss mask are not read; both samples of a trajectory are charged."""
+    trajectories = [_good(0, 0, 1.0, num_samples=2), _good(0, 1, 0.0)]
+    estimator = find_estimator(AlgorithmConfig(advantage="dr_grpo"))
+    survivors = survivors_of(groups_of(trajectories), estimator, version=3)
+    charges = [(9.0, 9.0, 0.1, 0.2), (9.0, 9.0, 0.3, 0.4), (9.0, 9.0, -0.5, 0.0)]
+    batch = survivors.batch(estimator, charges=charges)
+    # 1 - 1.0 and 0 + 0.5
+    assert [s.advantages for s in batch.sequences] == pytest.approx([-0.25, -0.25, 0.25])
+    assert batch.num_groups_with_signal == 1
+    spread = survivors.batch(
+        find_estimator(AlgorithmConfig(advantage="reinforce_plus_plus")), charges=charges
+    )
+    returns = [0.7, 0.8, 0.3, 0.6, 0.5, 0.0]
+    mean, std = statistics.mean(returns), statistics.stdev(returns)
+    want = [(r - mean) / std for r in returns]
+    got = [value for s in spread.sequences for value in s.advantages_at([2, 3])]
+    assert got == pytest.approx(want, abs=1e-6)

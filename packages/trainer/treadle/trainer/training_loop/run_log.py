@@ -2,14 +2,15 @@
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from treadle.tracing import JsonlSink, use_sink
+from treadle.tracing import JsonlSink, use_attributes, use_sink
 from treadle.trainer.config.schema import Config
 from treadle.trainer.report import Progress
 
-__all__ = ["run_log", "run_tracing"]
+__all__ = ["run_log", "run_tracing", "span_attributes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +25,13 @@ def run_tracing(config: Config, run_dir: Path) -> Iterator[None]:
         yield
 
 
+def span_attributes(
+    config: Config, *, step: int, validate: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Adds to all spans of a block which trajectories they are of, by verl's names."""
+    return use_attributes(step=step, validate=validate, experiment_name=config.run.name)
+
+
 class _Notes(logging.Handler):
     """Shows warnings in the progress display, but not the error that the command will report."""
 
@@ -36,6 +44,29 @@ class _Notes(logging.Handler):
             self._progress.note(record.getMessage())
 
 
+class _LogFile(logging.FileHandler):
+    """Says once, instead of with a trace for each line, that the log cannot be written."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._progress = progress
+        self._said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            self._progress.note(f"{self.baseFilename} is not complete: {error.strerror}")
+
+    def close(self) -> None:
+        """See `logging.Handler`."""
+        with contextlib.suppress(OSError):  # It was said, and would hide what ended the run.
+            super().close()
+
+
 @contextlib.contextmanager
 def run_log(path: Path, progress: Progress) -> Iterator[None]:
     """Sends the log of `treadle` to a file, and its warnings to the display too.
@@ -43,7 +74,7 @@ def run_log(path: Path, progress: Progress) -> Iterator[None]:
     What ends the run is logged with its traceback.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = _LogFile(path, progress)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers = [to_file, _Notes(progress)]
     ours = logging.getLogger("treadle")

@@ -1,17 +1,22 @@
-"""The synchronous schedule: the GRPO loop, one step after another.
+"""The synchronous schedule: the training loop, one step after another.
 
 Each step: rollout, reward, advantage, update, weight sync, validation, checkpoint.
 
-Invariant: step s samples from exactly the weights after step s - 1, so every token is on-policy.
+Invariant: step s samples from exactly the weights after step s - 1, so every token is on-policy,
+except in groups that dynamic sampling kept from the step before.
 Trainer and servers take turns; nothing of step s + 1 begins before step s is logged. A trainer
 that is killed at any point resumes from the latest checkpoint, and repeats what came after it with
 the same rows and the same seeds.
 """
 
+from treadle.trainer.algorithms.estimators import AdvantageError
+from treadle.trainer.algorithms.reward_kl import Charges, coefficient_after
+from treadle.trainer.policy.commands import UpdateStats
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.training_loop.context import Timer, TrainingContext
-from treadle.trainer.training_loop.groups import StepBatch, make_batch
-from treadle.trainer.training_loop.update_metrics import update_metrics
+from treadle.trainer.training_loop.gather import gather
+from treadle.trainer.training_loop.groups import NoGroupLeftError, StepBatch, survivors_of
+from treadle.trainer.training_loop.update_metrics import critic_metrics, update_metrics
 from treadle.trainer.training_loop.validation import validate
 
 __all__ = ["run_sync"]
@@ -21,9 +26,12 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
     """Trains steps `first_step` to `context.total_steps`.
 
     Raises:
+        AdvantageError: the estimator failed.
         NoGroupLeftError: a step gave nothing to train on.
         NoServerLeftError: no rollout server is left.
-        PolicyError: a policy rank failed, or an update left a policy that is not finite.
+        OutageError: a tool or another thing that trajectories need is down.
+        PolicyError: a policy rank failed, or an update left a policy or a critic that is not
+            finite.
         WeightSyncError: no server takes new weights.
         RunDirectoryError: a checkpoint cannot be written.
     """
@@ -40,38 +48,58 @@ async def _train_step(context: TrainingContext, step: int) -> None:
 
     # Rollout and reward: each trajectory is scored as soon as it ends.
     with timer.phase("rollout"):
-        trajectories = await context.sample("train", step, context.train_tasks(step))
+        found = await gather(context, step, keep_surplus=not _saves(context, step))
 
-    # Advantage: each trajectory is compared with the others of its row.
-    batch = make_batch(
-        trajectories, norm_by_std=config.algorithm.norm_by_std, version=context.version
-    )
-    _report_failures(context, step, batch)
-
-    # Update: servers that share devices with the policy lend it their memory until the weight sync.
+    # From here to the weight sync, servers that share devices with the policy lend it their memory.
     if config.rollout.release_memory:
         with timer.phase("release"):
             await context.release_memory()
-    with timer.phase("train"):
-        stats = await context.update_policy(step, batch.sequences)
-    if skipped := sum(update.skipped for update in stats.steps):
-        context.note(
-            step,
-            f"{skipped} of {len(stats.steps)} updates were skipped, because their gradient was not "
-            "finite",
-        )
+
+    # Advantage: rewards, less what the KL costs, are compared as the estimator says, or with what a
+    # critic expected.
+    try:
+        survivors = survivors_of(found.groups, context.estimator, version=context.version)
+        charges = Charges()
+        if config.algorithm.reward_kl.coef:
+            with timer.phase("kl"):
+                survivors, charges = await context.charge(survivors)
+        if context.estimator.needs_values:
+            with timer.phase("values"):
+                survivors = await context.with_values(survivors)
+        batch = survivors.batch(context.estimator, charges=charges.of_tokens)
+    except (AdvantageError, NoGroupLeftError):
+        await context.log_training(step, found.sampled, None)
+        raise
+    await context.log_training(step, found.sampled, batch.advantages_of(found.trajectories))
+    _report_failures(context, step, batch)
+
+    # Update: of the critic, and after its warm-up of the policy.
+    updated: dict[str, float] = {}
+    if config.algorithm.needs_critic:
+        with timer.phase("critic"):
+            stats = await context.update_critic(step, batch.sequences)
+        _report_skipped(context, step, stats, "the critic's updates")
+        updated |= critic_metrics(stats)
+    if not config.algorithm.needs_critic or step > config.critic.warmup_steps:
+        with timer.phase("train"):
+            stats = await context.update_policy(step, batch.sequences)
+        _report_skipped(context, step, stats, "updates")
+        updated |= update_metrics(stats)
 
     # Weight sync: from here on the servers sample from version `step`.
     with timer.phase("sync"):
         sync_metrics = await context.sync_weights(step)
     metrics = {
-        **rollout_metrics(trajectories),
+        **rollout_metrics(found.trajectories),
         **batch.metrics(),
-        **update_metrics(stats),
+        **charges.metrics,
+        **updated,
         "weights/version": float(context.version),
         **sync_metrics,
-        "data/epoch": float(context.order.epoch(step)),
+        "data/epoch": float(context.order.epoch(context.batches)),
+        **found.metrics,
     }
+    context.kl_coef = coefficient_after(config.algorithm.reward_kl, metrics)
 
     # Validation
     last = step == context.total_steps
@@ -80,17 +108,31 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     metrics |= context.servers.take_metrics()
 
     # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
-    schedule = config.schedule
-    at_end = last and schedule.save_last
-    if at_end or _due(schedule.save_every, step):
+    if _saves(context, step):
+        schedule = config.schedule
         with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
         with timer.phase("save"):
             await context.save(step, {**metrics, **timer.metrics()}, with_hf=with_hf)
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 
+def _saves(context: TrainingContext, step: int) -> bool:
+    schedule = context.config.schedule
+    at_end = step == context.total_steps and schedule.save_last
+    return at_end or _due(schedule.save_every, step)
+
+
 def _due(every: int | None, step: int, *, or_now: bool = False) -> bool:
     return every is not None and (or_now or step % every == 0)
+
+
+def _report_skipped(context: TrainingContext, step: int, stats: UpdateStats, what: str) -> None:
+    if skipped := sum(update.skipped for update in stats.steps):
+        context.note(
+            step,
+            f"{skipped} of {len(stats.steps)} {what} were skipped, because their gradient was not "
+            "finite",
+        )
 
 
 def _report_failures(context: TrainingContext, step: int, batch: StepBatch) -> None:

@@ -6,19 +6,23 @@ found the errors of the user's files.
 """
 
 import asyncio
-from pathlib import Path
 
-from treadle.trainer.checkpoint.begin_or_resume import ResumePoint, find_resume_point
+from treadle.trainer.checkpoint.begin_or_resume import (
+    check_steps_left,
+    find_resume_point,
+    open_metrics,
+)
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
     Checkpoints,
     RunDirectory,
 )
+from treadle.trainer.loggers.loggers import open_loggers
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.preflight import CheckedRun
 from treadle.trainer.report import (
-    MetricsLog,
     Summary,
+    final_numbers,
     live_report,
     open_progress,
     read_metrics,
@@ -50,13 +54,16 @@ async def run_training(run: CheckedRun) -> Summary:
     with RunDirectory(run_dir) as directory:
         checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=config.schedule.keep_checkpoints)
         resume = await asyncio.to_thread(find_resume_point, directory, checkpoints, given)
+        check_steps_left(resume, plan.total_steps)
+        if resume.set_back:
+            checkpoints.set_back(resume.first_step - 1)
         directory.write_config(given.model_dump(mode="json"))
         first_step = resume.first_step
         with (
             open_progress(total_steps=plan.total_steps, first_step=first_step) as display,
             run_log(run_dir / "logs" / "trainer.log", display),
             run_tracing(config, run_dir),
-            _open_metrics(run_dir, resume) as metrics_log,
+            open_metrics(run_dir, resume) as metrics_log,
         ):
             progress = LoggedProgress(display, total_steps=plan.total_steps)
             progress.note(f"run directory  {run_dir}\n{plan.text()}")
@@ -65,6 +72,12 @@ async def run_training(run: CheckedRun) -> Summary:
             if first_step <= plan.total_steps:
                 async with (
                     live_report(run_dir) as report,
+                    open_loggers(
+                        given,
+                        run_dir,
+                        resumed_after=resume.after,
+                        summary=lambda: final_numbers(read_metrics(run_dir / "metrics.jsonl")),
+                    ) as loggers,
                     build_context(
                         config,
                         run.inputs,
@@ -74,6 +87,7 @@ async def run_training(run: CheckedRun) -> Summary:
                         resume=resume,
                         checkpoints=checkpoints,
                         metrics_log=metrics_log,
+                        loggers=loggers,
                         progress=progress,
                         report=report,
                     ) as context,
@@ -83,11 +97,3 @@ async def run_training(run: CheckedRun) -> Summary:
                 async with live_report(run_dir):  # whatever the last trainer said of its end
                     progress.note(f"nothing to train: step {plan.total_steps} has been reached")
         return summarize(await asyncio.to_thread(read_metrics, run_dir / "metrics.jsonl"))
-
-
-def _open_metrics(run_dir: Path, resume: ResumePoint) -> MetricsLog:
-    """Opens the metrics log; the checkpoint has the last step's line, if the trainer died first."""
-    log = MetricsLog(run_dir / "metrics.jsonl", resume_after=resume.after)
-    if resume.checkpoint is not None and log.last_step < resume.checkpoint.step:
-        log.append(resume.checkpoint.step, resume.checkpoint.metrics)
-    return log

@@ -1,8 +1,11 @@
-"""The policy update: the optimizer steps of one batch of sequences.
+"""The policy update, and the critic's: the optimizer steps of one batch of sequences.
 
 Runs on every rank at once, with the same arguments (see `policy/backend.py`). The order is
 fixed: log-probabilities of the policy before the batch, if the ratio needs them; those of the
-reference, if the loss needs them; then `epochs` x `mini_batches` optimizer steps.
+reference, if the loss needs them (neither is computed again after `measure_reference`); then
+`epochs` x `mini_batches` optimizer steps, each after the selection of tokens, if the loss needs
+one.
+The critic learns from the same mini-batches.
 """
 
 import itertools
@@ -10,17 +13,23 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.trainer.algorithms.losses import policy_loss
+from treadle.trainer.algorithms.choose_loss import policy_loss
+from treadle.trainer.algorithms.kl import kl_penalty
 from treadle.trainer.algorithms.mismatch import mismatch_metrics
+from treadle.trainer.algorithms.token_selection import token_selector
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.backend import PolicyBackend
-from treadle.trainer.policy.commands import UpdateStats
+from treadle.trainer.policy.commands import MeasuredReference, UpdateStats
 from treadle.trainer.policy.types import TrainSequence
 
-__all__ = ["cut", "run_update"]
+if TYPE_CHECKING:
+    from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
+
+__all__ = ["cut", "measure_reference", "not_finite", "run_critic_update", "run_update"]
 
 
 def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
@@ -53,17 +62,23 @@ def run_update(
     prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
     computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
     mismatch = _mismatch(prepared) if computed else None
-    if algorithm.needs_reference:
+    if algorithm.loss_needs_reference and prepared[0].ref_logprobs is None:
         reference = policy.reference_logprobs(prepared, temperature=temperature)
         prepared = [
             replace(sequence, ref_logprobs=logprobs)
             for sequence, logprobs in zip(prepared, reference, strict=True)
         ]
     logprobs_s = time.perf_counter() - started
-    loss = policy_loss(algorithm)
+    loss, select = policy_loss(algorithm), token_selector(algorithm)
+
+    def with_selection(part: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        if select is None:
+            return part
+        return select(part, policy.logprobs(part, temperature=temperature), policy.step)
+
     steps = tuple(
         policy.train_step(
-            part,
+            with_selection(part),
             loss,
             aggregation=algorithm.loss_aggregation,
             aggregation_length=algorithm.aggregation_length,
@@ -76,13 +91,68 @@ def run_update(
         torch.cuda.empty_cache()  # does nothing without CUDA
     return UpdateStats(
         steps=steps,
-        broken=_not_finite(policy, sequences, temperature),
+        broken=not_finite(policy, sequences, temperature),
         logprobs_s=logprobs_s,
         mismatch=mismatch,
     )
 
 
-def _not_finite(
+def measure_reference(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+) -> MeasuredReference:
+    """Computes the KL of a batch against the reference, at the weights before its updates.
+
+    Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
+    """
+    ours: list[tuple[float, ...]] = []
+    if algorithm.old_logprobs == "policy":
+        ours = policy.logprobs(sequences, temperature=temperature)
+    else:
+        for sequence in sequences:
+            assert sequence.rollout_logprobs is not None, "a rollout always has them"
+            ours.append(sequence.rollout_logprobs)
+    reference = policy.reference_logprobs(sequences, temperature=temperature)
+    kl = [
+        kl_penalty(torch.tensor(p), torch.tensor(ref), algorithm.reward_kl.type).tolist()
+        for p, ref in zip(ours, reference, strict=True)
+    ]
+    shares_old = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
+    return MeasuredReference(
+        kl=tuple(map(tuple, kl)),
+        old_logprobs=tuple(ours) if shares_old else None,
+        ref_logprobs=tuple(reference) if algorithm.loss_needs_reference else None,
+    )
+
+
+def run_critic_update(
+    critic: "MegatronCritic",
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    epochs: int,
+    free_memory: bool = False,
+) -> UpdateStats:
+    """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps."""
+    steps = tuple(
+        critic.train_step(
+            part,
+            aggregation=algorithm.loss_aggregation,
+            aggregation_length=algorithm.aggregation_length,
+        )
+        for _ in range(epochs)
+        for part in cut(sequences, algorithm.mini_batches)
+    )
+    if free_memory:
+        torch.cuda.empty_cache()
+    broken = None if critic.weights_are_finite() else "a critic with weights that are not finite"
+    return UpdateStats(steps=steps, broken=broken, logprobs_s=0.0)
+
+
+def not_finite(
     policy: PolicyBackend, sequences: Sequence[TrainSequence], temperature: float
 ) -> str | None:
     """Returns what is not finite; finite weights may be so large that what they compute is not."""
@@ -105,6 +175,8 @@ def _with_old_logprobs(
         return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences]
     if algorithm.updates_per_batch == 1:
         return list(sequences)  # the step's own log-probabilities, detached, serve as the old ones
+    if sequences[0].old_logprobs is not None:
+        return list(sequences)
     old = policy.logprobs(sequences, temperature=temperature)
     return [
         replace(sequence, old_logprobs=logprobs)

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.trainer.policy.backend import LossFn
 from treadle.trainer.policy.types import (
     LossAggregation,
@@ -15,7 +15,7 @@ from treadle.trainer.policy.types import (
     TensorSpec,
     TrainSequence,
 )
-from treadle.trainer.training_loop.train_batch import cut, run_update
+from treadle.trainer.training_loop.train_batch import cut, measure_reference, run_update
 
 
 class _Policy:
@@ -60,6 +60,7 @@ class _Policy:
             num_sequences=len(sequences),
             num_computed=len(sequences),
             num_tokens=0,
+            num_rows=0,
             num_loss_tokens=0,
             num_micro_batches=1,
             time_s=0.0,
@@ -78,6 +79,9 @@ class _Policy:
         raise NotImplementedError
 
     def save_hf(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def save_adapter(self, folder: Path) -> None:
         raise NotImplementedError
 
     def load(self, directory: Path) -> None:
@@ -141,10 +145,48 @@ def test_a_policy_that_is_not_finite_afterwards_is_told() -> None:
     assert broken(_Policy(logprob=math.nan)) == told
 
 
+def test_a_loss_of_covariances_gets_its_tokens_from_the_whole_mini_batch() -> None:
+    policy = _Policy()
+    config = AlgorithmConfig(loss="kl_cov", mini_batches=2, cov=CovarianceConfig(ratio=0.5))
+    run_update(policy, _SEQUENCES, config, temperature=0.7)
+    chosen = [[s.selected for s in part] for part in policy.trained]
+    assert chosen == [[(False, True)], [(False, True), (False, False)]]
+    assert policy.temperatures == {0.7}
+
+
 def test_a_kl_term_gets_the_reference() -> None:
     policy = _Policy()
     run_update(policy, _SEQUENCES, AlgorithmConfig(kl_coef=0.1), temperature=1.0)
     assert all(s.ref_logprobs == (-2.0, -2.0) for s in policy.trained[0])
+
+
+def test_the_kl_of_the_reward_is_measured_before_the_batch_and_nothing_is_computed_twice() -> None:
+    policy = _Policy()
+    config = AlgorithmConfig.model_validate(
+        {"kl_coef": 0.1, "epochs": 2, "reward_kl": {"coef": 0.1, "type": "k2"}}
+    )
+    measured = measure_reference(policy, _SEQUENCES, config, temperature=0.7)
+    assert measured.kl == ((0.5, 0.5),) * 3  # (-1 - -2)^2 / 2
+    assert policy.temperatures == {0.7}
+    assert measured.old_logprobs is not None
+    assert measured.ref_logprobs is not None
+    prepared = [
+        replace(s, old_logprobs=old, ref_logprobs=ref)
+        for s, old, ref in zip(
+            _SEQUENCES, measured.old_logprobs, measured.ref_logprobs, strict=True
+        )
+    ]
+    policy.logprob = -3.0  # what would be computed now
+    run_update(policy, prepared, config, temperature=0.7)
+    assert all(s.old_logprobs == (-1.0, -1.0) for part in policy.trained for s in part)
+    assert all(s.ref_logprobs == (-2.0, -2.0) for part in policy.trained for s in part)
+
+
+def test_the_servers_probabilities_may_be_those_of_the_kl() -> None:
+    config = AlgorithmConfig.model_validate({"old_logprobs": "rollout", "reward_kl": {"coef": 0.1}})
+    measured = measure_reference(_Policy(), _SEQUENCES, config, temperature=1.0)
+    assert measured.kl == ((2.0, 1.5),) * 3
+    assert (measured.old_logprobs, measured.ref_logprobs) == (None, None)
 
 
 @given(st.integers(1, 40), st.integers(1, 12))

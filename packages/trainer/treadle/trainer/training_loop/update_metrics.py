@@ -1,8 +1,10 @@
-"""Update metrics: what the optimizer steps of one batch reported, as one line of metrics."""
+"""What the optimizer steps of one batch reported: as one line of metrics, and where they failed."""
+
+from pathlib import Path
 
 from treadle.trainer.policy.commands import UpdateStats
 
-__all__ = ["update_metrics"]
+__all__ = ["broken_policy", "critic_metrics", "update_metrics"]
 
 
 def update_metrics(stats: UpdateStats) -> dict[str, float]:
@@ -26,6 +28,7 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
         "actor/skipped_updates": float(sum(step.skipped for step in steps)),
         "actor/micro_batches": float(sum(step.num_micro_batches for step in steps)),
         "tokens/trained": float(sum(step.num_tokens for step in steps)),
+        "tokens/computed": float(sum(step.num_rows for step in steps)),
         "tokens/loss": float(sum(step.num_loss_tokens for step in steps)),
         "actor/logprobs_s": stats.logprobs_s,
     }
@@ -33,3 +36,44 @@ def update_metrics(stats: UpdateStats) -> dict[str, float]:
 
 def _is_mismatch(name: str) -> bool:
     return name.startswith("rollout/")
+
+
+def critic_metrics(stats: UpdateStats) -> dict[str, float]:
+    """Returns means over the critic's optimizer steps, and sums of counts."""
+    steps = stats.steps
+    return {
+        **{
+            name: sum(step.metrics[name] for step in steps) / len(steps)
+            for name in steps[0].metrics
+        },
+        "critic/vf_loss": sum(step.loss for step in steps) / len(steps),
+        "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+        "critic/lr": steps[-1].learning_rate,
+        "critic/updates": float(len(steps)),
+        "critic/skipped_updates": float(sum(step.skipped for step in steps)),
+    }
+
+
+def broken_policy(
+    step: int, stats: UpdateStats, kept: Path | None, *, lower: str = "policy.optimizer.lr"
+) -> str:
+    """Says which update broke the policy; later ones have no finite gradient.
+
+    Args:
+        step: Of the run.
+        stats: Of its update, which left something `broken`.
+        kept: The last good checkpoint.
+        lower: The setting to lower.
+    """
+    applied = [update for update in stats.steps if not update.skipped]
+    last = applied[-1] if applied else stats.steps[-1]
+    go_on = (
+        "no checkpoint was saved before: start again in another run.dir"
+        if kept is None
+        else f"the last good checkpoint is {kept}: start again with the same run.dir"
+    )
+    return (
+        f"step {step}: the update left {stats.broken} (gradient norm "
+        f"{last.grad_norm:.4g}, learning rate {last.learning_rate:.4g}); they are neither "
+        f"published nor saved. {go_on[0].upper()}{go_on[1:]} and a lower {lower}"
+    )

@@ -13,6 +13,7 @@ def _step(loss: float, **metrics: float) -> StepStats:
         num_sequences=2,
         num_computed=2,
         num_tokens=10,
+        num_rows=6,
         num_loss_tokens=4,
         num_micro_batches=1,
         time_s=0.0,
@@ -29,7 +30,7 @@ def test_updates_are_averaged_over_those_that_have_the_number() -> None:
     metrics = update_metrics(UpdateStats(steps=steps, broken=None, logprobs_s=0.0))
     assert metrics["actor/loss"] == 2.0
     assert metrics["actor/entropy"] == 1.0
-    assert metrics["tokens/trained"] == 30
+    assert (metrics["tokens/trained"], metrics["tokens/computed"]) == (30, 18)
 
 
 def test_the_mismatch_is_that_before_the_batch_moved_the_policy() -> None:

@@ -1,5 +1,6 @@
 """Validation: samples the validation rows from the present weights, with separate settings."""
 
+import asyncio
 from collections.abc import Sequence
 
 from treadle.agent_loop import AgentTask
@@ -25,8 +26,11 @@ async def validate(context: TrainingContext, *, step: int, timer: Timer) -> dict
     """Returns the metrics of one validation; its trajectories go to the log."""
     tasks = validation_tasks(context.config, context.val)
     with timer.phase("validate"):
-        trajectories = await context.sample("val", step, tasks)
-    metrics = validation_metrics(trajectories)
+        sampled = await context.sample("validate", tasks, step=step)
+    await context.log_validation(step, sampled)
+    trajectories = sampled.trajectories
+    # Intervals of a thousand rows take a second, which the event loop does not have.
+    metrics = await asyncio.to_thread(validation_metrics, trajectories)
     if failed := metrics["val/num_failed"]:
         text = f"{failed:.0f} of {len(trajectories)} trajectories of the validation failed"
         context.note(step, "\n  ".join([text, *causes(trajectories)]))

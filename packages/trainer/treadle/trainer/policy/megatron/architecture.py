@@ -31,6 +31,17 @@ COMPUTED: Final[Mapping[str, object]] = MappingProxyType(
 """Settings of a config, with the only value that can be built; a setting left out has it."""
 
 
+VOCAB_MULTIPLE: Final = 128
+"""The vocabulary is padded to a multiple of this, so that its padded size, which a checkpoint
+records, is the same for every tensor-parallel size that divides it."""
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """Returns the rows of the embedding over all tensor-parallel ranks."""
+    multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tensor == 0 else VOCAB_MULTIPLE * tensor
+    return -(-vocab_size // multiple) * multiple
+
+
 class UnsupportedModelError(ValueError):
     """The model needs something that the Megatron backend does not compute."""
 
@@ -107,6 +118,20 @@ class Architecture:
         layer = attention + 3 * self.hidden_size * self.ffn_size + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
+
+    @property
+    def matrices(self) -> Mapping[str, tuple[int, int]]:
+        """(inputs, outputs) of each matrix of a layer, by its Hugging Face name."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden_size, heads),
+            "k_proj": (self.hidden_size, kv_heads),
+            "v_proj": (self.hidden_size, kv_heads),
+            "o_proj": (heads, self.hidden_size),
+            "gate_proj": (self.hidden_size, self.ffn_size),
+            "up_proj": (self.hidden_size, self.ffn_size),
+            "down_proj": (self.ffn_size, self.hidden_size),
+        }
 
     def check_parallel(self, *, tensor: int, pipeline: int) -> None:
         """Raises `UnsupportedModelError` if the model cannot be split into this number of parts."""

@@ -57,13 +57,22 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
 
     groups: tuple[SegmentGroup, ...] = ()
 
+    def attend(self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scale: float) -> Tensor:
+        """Attends within each segment; returns [P, A * D]."""
+        rows = (query_PAD, key_PAD, value_PAD)
+        outputs = [_attend_group(rows, group, scale) for group in self.groups]
+        padding = query_PAD.shape[0] - self.groups[-1].stop
+        if padding:
+            outputs.append(outputs[-1].new_zeros(padding, outputs[-1].shape[1]))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], at: torch.device) -> Segments:
         """Group segments; `lengths` are in packing order, which must be ascending."""
         groups: list[SegmentGroup] = []
         start = first = 0
         while first < len(lengths):
-            last = _end_of_group(lengths, first)
+            last = end_of_group(lengths, first)
             members = lengths[first:last]
             rows = sum(members)
             groups.append(
@@ -79,7 +88,8 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
         return cls(qkv_format="sbhd", groups=tuple(groups))
 
 
-def _end_of_group(lengths: Sequence[int], first: int) -> int:
+def end_of_group(lengths: Sequence[int], first: int) -> int:
+    """Returns where the group that begins at `first` ends; `lengths` must be ascending."""
     rows, last = lengths[first], first + 1
     while last < len(lengths):
         assert lengths[last] >= lengths[last - 1], "segments must be packed in ascending length"
@@ -120,6 +130,28 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return rows
 
 
+def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scale: float) -> Tensor:
+    query, key, value = (_spread(x[group.start : group.stop], group) for x in rows)
+    out_NASD = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    out = out_NASD.transpose(1, 2).reshape(group.count * group.longest, -1)
+    return out if group.slots_P is None else take_rows(out, group.slots_P)
+
+
+def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
+    """[P, A, D] -> [N, A, S, D], zeros where a segment is shorter than the longest."""
+    if group.slots_P is not None:
+        padded = x_PAD.new_zeros(group.count * group.longest, *x_PAD.shape[1:])
+        x_PAD = padded.index_copy(0, group.slots_P, x_PAD)
+    return x_PAD.view(group.count, group.longest, *x_PAD.shape[1:]).transpose(1, 2)
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
     """The `core_attention` of a Megatron layer spec, by torch's scaled dot-product attention."""
 
@@ -147,34 +179,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is unty
         attention_bias: None = None,
         packed_seq_params: Segments,
     ) -> Tensor:
-        """Attends within each segment; returns [P, 1, A * D]."""
-        rows = [x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD)]
-        outputs = [self._group(rows, group) for group in packed_seq_params.groups]
-        padding = rows[0].shape[0] - packed_seq_params.groups[-1].stop
-        if padding:
-            outputs.append(outputs[-1].new_zeros(padding, outputs[-1].shape[1]))
-        return torch.cat(outputs).unsqueeze(1) if len(outputs) > 1 else outputs[0].unsqueeze(1)
-
-    def _group(self, rows: Sequence[Tensor], group: SegmentGroup) -> Tensor:
-        query, key, value = (self._spread(x[group.start : group.stop], group) for x in rows)
-        out_NASD = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=self._scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        out = out_NASD.transpose(1, 2).reshape(group.count * group.longest, -1)
-        return out if group.slots_P is None else take_rows(out, group.slots_P)
-
-    @staticmethod
-    def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
-        """[P, A, D] -> [N, A, S, D], zeros where a segment is shorter than the longest."""
-        if group.slots_P is not None:
-            padded = x_PAD.new_zeros(group.count * group.longest, *x_PAD.shape[1:])
-            x_PAD = padded.index_copy(0, group.slots_P, x_PAD)
-        return x_PAD.view(group.count, group.longest, *x_PAD.shape[1:]).transpose(1, 2)
+        """Attends as the packing says; returns [P, 1, A * D]."""
+        query, key, value = (x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD))
+        return packed_seq_params.attend(query, key, value, self._scale).unsqueeze(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing: attention has no state."""

@@ -22,38 +22,32 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from treadle.trainer.algorithms.mismatch import mismatch_metrics
+from treadle.trainer.config.policy import LoraConfig
 from treadle.trainer.policy.backend import CheckpointError, LossFn, LossInputs
 from treadle.trainer.policy.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.trainer.policy.hf_weights import WeightsReader
-from treadle.trainer.policy.megatron import checkpoint, device, parallel, weights
+from treadle.trainer.policy.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.trainer.policy.megatron.architecture import Architecture
-from treadle.trainer.policy.megatron.attention import take_rows
 from treadle.trainer.policy.megatron.logprobs import logprobs_and_entropy
+from treadle.trainer.policy.megatron.lora import adapter
+from treadle.trainer.policy.megatron.lora.linears import switched_off
 from treadle.trainer.policy.megatron.model import PolicyModel, build
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
+from treadle.trainer.policy.megatron.prefixes import plan
 from treadle.trainer.policy.types import (
     LossAggregation,
     NamedTensor,
     StepStats,
     TensorSpec,
 )
-
-device.install()
-
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 if TYPE_CHECKING:
     from treadle.trainer.config.policy import PolicyConfig
@@ -71,6 +65,7 @@ class MegatronPolicy:
         rendezvous: parallel.Rendezvous | None = None,
         *,
         keep_reference: bool = False,
+        reference_path: Path | None = None,
     ) -> None:
         """Joins the other ranks and loads the model.
 
@@ -78,8 +73,9 @@ class MegatronPolicy:
             config: Parallel sizes, optimizer, memory.
             model_path: Hugging Face folder: config.json and safetensors.
             rendezvous: This rank's position; None for a policy of one process.
-            keep_reference: Keep a copy of the weights as they are now, for
-                `reference_logprobs`.
+            keep_reference: Keep a frozen model for `reference_logprobs`.
+            reference_path: Its Hugging Face folder, another model with the same tokenizer, of any
+                size. None: the weights as they are now.
 
         Raises:
             UnsupportedModelError: The model, or its split into parts, is not supported.
@@ -87,6 +83,8 @@ class MegatronPolicy:
             FileNotFoundError: The folder is not a model folder.
         """
         self._config = config
+        self.share_prefixes = config.share_prefixes
+        """As in the configuration; may be changed between steps."""
         self._model_path = model_path
         self.architecture = Architecture.from_folder(model_path)
         self.world = parallel.start(
@@ -95,18 +93,40 @@ class MegatronPolicy:
         try:
             self._model = build(self.architecture, config, self.world)
             with WeightsReader(model_path) as reader:
-                weights.load(self._model, reader, self.architecture, self.world)
+                weights.load(self._weights(), reader, self.architecture, self.world)
+            if config.lora.rank:
+                adapter.start(
+                    self._model, config.lora, self.architecture, self.world, seed=config.seed
+                )
             if not self.weights_are_finite():
                 raise ValueError(f"model.path={model_path}: its weights are not finite")
-            self._net = _wrap(self._model, distributed_optimizer=self.world.data > 1)
+            self._net = pipeline.wrap(self._model, distributed_optimizer=self.world.data > 1)
             self._optimizer = PolicyOptimizer(self._net, config)
         except BaseException:
             self.world.close()
             raise
-        self._reference = (
-            [p.detach().clone() for p in self._model.parameters()] if keep_reference else None
-        )
+        # With LoRA the model without its adapters is the reference, if there is no other.
+        self._reference: PolicyModel | list[Tensor] | None = None
+        if keep_reference and reference_path is not None:
+            self._reference = self._load_reference(reference_path)
+        elif keep_reference and not config.lora.rank:
+            self._reference = [p.detach().clone() for p in self._model.parameters()]
         self._step = 0
+
+    def _load_reference(self, path: Path) -> PolicyModel:
+        try:
+            architecture = Architecture.from_folder(path)
+            plain = self._config.model_copy(update={"lora": LoraConfig()})
+            model = build(architecture, plain, self.world)
+            with WeightsReader(path) as reader:
+                weights.load(weights.entries(model, architecture), reader, architecture, self.world)
+            if not weights.are_finite(model):
+                raise ValueError(f"algorithm.reference_path={path}: its weights are not finite")
+        except BaseException:
+            self.world.close()
+            raise
+        model.requires_grad_(requires_grad=False)
+        return model
 
     @property
     def step(self) -> int:
@@ -124,23 +144,33 @@ class MegatronPolicy:
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.logprobs`."""
+        return self._logprobs(self._model, self._net, sequences, temperature)
+
+    def _logprobs(
+        self,
+        model: PolicyModel,
+        net: torch.nn.Module,
+        sequences: Sequence[TrainSequence],
+        temperature: float,
+    ) -> list[tuple[float, ...]]:
+        """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
         packer = Packer(
             sequences,
             [0.0] * len(sequences),
             at=device.device(),
-            row_multiple=self._row_multiple,
+            row_multiple=self.row_multiple,
         )
         values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
 
         def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, _ = self._head(micro, hidden, temperature)
+            logprobs_T, _ = self._head(model, micro, hidden, temperature)
             if self.world.speaks:
                 values_M[micro.slots_T] = logprobs_T
             return logprobs_T.sum()
 
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
-        micro_batches = self._micro_batches(packer, sequences, computed)
-        self._run(micro_batches, collect, forward_only=True)
+        micro_batches = self.micro_batches(packer, sequences, computed)
+        pipeline.run(net, micro_batches, collect, forward_only=True)
         dist.all_reduce(values_M)
         return packer.unpack(values_M.tolist())
 
@@ -149,6 +179,11 @@ class MegatronPolicy:
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.reference_logprobs`."""
+        if isinstance(self._reference, PolicyModel):
+            return self._logprobs(self._reference, self._reference, sequences, temperature)
+        if self._config.lora.rank:
+            with switched_off(self._model):
+                return self.logprobs(sequences, temperature=temperature)
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
         parameters = list(self._model.parameters())
@@ -180,18 +215,18 @@ class MegatronPolicy:
             sequences,
             token_weights(sequences, aggregation, aggregation_length),
             at=device.device(),
-            row_multiple=self._row_multiple,
+            row_multiple=self.row_multiple,
         )
         computed = [
             i
             for i, s in enumerate(sequences)
             if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
         ]
-        micro_batches = self._micro_batches(packer, sequences, computed)
+        micro_batches = self.micro_batches(packer, sequences, computed)
         collector = _StatsCollector(loss, packer, computed, self.world)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, entropy_T = self._head(micro, hidden, temperature)
+            logprobs_T, entropy_T = self._head(self._model, micro, hidden, temperature)
             inputs = micro.loss_inputs(logprobs_T, entropy_T)
             output = loss(inputs)
             collector.add(micro, inputs, output)
@@ -199,7 +234,7 @@ class MegatronPolicy:
 
         self._net.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._run(micro_batches, weighted, forward_only=False)
+        pipeline.run(self._net, micro_batches, weighted, forward_only=False)
         lr = learning_rate(self._config.optimizer, self._step)
         applied = self._optimizer.apply(lr)
         self._step += 1
@@ -213,6 +248,7 @@ class MegatronPolicy:
             num_sequences=len(sequences),
             num_computed=len(computed),
             num_tokens=sum(input_length(sequences[i]) for i in computed),
+            num_rows=collected.num_rows,
             num_loss_tokens=packer.num_loss_tokens,
             num_micro_batches=collected.num_micro_batches,
             time_s=time.perf_counter() - began,
@@ -220,13 +256,24 @@ class MegatronPolicy:
         )
 
     @property
-    def _row_multiple(self) -> int:
+    def row_multiple(self) -> int:
+        """What the packed rows of a micro-batch must be a multiple of."""
         return self.world.tensor if self.world.sequence_parallel else 1
 
-    def _micro_batches(
+    def micro_batches(
         self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
     ) -> list[MicroBatch]:
         """Returns this data-parallel rank's share; may be empty."""
+        ordered = plan.shared(sequences, computed, self.share_prefixes)
+        if ordered is not None:
+            parts = plan.micro_batches(
+                ordered,
+                num_shards=self.world.data,
+                shard=self.world.data_rank,
+                max_tokens=self._config.micro_batch_tokens,
+                at_least=self.world.pipeline,
+            )
+            return [packer.micro_batch(part.indices, part.overlaps) for part in parts]
         lengths = [input_length(sequences[i]) for i in computed]
         share = balance(lengths, self.world.data)[self.world.data_rank]
         packs = pack(
@@ -236,38 +283,15 @@ class MegatronPolicy:
         )
         return [packer.micro_batch([computed[share[i]] for i in members]) for members in packs]
 
-    def _run(self, micro_batches: Sequence[MicroBatch], loss: Any, *, forward_only: bool) -> None:
-        """Takes the micro-batches through the pipeline; gradients are left summed over ranks."""
-        if not micro_batches:  # the schedules need one; the other ranks still wait for our sum
-            if not forward_only:
-                finalize_model_grads([self._net], None)
-            return
-
-        def forward(batches: Iterator[MicroBatch], net: DistributedDataParallel) -> Any:
-            micro = next(batches)
-            hidden = net(micro.ids_1P, micro.positions_P, micro.segments)
-            nothing = torch.zeros((), dtype=torch.int)  # Megatron is not to normalise again
-            return hidden, lambda hidden: (loss(micro, hidden), nothing, None)
-
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=[self._net],
-            num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].num_rows,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
     def _head(
-        self, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
+        self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Returns the [T] log-probabilities and entropies of the loss tokens."""
         return logprobs_and_entropy(
-            take_rows(hidden_P1H.squeeze(1), micro.rows_T),
-            self._model.head_weight,
+            micro.at_predictors(hidden_P1H.squeeze(1)),
+            model.head_weight,
             micro.targets_T,
-            vocab_size=self.architecture.vocab_size,
+            vocab_size=model.num_ids,
             group=self.world.tensor_group,
             chunk=self._config.logits_chunk_tokens,
             temperature=temperature,
@@ -275,37 +299,69 @@ class MegatronPolicy:
 
     # --- weights and checkpoints ---------------------------------------------------------------
 
-    @torch.no_grad()
     def weights_are_finite(self) -> bool:
         """See `PolicyBackend.weights_are_finite`."""
-        finite = torch.stack([torch.isfinite(p).all() for p in self._model.parameters()]).all()
-        everywhere = finite.to(torch.int32)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-        return bool(everywhere)
+        return weights.are_finite(self._model)
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """See `PolicyBackend.weight_specs`."""
-        return weights.specs(self._model, self.architecture, self.world, dtype=self._config.dtype)
+        return weights.specs(
+            self._weights(), self.architecture, self.world, dtype=self._config.dtype
+        )
 
     def export_weights(self) -> Iterator[NamedTensor]:
         """See `PolicyBackend.export_weights`."""
         dtype: torch.dtype = getattr(torch, self._config.dtype)
-        return weights.export(self._model, self.architecture, self.world, dtype=dtype)
+        return weights.export(self._weights(), self.architecture, self.world, dtype=dtype)
+
+    def _weights(self) -> Iterator[weights.Entry]:
+        return weights.entries(self._model, self.architecture)
 
     def save_hf(self, folder: Path) -> None:
         """See `PolicyBackend.save_hf`."""
+        collected = self._adapter()
         checkpoint.save_hf(
-            self.export_weights(), self.weight_specs(), folder, like=self._model_path, w=self.world
+            self.export_weights(),
+            self.weight_specs(),
+            folder,
+            like=self._model_path,
+            w=self.world,
+            beside=None if collected is None else collected.write_below,
+        )
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `PolicyBackend.save_adapter`."""
+        collected = self._adapter()
+        if collected is None:
+            raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
+        checkpoint.save_folder(collected.write, folder, self.world)
+
+    def _adapter(self) -> adapter.CollectedAdapter | None:
+        """Returns the adapter, whole on rank 0, None without LoRA; collective."""
+        if not self._config.lora.rank:
+            return None
+        return adapter.collect(
+            self._model, self._config, self.architecture, self.world, base=self._model_path
+        )
+
+    def _state(self) -> checkpoint.PolicyState:
+        lora = self._config.lora
+        return checkpoint.PolicyState(
+            self._model,
+            self._optimizer,
+            self.architecture,
+            adapter.identity(self._model, lora, self.architecture, self.world)
+            if lora.rank
+            else None,
         )
 
     def save(self, directory: Path) -> None:
         """See `PolicyBackend.save`."""
-        state = checkpoint.PolicyState(self._model, self._optimizer, self.architecture)
-        checkpoint.save(state, directory, step=self._step, world=self.world)
+        checkpoint.save(self._state(), directory, step=self._step, world=self.world)
 
     def load(self, directory: Path) -> None:
         """See `PolicyBackend.load`."""
-        state = checkpoint.PolicyState(self._model, self._optimizer, self.architecture)
+        state = self._state()
         self._step = checkpoint.load(state, directory)
         if not self.weights_are_finite():
             raise CheckpointError(f"the weights in {directory} are not finite")
@@ -316,6 +372,7 @@ class _Collected:
     """A step's statistics, the same on every rank."""
 
     loss: float
+    num_rows: int
     num_micro_batches: int
     metrics: Mapping[str, float]
 
@@ -337,7 +394,7 @@ class _StatsCollector:
         self._slots_M = packer.slots(computed)
         self._stale_M = packer.stale(computed)
         at = self._slots_M.device
-        self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=at)
+        self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
         self._gaps_M = torch.zeros(packer.num_loss_tokens, device=at)
         self._has_rollout = packer.has("rollout_logprobs")
 
@@ -347,7 +404,8 @@ class _StatsCollector:
         if not self._world.speaks:
             return
         weighted_T = output.loss_T.detach() * micro.weights_T
-        values = [weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
+        rows = torch.tensor(micro.num_rows, device=self._sums.device)
+        values = [rows, weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
         self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
         if inputs.rollout_logprobs_T is not None:
             gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
@@ -359,15 +417,17 @@ class _StatsCollector:
         count = torch.tensor(len(micro_batches), device=self._sums.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         dist.all_reduce(self._sums)
-        loss, *sums = self._sums.tolist()
+        rows, loss, *sums = self._sums.tolist()
         tokens = len(self._slots_M)
         if not tokens:
-            return _Collected(loss=loss, num_micro_batches=0, metrics={})
+            return _Collected(loss=loss, num_rows=0, num_micro_batches=0, metrics={})
         metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
         if self._has_rollout:
             dist.all_reduce(self._gaps_M)
             metrics |= mismatch_metrics(self._gaps_M[self._slots_M], self._stale_M)
-        return _Collected(loss=loss, num_micro_batches=int(count), metrics=metrics)
+        return _Collected(
+            loss=loss, num_rows=int(rows), num_micro_batches=int(count), metrics=metrics
+        )
 
 
 def _metric_names(loss: LossFn) -> list[str]:
@@ -380,23 +440,8 @@ def _metric_names(loss: LossFn) -> list[str]:
         old_logprobs_T=empty,
         rollout_logprobs_T=empty,
         ref_logprobs_T=empty,
+        stale_T=empty.bool(),
+        sample_lengths_S=torch.zeros(0, dtype=torch.int64),
+        selected_T=empty.bool(),
     )
     return list(loss(nothing).metrics_T)
-
-
-def _wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Megatron's gradient buffers; they sum in float32 and are reduced once per step."""
-    net = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed_optimizer,
-        ),
-        model,
-    )
-
-    def finalize(nets: list[Any], _: object, **kwargs: Any) -> None:
-        finalize_model_grads(nets, None, **kwargs)  # None: do not divide by a token count
-
-    model.config.finalize_model_grads_func = finalize
-    return net

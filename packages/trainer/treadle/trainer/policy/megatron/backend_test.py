@@ -1,6 +1,6 @@
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.trainer.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood, policy_loss
+from treadle.trainer.algorithms.choose_loss import policy_loss
+from treadle.trainer.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.trainer.policy.backend import CheckpointError, LossFn, LossInputs, LossOutput
 from treadle.trainer.policy.megatron.architecture import Architecture, UnsupportedModelError
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.megatron.memory import estimate_memory
 from treadle.trainer.policy.megatron.parallel import Rendezvous
 from treadle.trainer.policy.megatron.testing.tiny import VOCAB, sequences, write_model
 from treadle.trainer.policy.types import StepStats, TrainSequence
+from treadle.trainer.training_loop.train_batch import run_update
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
@@ -85,6 +88,47 @@ def test_logprobs_and_round_trip_agree_with_transformers(
         assert torch.equal(again(ids).logits, reference(ids).logits)
 
 
+@dataclass(frozen=True)
+class KeptActivations(ClippedSurrogate):
+    """The same loss, which notes the bytes that the forward pass has kept for the backward pass."""
+
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_bytes: list[int] = field(default_factory=list)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            self.kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        self.num_bytes.append(sum(t.untyped_storage().nbytes() for t in self.kept.values()))
+        return super().__call__(inputs)
+
+
+def test_recomputing_changes_no_bit_and_keeps_less(folder: Path) -> None:
+    def run(recompute: str, *modules: str) -> tuple[StepStats, dict[str, Any], int]:
+        loss = KeptActivations()
+        settings = {"recompute_modules": modules} if modules else {}
+        with torch.autograd.graph.saved_tensors_hooks(loss.keep, lambda tensor: tensor):
+            stats, weights = step(folder, sequences(), loss, recompute=recompute, **settings)
+        return stats, weights, loss.num_bytes[-1]
+
+    want, weights, everything = run("none")
+    kept = [everything]
+    for how in (["selective", "core_attn"], ["selective", "mlp"], ["full"]):
+        got, recomputed, num_bytes = run(*how)
+        assert (got.loss, got.grad_norm, got.metrics) == (want.loss, want.grad_norm, want.metrics)
+        assert largest_difference(recomputed, weights) == 0.0
+        kept.append(num_bytes)
+    assert sorted(kept, reverse=True) == kept
+    assert len(set(kept)) == len(kept), kept
+
+
+def _advantage(sequence: TrainSequence) -> float:
+    assert isinstance(sequence.advantages, float)
+    return sequence.advantages
+
+
 def test_a_step_is_that_of_torch(folder: Path, opened: list[MegatronPolicy]) -> None:
     """GRPO with Adam in transformers and torch, one padded row per sequence, as the truth."""
     import transformers
@@ -97,7 +141,7 @@ def test_a_step_is_that_of_torch(folder: Path, opened: list[MegatronPolicy]) -> 
         logits = reference(torch.tensor([s.ids])).logits[0, :-1]
         logp = logits.log_softmax(-1).gather(-1, torch.tensor(s.ids)[1:, None])[:, 0]
         ratio = (logp - logp.detach()).exp()
-        loss = loss - (ratio * s.advantages[0] * torch.tensor(s.loss_mask[1:])).sum() / total
+        loss = loss - (ratio * _advantage(s) * torch.tensor(s.loss_mask[1:])).sum() / total
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
 
@@ -251,6 +295,80 @@ def test_the_reference_stays_while_the_policy_moves(
     assert policy.logprobs(batch) != start
 
 
+def test_the_reference_may_be_another_model_of_another_size(
+    tmp_path: Path, folder: Path, opened: list[MegatronPolicy]
+) -> None:
+    other = write_model(
+        tmp_path / "other", "qwen3", tied=False, hidden_size=96, num_hidden_layers=2
+    )
+    policy = MegatronPolicy(
+        PolicyConfig(optimizer=OptimizerConfig(lr=1e-2)),
+        folder,
+        keep_reference=True,
+        reference_path=tmp_path / "other",
+    )
+    opened.append(policy)
+    batch = sequences()
+    before = policy.logprobs(batch)
+    scores = policy.reference_logprobs(batch, temperature=0.7)
+    for s, got in zip(batch, scores, strict=True):
+        ids = torch.tensor(s.ids)
+        with torch.no_grad():
+            logp = (other(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        want = torch.cat([torch.zeros(1), logp.gather(1, ids[1:, None])[:, 0]])
+        want = want * torch.tensor(s.loss_mask)
+        assert got == pytest.approx(want.tolist(), abs=1e-4)
+    assert policy.logprobs(batch) == before
+    policy.train_step(batch, ClippedSurrogate())
+    assert policy.logprobs(batch) != before
+    assert policy.reference_logprobs(batch, temperature=0.7) == scores
+    estimate = estimate_memory(
+        policy.architecture,
+        PolicyConfig(),
+        rows=64,
+        reference=True,
+        other_reference=Architecture.from_folder(tmp_path / "other"),
+    )
+    assert isinstance(policy._reference, torch.nn.Module)
+    assert estimate.reference == sum(p.nbytes for p in policy._reference.parameters())
+
+
+def test_a_student_learns_the_distribution_of_its_teacher(
+    tmp_path: Path, opened: list[MegatronPolicy]
+) -> None:
+    """Only by what it samples itself; the reverse KL over the whole vocabulary is exact here."""
+    ids, prompt = 16, (3, 5)
+    write_model(tmp_path / "student", vocab_size=ids)
+    write_model(tmp_path / "teacher", "llama", vocab_size=ids, hidden_size=32)
+    policy = MegatronPolicy(
+        PolicyConfig(optimizer=OptimizerConfig(lr=1e-3)),
+        tmp_path / "student",
+        keep_reference=True,
+        reference_path=tmp_path / "teacher",
+    )
+    opened.append(policy)
+    every = [
+        TrainSequence(ids=(*prompt, v), loss_mask=(False, False, True), advantages=0.0)
+        for v in range(ids)
+    ]
+    teacher = np.array([each[-1] for each in policy.reference_logprobs(every, temperature=0.3)])
+
+    def student() -> np.ndarray[Any, Any]:
+        return np.array([each[-1] for each in policy.logprobs(every, temperature=0.3)])
+
+    def reverse_kl() -> float:
+        logp = student()
+        return float((np.exp(logp) * (logp - teacher)).sum())
+
+    began, draw = reverse_kl(), np.random.default_rng(0)
+    for _ in range(20):
+        p = np.exp(student())
+        sampled = [every[v] for v in draw.choice(ids, size=128, p=p / p.sum())]
+        run_update(policy, sampled, AlgorithmConfig(loss="distillation"), temperature=0.3)
+    assert began > 0.2
+    assert reverse_kl() < 0.5 * began
+
+
 def test_bfloat16_trains_and_exports_bfloat16(folder: Path, opened: list[MegatronPolicy]) -> None:
     policy = MegatronPolicy(
         PolicyConfig(dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3)), folder
@@ -258,7 +376,7 @@ def test_bfloat16_trains_and_exports_bfloat16(folder: Path, opened: list[Megatro
     opened.append(policy)
     batch = sequences()
     stats = policy.train_step(batch, ClippedSurrogate())
-    on_policy = -sum(s.advantages[0] * s.num_loss_tokens for s in batch) / stats.num_loss_tokens
+    on_policy = -sum(_advantage(s) * s.num_loss_tokens for s in batch) / stats.num_loss_tokens
     assert stats.loss == pytest.approx(on_policy, abs=1e-6)
     assert not stats.skipped
     assert {t.tensor.dtype for t in policy.export_weights()} == {torch.bfloat16}

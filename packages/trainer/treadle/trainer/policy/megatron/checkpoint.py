@@ -10,6 +10,9 @@ has the same names under Megatron's plain and its distributed optimizer, so that
 Nothing in the policy draws random numbers and the learning rate is a function of the step, so the
 step counter is the only state besides tensors.
 
+With LoRA a checkpoint has the adapters only, and a checksum of the weights below them, which are
+those of the model that training started from.
+
 Tensors are written by `torch.distributed.checkpoint` in the calling thread. Megatron's own writer
 forks, which a process that also speaks gRPC must not do.
 """
@@ -17,7 +20,7 @@ forks, which a process that also speaks gRPC must not do.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from treadle.trainer.policy.backend import CheckpointError
 from treadle.trainer.policy.hf_weights import write_folder
 from treadle.trainer.policy.megatron import device
+from treadle.trainer.policy.megatron.lora.linears import is_adapter
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 
 device.install()
@@ -67,12 +71,25 @@ class PolicyState:
     """The policy's tensors as named parts of a whole, to be written or to be filled."""
 
     def __init__(
-        self, model: PolicyModel, optimizer: PolicyOptimizer, architecture: Architecture
+        self,
+        model: PolicyModel,
+        optimizer: PolicyOptimizer,
+        architecture: Architecture,
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Names the objects; their tensors are looked up when needed."""
+        """Names the objects; their tensors are looked up when needed.
+
+        Args:
+            model: This rank's part.
+            optimizer: Of its trained parameters.
+            architecture: Of the model.
+            adapter: With LoRA what the adapter must fit, by the name that an error gives it.
+        """
         self._model = model
         self._optimizer = optimizer
-        self.architecture: dict[str, Any] = asdict(architecture)
+        self._adapters_only = adapter is not None
+        self.identity: dict[str, Any] = {**asdict(architecture), **(adapter or {})}
+        """What a checkpoint must have been written with."""
 
     def sharded(self, *, loading: bool) -> dict[str, Any]:
         """Megatron's sharded state dict of model and optimizer; collective when not loading."""
@@ -81,6 +98,8 @@ class PolicyState:
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
         model = self._model.sharded_state_dict(metadata=metadata)
+        if self._adapters_only:
+            model = {name: part for name, part in model.items() if is_adapter(name)}
         if self._optimizer.distributed:
             optimizer = self._optimizer.megatron.sharded_param_state_fully_reshardable(
                 model, loading, metadata
@@ -97,7 +116,7 @@ class PolicyState:
     @torch.no_grad()
     def fill(self, loaded: dict[str, Any], *, adam_steps: int) -> None:
         """Takes over what was read into the structure that `sharded(loading=True)` gave."""
-        self._model.load_state_dict(loaded["model"])
+        self._model.load_state_dict(loaded["model"], strict=not self._adapters_only)
         if self._optimizer.distributed:
             # Megatron copies every entry of Adam's state, but stores no "step" (that is torch's).
             for state in self._optimizer.adam.state.values():
@@ -106,7 +125,7 @@ class PolicyState:
                 loaded["optimizer"]
             )
         else:
-            for number, parameter in enumerate(self._model.parameters()):
+            for number, parameter in enumerate(self._trained()):
                 main = self._main(parameter)
                 state = self._optimizer.adam.state[main]
                 for name, target in zip(
@@ -120,7 +139,7 @@ class PolicyState:
         parts, _ = extract_sharded_tensors_and_factories(model)
         by_parameter = {id(part.data): part for part in nested_values(parts)}
         result: dict[int, dict[str, Any]] = {}
-        for number, parameter in enumerate(self._model.parameters()):
+        for number, parameter in enumerate(self._trained()):
             main = self._main(parameter)
             state = self._optimizer.adam.state[main]
             result[number] = {
@@ -132,6 +151,9 @@ class PolicyState:
                 )
             }
         return result
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        return (p for p in self._model.parameters() if p.requires_grad)
 
     @staticmethod
     def _main(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -151,7 +173,7 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
     common = {
         "step": step,
         "adam_steps": state.adam_steps,
-        "architecture": state.architecture,
+        "architecture": state.identity,
     }
 
     def prepare() -> None:
@@ -188,10 +210,11 @@ def load(state: PolicyState, directory: Path) -> int:
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(f"{directory} holds no complete checkpoint")
     common = _load_common(directory)
+    written: Mapping[str, Any] = common["architecture"]
     different = {
-        name: (common["architecture"].get(name), value)
-        for name, value in state.architecture.items()
-        if common["architecture"].get(name) != value
+        name: (written.get(name), state.identity.get(name))
+        for name in {**state.identity, **written}
+        if written.get(name) != state.identity.get(name)
     }
     if different:
         listed = ", ".join(f"{n} is {was}, not {now}" for n, (was, now) in different.items())
@@ -223,16 +246,25 @@ def save_hf(
     *,
     like: Path,
     w: World,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes all stages' tensors as one Hugging Face folder, by rank 0; collective.
+
+    Args:
+        mine: The tensors of this rank's stage.
+        specs: Of all stages.
+        folder: Where to write; must not exist.
+        like: See `write_folder`.
+        w: This rank's position.
+        beside: Writes more files into the folder that it is given.
 
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
-    everything = _collect(mine, specs, w)
+    everything = collect(mine, specs, w)
 
     def write() -> None:
-        write_folder(everything, folder, like=like)
+        write_folder(everything, folder, like=like, beside=beside)
 
     def drain() -> None:
         for _ in everything:  # take part to the end, so that no other rank waits for us
@@ -241,7 +273,29 @@ def save_hf(
     _together(write if w.rank == 0 else None, folder, meanwhile=drain)
 
 
-def _collect(
+def save_folder(write: Callable[[Path], None], folder: Path, world: World) -> None:
+    """Makes `folder`, of the files that `write` puts into it on rank 0; collective.
+
+    Raises:
+        CheckpointError: it could not be written; on every rank.
+    """
+    building = folder.with_name(f".{folder.name}.writing")
+
+    def make() -> None:
+        if folder.exists():
+            raise FileExistsError(f"{folder} exists")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        try:
+            write(building)
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    _together(make if world.rank == 0 else None, folder)
+
+
+def collect(
     mine: Iterator[NamedTensor], specs: Sequence[TensorSpec], world: World
 ) -> Iterator[NamedTensor]:
     """On rank 0 the tensors of all stages; other ranks send theirs and yield nothing."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treadle.trainer.algorithms.losses import policy_loss
+from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.trainer.policy.backend import CheckpointError

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
+from treadle.trainer.policy.megatron.architecture import padded_vocab
 from treadle.trainer.policy.megatron.attention import PackedAttention, Segments
+from treadle.trainer.policy.megatron.lora.linears import adapt_layer, freeze_base
 
 device.install()
 
@@ -38,10 +40,6 @@ if TYPE_CHECKING:
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.megatron.parallel import World
-
-VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this, so that its padded size, which a checkpoint
-records, is the same for every tensor-parallel size that divides it."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -66,8 +64,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
     """One pipeline stage of the policy, up to and without the output layer."""
 
     def __init__(self, architecture: Architecture, **kwargs: Any) -> None:
-        """`kwargs` are those of Megatron's `GPTModel`."""
+        """`kwargs` are those of Megatron's `GPTModel`; `num_ids` is the vocabulary, not padded."""
         super().__init__(**kwargs)
+        self.num_ids = architecture.vocab_size
         steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
         self._inverse_frequency = (architecture.rope_theta ** -(steps / architecture.head_dim)).to(
             device.device()
@@ -86,8 +85,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
             sequence parallelism.
         """
         angles = positions_P.float()[:, None] * self._inverse_frequency
+        embedded: Tensor | None = self.embedding(ids_1P, None) if self.pre_process else None
+        if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
+            # Under LoRA. Recomputed layers get gradients only through an input that has one.
+            embedded.requires_grad_()
         hidden: Tensor = self.decoder(
-            hidden_states=self.embedding(ids_1P, None) if self.pre_process else None,
+            hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), dim=-1)[:, None, None, :],
             packed_seq_params=segments,
@@ -108,8 +111,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         return weight
 
 
-def build(architecture: Architecture, config: PolicyConfig, world: World) -> PolicyModel:
-    """This rank's part of the model, its parameters not yet initialised.
+def build(
+    architecture: Architecture,
+    config: PolicyConfig,
+    world: World,
+    kind: type[PolicyModel] | None = None,
+) -> PolicyModel:
+    """This rank's part of the model, its parameters not yet initialised; a `PolicyModel` or `kind`.
 
     Raises:
         UnsupportedModelError: the parallel sizes do not divide the model.
@@ -123,7 +131,9 @@ def build(architecture: Architecture, config: PolicyConfig, world: World) -> Pol
     attention.core_attention = PackedAttention
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    model: PolicyModel = PolicyModel(
+    if config.lora.rank:
+        adapt_layer(layer, config.lora, architecture)
+    model: PolicyModel = (kind or PolicyModel)(
         architecture,
         config=megatron,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -137,6 +147,8 @@ def build(architecture: Architecture, config: PolicyConfig, world: World) -> Pol
         position_embedding_type="none",
     )
     model.to(device.device())
+    if config.lora.rank:
+        freeze_base(model)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model
@@ -144,12 +156,6 @@ def build(architecture: Architecture, config: PolicyConfig, world: World) -> Pol
 
 def _leave(weight: Tensor) -> Tensor:
     return weight
-
-
-def padded_vocab(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks."""
-    multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tensor == 0 else VOCAB_MULTIPLE * tensor
-    return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(
@@ -163,6 +169,11 @@ def transformer_config(
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
+        }
+    elif config.recompute == "selective":
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(config.recompute_modules),
         }
     return TransformerConfig(
         num_layers=architecture.num_layers,

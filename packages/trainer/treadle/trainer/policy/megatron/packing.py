@@ -2,9 +2,10 @@
 
 Invariant: rows are inputs, and each loss token is named by the row that predicts it; the shift
 between the two happens only here. Rows after a sequence's last loss token are omitted, as nothing
-depends on them.
+depends on them. What a sequence has in common with the one before it may be left out too
+(`prefixes/`); its loss tokens then name rows of the other.
 
-Shape suffixes: P packed rows, T loss tokens.
+Shape suffixes: P packed rows, T loss tokens, S samples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from treadle.trainer.policy.backend import LossInputs
 from treadle.trainer.policy.batch import input_length
-from treadle.trainer.policy.megatron.attention import Segments
+from treadle.trainer.policy.megatron.attention import Segments, take_rows
+from treadle.trainer.policy.megatron.prefixes.attention import TreeSegments
+from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths
 from treadle.trainer.policy.types import LOGPROB_FIELDS
 
 if TYPE_CHECKING:
@@ -33,8 +36,10 @@ class MicroBatch:
     ids_1P: Tensor
     positions_P: Tensor
     segments: Segments
-    rows_T: Tensor
-    """The row that predicts each loss token, ascending."""
+    predictors_T: Tensor
+    """The row that predicts each loss token; see `at_predictors`."""
+    shared: bool
+    """Whether a row may predict loss tokens of several sequences."""
     targets_T: Tensor
     slots_T: Tensor
     """Index of each loss token among the loss tokens of the whole batch."""
@@ -43,11 +48,20 @@ class MicroBatch:
     rollout_logprobs_T: Tensor | None
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
+    stale_T: Tensor
+    sample_lengths_S: Tensor
+    selected_T: Tensor | None
 
     @property
     def num_rows(self) -> int:
         """Packed rows, padding included."""
         return self.ids_1P.shape[1]
+
+    def at_predictors(self, x_PH: Tensor) -> Tensor:
+        """Returns the [T, H] rows that predict the loss tokens."""
+        if self.shared:
+            return x_PH.index_select(0, self.predictors_T)
+        return take_rows(x_PH, self.predictors_T)
 
     def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
         """Returns the input of the loss, given the output of the model."""
@@ -59,6 +73,9 @@ class MicroBatch:
             old_logprobs_T=logprobs_T.detach() if old_T is None else old_T,
             rollout_logprobs_T=self.rollout_logprobs_T,
             ref_logprobs_T=self.ref_logprobs_T,
+            stale_T=self.stale_T,
+            sample_lengths_S=self.sample_lengths_S,
+            selected_T=self.selected_T,
         )
 
 
@@ -82,9 +99,10 @@ class Packer:
             row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size.
 
         Raises:
-            ValueError: Only some of the sequences have one of the optional log-probabilities.
+            ValueError: Only some of the sequences have one of the optional log-probabilities, or
+                `selected`.
         """
-        for name in LOGPROB_FIELDS:
+        for name in (*LOGPROB_FIELDS, "selected"):
             having = sum(getattr(sequence, name) is not None for sequence in sequences)
             if having not in (0, len(sequences)):
                 raise ValueError(
@@ -121,32 +139,52 @@ class Packer:
         ]
         return self._tensor(flags, torch.bool)
 
-    def micro_batch(self, indices: Sequence[int]) -> MicroBatch:
-        """Packs some sequences, in the order given, which must be of ascending length."""
+    def micro_batch(
+        self, indices: Sequence[int], overlaps: Sequence[int] | None = None
+    ) -> MicroBatch:
+        """Packs some sequences, in the order given.
+
+        Args:
+            indices: Which sequences; of ascending length if nothing is shared, else in the order of
+                their ids.
+            overlaps: How many first ids of each have their rows in the one before it, see
+                `prefixes.tree`; None: nothing is shared.
+        """
         chosen = [(self._sequences[i], self._positions[i]) for i in indices]
         lengths = [input_length(sequence) for sequence, _ in chosen]
-        starts = [0, *accumulate(lengths)]
-        padding = -starts[-1] % self._row_multiple
-        ids = list(
-            chain.from_iterable(s.ids[:n] for (s, _), n in zip(chosen, lengths, strict=True))
-        )
-        positions = list(chain.from_iterable(range(n) for n in lengths))
+        skipped = [0] * len(lengths) if overlaps is None else overlaps
+        own = [range(o, n) for o, n in zip(skipped, lengths, strict=True)]
+        positions = list(chain.from_iterable(own))
+        ids = [s.ids[t] for (s, _), ts in zip(chosen, own, strict=True) for t in ts]
+        padding = -len(ids) % self._row_multiple
         rows = [
-            start + t - 1 for start, (_, ts) in zip(starts[:-1], chosen, strict=True) for t in ts
+            path[t - 1]
+            for path, (_, ts) in zip(rows_of_paths(lengths, skipped), chosen, strict=True)
+            for t in ts
         ]
         weights = [self._weights[i] for i in indices for _ in self._positions[i]]
         return MicroBatch(
             ids_1P=self._tensor(ids + [0] * padding, torch.int64)[None],
             positions_P=self._tensor(positions + [0] * padding, torch.int64),
-            segments=Segments.of_lengths(lengths, self._at),
-            rows_T=self._tensor(rows, torch.int64),
+            segments=(
+                Segments.of_lengths(lengths, self._at)
+                if overlaps is None
+                else TreeSegments.of_tree(lengths, overlaps, self._at)
+            ),
+            shared=overlaps is not None,
+            predictors_T=self._tensor(rows, torch.int64),
             targets_T=self._tensor([s.ids[t] for s, ts in chosen for t in ts], torch.int64),
             slots_T=self.slots(indices),
             weights_T=self._tensor(weights, torch.float32),
-            advantages_T=self._required(chosen, "advantages"),
+            advantages_T=self._tensor(
+                [a for s, ts in chosen for a in s.advantages_at(ts)], torch.float32
+            ),
             rollout_logprobs_T=self._at_loss_tokens(chosen, "rollout_logprobs"),
             old_logprobs_T=self._at_loss_tokens(chosen, "old_logprobs"),
             ref_logprobs_T=self._at_loss_tokens(chosen, "ref_logprobs"),
+            stale_T=self.stale(indices),
+            sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
+            selected_T=self._at_loss_tokens(chosen, "selected", torch.bool),
         )
 
     def unpack(self, values: Sequence[float]) -> list[tuple[float, ...]]:
@@ -162,14 +200,22 @@ class Packer:
         return result
 
     def _at_loss_tokens(
-        self, chosen: Sequence[tuple[TrainSequence, list[int]]], name: str
+        self,
+        chosen: Sequence[tuple[TrainSequence, list[int]]],
+        name: str,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor | None:
-        return None if getattr(chosen[0][0], name) is None else self._required(chosen, name)
+        return None if getattr(chosen[0][0], name) is None else self._required(chosen, name, dtype)
 
-    def _required(self, chosen: Sequence[tuple[TrainSequence, list[int]]], name: str) -> Tensor:
+    def _required(
+        self,
+        chosen: Sequence[tuple[TrainSequence, list[int]]],
+        name: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         values = [getattr(sequence, name) for sequence, _ in chosen]
         picked = [v[t] for v, (_, ts) in zip(values, chosen, strict=True) for t in ts]
-        return self._tensor(picked, torch.float32)
+        return self._tensor(picked, dtype)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)

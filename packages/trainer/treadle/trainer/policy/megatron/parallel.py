@@ -124,6 +124,7 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=rendezvous.timeout_s / 60,
         create_gloo_process_groups=False,  # for Megatron's memory-saving checkpoints, unused here
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

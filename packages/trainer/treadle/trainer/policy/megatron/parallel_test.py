@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 
-from treadle.trainer.algorithms.losses import policy_loss
+from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
-from treadle.trainer.policy.megatron.testing.tiny import LENGTHS, sequences, write_model
+from treadle.trainer.policy.megatron.testing.tiny import (
+    LENGTHS,
+    forked_sequences,
+    sequences,
+    write_model,
+)
 
 # With eps = 1, Adam's step is about lr * g / (|g| + 1): parameters compare as gradients do. With a
 # usual eps, a rounding difference in a gradient near 0 would be blown up to a difference of 2 * lr.
@@ -17,6 +22,7 @@ CONFIG = PolicyConfig(
     optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0), micro_batch_tokens=80
 )
 LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
+OF_SAMPLES = policy_loss(AlgorithmConfig(loss="gspo"))
 
 
 def case(model: str, lengths: tuple[int, ...] = LENGTHS, **parallel: Any) -> dict[str, Any]:
@@ -48,24 +54,37 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[str, Any]:
-    """The policy's view of the batch, then four steps: one on-policy, three against that view.
+    """The policy's view of the batch, then five steps: one on-policy, four against that view.
 
-    In the last, every second sequence is a sample of one trajectory, which spreads over the ranks.
+    In the fourth, every second sequence is a sample of one trajectory, which spreads over the
+    ranks; the fifth has a loss of whole samples. A sixth step takes sequences that begin alike:
+    flat in one process, with shared prefixes in several.
     """
     from treadle.trainer.policy.megatron.backend import MegatronPolicy
 
     config = CONFIG.model_copy(update={"parallel": case["parallel"]})
-    policy = MegatronPolicy(config, models / case["model"], rendezvous)
+    policy = MegatronPolicy(
+        config,
+        models / case["model"],
+        rendezvous,
+        keep_reference=True,
+        reference_path=models / "llama-untied",
+    )
     batch = sequences(case["lengths"])
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
+    forked = forked_sequences() if len(batch) > 1 else batch
+    policy.share_prefixes = "never" if rendezvous is None else "always"
     samples = [replace(s, trajectory=None if i % 2 else 0) for i, s in enumerate(again)]
     result = {
         "logprobs": logprobs,
+        "reference": policy.reference_logprobs(batch),
         "specs": policy.weight_specs(),
         "steps": [
             *(policy.train_step(b, LOSS) for b in (batch, again, again)),
             policy.train_step(samples, LOSS, aggregation="seq-mean-token-mean"),
+            policy.train_step(again, OF_SAMPLES, aggregation="token-sum"),
+            policy.train_step(forked, LOSS),
         ],
         "weights": {t.name: t.tensor.clone().numpy() for t in policy.export_weights()},
     }
@@ -131,9 +150,12 @@ def test_parallel_sizes_do_not_change_the_result(
         assert rank["specs"] == ranks[0]["specs"]
         for got, want in zip(rank["logprobs"], alone["logprobs"], strict=True):
             assert got == pytest.approx(want, abs=2e-5)
+        for got, want in zip(rank["reference"], alone["reference"], strict=True):
+            assert got == pytest.approx(want, abs=2e-5)
         for got, want in zip(rank["steps"], alone["steps"], strict=True):
             assert not got.skipped
-            assert got.loss == pytest.approx(want.loss, abs=2e-6)
+            # The fifth loss is a sum over tokens: its float32 has fewer digits after the point.
+            assert got.loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
             assert got.metrics == pytest.approx(want.metrics, abs=2e-5)
             assert (got.num_tokens, got.num_loss_tokens) == (want.num_tokens, want.num_loss_tokens)

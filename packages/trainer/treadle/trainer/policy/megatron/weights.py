@@ -4,6 +4,8 @@ Invariant: `load` followed by `export` returns the same bits, for every supporte
 and every tensor- and pipeline-parallel size. A layout knows two things: how Hugging Face tensors
 make up the whole Megatron tensor, and how that tensor is cut over tensor-parallel ranks.
 
+With LoRA, a weight leaves with its adapters merged into it.
+
 `export` is collective over the tensor-parallel group, one parameter at a time; each pipeline stage
 exports its own layers, so nothing moves between stages.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -20,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from treadle.trainer.policy.megatron.lora.linears import adapters_of, is_adapter
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 
 if TYPE_CHECKING:
-    from treadle.trainer.policy.hf_weights import WeightsReader
     from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.megatron.model import PolicyModel
     from treadle.trainer.policy.megatron.parallel import World
@@ -80,6 +82,16 @@ def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
+class _OutputRows(_Same):
+    """One tensor cut along its output dimension: B of a column-parallel layer's adapter."""
+
+    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        return whole.chunk(ranks, 0)[rank]
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _cat(shards, 0)
+
+
 class _InputColumns(_Same):
     """One tensor cut along its input dimension: projections back to the hidden size."""
 
@@ -90,7 +102,7 @@ class _InputColumns(_Same):
         return _cat(shards, 1)
 
 
-class _Qkv(_Same):
+class _Qkv(_OutputRows):
     """Rows [queries of a key-value head, its key, its value], head after head."""
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
@@ -101,12 +113,6 @@ class _Qkv(_Same):
         sizes = [n * model.head_dim for n in (model.num_heads // model.num_kv_heads, 1, 1)]
         heads = whole.reshape(model.num_kv_heads, -1, *whole.shape[1:])
         return [x.flatten(0, 1) for x in torch.split(heads, sizes, 1)]
-
-    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
-        return whole.chunk(ranks, 0)[rank]
-
-    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return _cat(shards, 0)
 
 
 class _GateAndUp(_Same):
@@ -141,7 +147,7 @@ class _Vocabulary(_Same):
         return _cat(shards, 0)
 
 
-_SAME, _COLUMNS, _QKV = _Same(), _InputColumns(), _Qkv()
+_SAME, _COLUMNS, _ROWS, _QKV = _Same(), _InputColumns(), _OutputRows(), _Qkv()
 _GATED, _VOCAB = _GateAndUp(), _Vocabulary()
 _LAYER: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "input_layernorm.weight": (_SAME, ("input_layernorm.weight",)),
@@ -164,6 +170,7 @@ _WHOLE_MODEL: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "output_layer.weight": (_VOCAB, ("lm_head.weight",)),
 }
 _LAYER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_ADAPTER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(\w+)\.\w+\.lora\.([AB])_(\w+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,19 +179,22 @@ class Entry:
 
     Attributes:
         exported: False for the last stage's copy of a tied embedding; the first stage exports it.
+        delta: Returns what is added to the parameter when it is exported, float32; None: nothing.
     """
 
     parameter: torch.nn.Parameter
     layout: Layout
     hf_names: tuple[str, ...]
-    exported: bool
+    exported: bool = True
+    delta: Callable[[], Tensor] | None = None
 
 
 def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
-    """Yields every parameter of this rank's pipeline stage, in model order."""
-    layers = model.decoder.layers
-    offset = layers[0].layer_number - 1 if len(layers) else 0
+    """Yields every weight of this rank's pipeline stage, in model order, without adapters."""
+    offset = _first_layer(model)
     for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
         match = _LAYER_NAME.fullmatch(name)
         if match:
             layout, suffixes = _LAYER[match[2]]
@@ -197,18 +207,61 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
             layout=layout,
             hf_names=(_EMBEDDING,) if copied else hf_names,
             exported=not copied,
+            delta=_delta(model, name),
         )
 
 
-def load(model: PolicyModel, weights: WeightsReader, architecture: Architecture, w: World) -> None:
-    """Fills every parameter of this rank.
+def adapter_entries(model: PolicyModel) -> Iterator[Entry]:
+    """Yields every parameter of this stage's adapters, under the names of PEFT."""
+    offset = _first_layer(model)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            match = _ADAPTER_NAME.fullmatch(name)
+            assert match is not None, name
+            layer, part, letter, matrix = match.groups()
+            block = "self_attn" if part == "self_attention" else "mlp"
+            split = {"A": _COLUMNS, "B": _ROWS}[letter]
+            yield Entry(
+                parameter=parameter,
+                layout=split if parameter.tensor_model_parallel else _SAME,
+                hf_names=(
+                    f"base_model.model.model.layers.{int(layer) + offset}.{block}.{matrix}"
+                    f".lora_{letter}.weight",
+                ),
+            )
+
+
+def _first_layer(model: PolicyModel) -> int:
+    """Returns the number of layers before this stage."""
+    layers = model.decoder.layers
+    return layers[0].layer_number - 1 if len(layers) else 0
+
+
+def _delta(model: PolicyModel, name: str) -> Callable[[], Tensor] | None:
+    owner, _, kind = name.rpartition(".")
+    adapters = adapters_of(model.get_submodule(owner)) if kind == "weight" else None
+    return adapters.delta if adapters is not None else None
+
+
+class TensorsByName(Protocol):
+    """Whole tensors by their Hugging Face names: a folder's, or a dictionary's."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Returns a tensor, or raises a KeyError."""
+        ...
+
+
+def load(
+    entries: Iterable[Entry], weights: TensorsByName, architecture: Architecture, w: World
+) -> None:
+    """Fills the parameters of this rank.
 
     Raises:
-        KeyError: The folder lacks a tensor.
+        KeyError: A tensor is missing.
         ValueError: A tensor has another shape than the config says.
     """
     with torch.no_grad():
-        for entry in entries(model, architecture):
+        for entry in entries:
             parts = [weights[name] for name in entry.hf_names]
             whole = entry.layout.merge(parts, architecture)
             shard = entry.layout.shard(whole, w.tensor, w.tensor_rank, entry.parameter.shape)
@@ -220,14 +273,26 @@ def load(model: PolicyModel, weights: WeightsReader, architecture: Architecture,
             entry.parameter.copy_(shard.view_as(entry.parameter))
 
 
+@torch.no_grad()
+def are_finite(model: torch.nn.Module) -> bool:
+    """Returns whether no parameter of any rank is infinite or NaN; collective over all ranks."""
+    finite = torch.stack([torch.isfinite(p).all() for p in model.parameters()]).all()
+    everywhere = finite.to(torch.int32)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
 def export(
-    model: PolicyModel, architecture: Architecture, world: World, *, dtype: torch.dtype
+    entries: Iterable[Entry], architecture: Architecture, world: World, *, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
     """Yields the tensors of this rank's stage, whole, under their Hugging Face names."""
-    for entry in entries(model, architecture):
+    for entry in entries:
         if not entry.exported:
             continue
-        local = entry.parameter.detach().to(dtype)
+        local = entry.parameter.detach()
+        if entry.delta is not None:
+            local = local.float() + entry.delta()
+        local = local.to(dtype)
         group = None if entry.layout.replicated else world.tensor_group
         shards = [local] if group is None else _gather(local, group)
         whole = entry.layout.unshard(shards)
@@ -243,7 +308,7 @@ def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def specs(
-    model: PolicyModel,
+    entries: Iterable[Entry],
     architecture: Architecture,
     world: World,
     *,
@@ -252,7 +317,7 @@ def specs(
     """Returns all tensors in export order, first stage first. Collective over all ranks."""
     mine = [
         TensorSpec(name=name, shape=shape, element_type=dtype, sender=world.rank)
-        for entry in entries(model, architecture)
+        for entry in entries
         if entry.exported
         for name, shape in zip(entry.hf_names, _shapes(entry, architecture, world), strict=True)
     ]

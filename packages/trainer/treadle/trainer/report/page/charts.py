@@ -1,7 +1,8 @@
 """The curves of the report: metrics -> panels of polylines, in the coordinates of an SVG picture.
 
 Invariant: axes follow the data; a series that no step has is in no panel, and each metric of a run
-is in exactly one. A long series is drawn by the means of equal parts. All functions are pure.
+is in exactly one, except the bounds of intervals, which are in none. A long series is drawn by the
+means of equal parts. All functions are pure.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ _PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "Reward, training", ("reward/mean", "reward/min", "reward/max")),
     ("Reward", "Reward, held-out", ("val/reward", "val/reward/*")),
     ("Reward", "Accuracy, held-out", ("val/accuracy", "val/accuracy/*")),
+    ("Reward", "Reward of k samples, held-out", ("val/*/reward/*@*",)),
+    ("Reward", "Accuracy of k samples, held-out", ("val/*/accuracy/*@*",)),
     ("Reward", "Tool-call rate", ("tool/call_rate", "val/tool_call_rate")),
     ("Loss", "Loss", ("actor/loss",)),
+    ("Loss", "Loss, nats per token", ("train/loss", "val/loss")),
     ("Loss", "Policy-gradient term", ("actor/pg_loss",)),
     ("Loss", "Entropy, nats per token", ("actor/entropy",)),
     ("Loss", "KL, nats per token", ("actor/ppo_kl", "rollout/kl", "actor/kl_loss")),
-    ("Loss", "Norm of the gradient", ("actor/grad_norm",)),
+    ("Loss", "Norm of the gradient", ("actor/grad_norm", "train/grad_norm")),
     ("Loss", "Share of tokens clipped", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
-    ("Loss", "Learning rate", ("actor/lr",)),
+    ("Loss", "Learning rate", ("actor/lr", "train/lr")),
     ("Lengths and groups", "Tokens of a response", ("rollout/response_tokens",)),
     ("Lengths and groups", "Turns", ("rollout/turns",)),
     ("Lengths and groups", "Share of groups with signal", ("groups/with_signal",)),
@@ -44,6 +48,10 @@ _PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Lengths and groups", "Share of trajectories by end", ("stop/*",)),
     ("Time", "Seconds", ("time/*_s",)),
 )
+
+
+# They are in the metrics log: as curves they would hide those of the means.
+_BOUNDS = ("val/*@*/low", "val/*@*/high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,7 @@ class Panel:
 def make_panels(records: Sequence[Record]) -> dict[str, list[Panel]]:
     """Returns the panels of a run by section; what no panel is made for is under `MORE`."""
     left = sorted({name for record in records for name in record} - {STEP})
+    left = [name for name in left if not any(fnmatchcase(name, bound) for bound in _BOUNDS)]
     measured = {name: points for name in left if (points := _points(records, name))}
     left = list(measured)
     sections: dict[str, list[Panel]] = {}

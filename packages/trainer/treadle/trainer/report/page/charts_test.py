@@ -28,6 +28,12 @@ def test_every_measured_metric_is_in_one_panel() -> None:
     assert make_panels([]) == {}
 
 
+def test_means_of_k_samples_share_a_panel_without_their_bounds() -> None:
+    at = "val/openai/gsm8k/accuracy/maj@4"
+    records: list[Record] = [{"step": 1, at: 0.5, f"{at}/low": 0.25, f"{at}/high": 0.75}]
+    assert names(records) == {"Reward": [(at,)]}
+
+
 def test_the_axes_follow_the_data() -> None:
     records: list[Record] = [{"step": s, "reward/mean": -8.4 + s / 10} for s in range(1, 5)]
     (panel,) = make_panels(records)["Reward"]

@@ -16,6 +16,9 @@ from treadle.trainer.report.metrics import (
     STEP,
     STEP_S,
     TOOL_RATE,
+    TRAIN_LOSS,
+    VAL_ACCURACY,
+    VAL_LOSS,
     VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
@@ -48,8 +51,12 @@ def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
     ((reward, tool), (validation, phases)) = figure.subplots(2, 2, sharex=False)
-    _draw_line(reward, records, REWARD, "Reward, mean per step")
-    _draw_line(tool, records, TOOL_RATE, "Tool-call rate, training", share=True)
+    if any(TRAIN_LOSS in record for record in records):
+        _draw_line(reward, records, TRAIN_LOSS, "Loss of fine-tuning, nats per token")
+        _draw_line(tool, records, "train/grad_norm", "Norm of the gradient")
+    else:
+        _draw_line(reward, records, REWARD, "Reward, mean per step")
+        _draw_line(tool, records, TOOL_RATE, "Tool-call rate, training", share=True)
     _draw_validation(validation, records)
     _draw_phases(phases, records)
     for axes in (reward, tool, validation, phases):
@@ -88,15 +95,21 @@ def _draw_line(
 def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
     axes.set_title("Held-out rows")
     drawn = False
-    for name, label in ((VAL_REWARD, "reward"), (VAL_TOOL_RATE, "tool-call rate")):
+    for name, label in (
+        (VAL_LOSS, "loss"),
+        (VAL_REWARD, "reward"),
+        (VAL_ACCURACY, "accuracy"),
+        (VAL_TOOL_RATE, "tool-call rate"),
+    ):
         steps, values = _points(records, name)
-        if not values:
+        # Where the reward is the accuracy, one line is enough.
+        if not values or (name == VAL_ACCURACY and values == _points(records, VAL_REWARD)[1]):
             continue
         drawn = True
         colour = rgb(name)
-        style = "-o" if name == VAL_REWARD else "--o"
+        style = "--o" if name == VAL_TOOL_RATE else "-o"
         axes.plot(steps, values, style, linewidth=2, markersize=4.5, color=colour, label=label)
-        if name == VAL_REWARD:
+        if name != VAL_TOOL_RATE:
             _label_end(axes, steps[-1], values[-1], colour, share=False)
     if not drawn:
         _say_empty(axes)

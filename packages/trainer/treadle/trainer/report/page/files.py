@@ -81,7 +81,7 @@ def _config(run_dir: Path) -> Mapping[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is damaged: not an object")

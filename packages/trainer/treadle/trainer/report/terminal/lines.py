@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_MOST_STEPS = 1 << 53  # So that a float holds it too.
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +84,10 @@ def keep_lines(path: Path, last_step: int) -> int:
     return int(kept[-1][1]["step"]) if kept else -1
 
 
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < _MOST_STEPS
+
+
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | DamagedLineError]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -91,10 +96,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | DamagedLi
             where = f"{path}, line {number} is damaged"
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (RecursionError, ValueError) as error:
                 yield line, DamagedLineError(f"{where}: {error}")
                 continue
-            if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            if not isinstance(value, dict) or not _is_step(value.get("step")):
                 yield line, DamagedLineError(f"{where}: not an object with a step")
                 continue
             yield line, value

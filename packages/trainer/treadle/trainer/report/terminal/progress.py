@@ -29,7 +29,9 @@ from treadle.trainer.report.metrics import (
     SIGNAL,
     STEP_S,
     TOOL_RATE,
+    TRAIN_LOSS,
     VAL_ACCURACY,
+    VAL_LOSS,
     VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
@@ -92,6 +94,8 @@ def step_line(step: int, total_steps: int, values: Record) -> str:
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for label, name, text in (
+        ("loss", TRAIN_LOSS, "{:.4f}"),
+        ("held-out loss", VAL_LOSS, "{:.4f}"),
         ("reward", REWARD, "{:.3f}"),
         ("signal", SIGNAL, "{:.0%}"),
         ("tool rate", TOOL_RATE, "{:.0%}"),
@@ -244,7 +248,7 @@ class LiveProgress:
         more = f"about {format_seconds(left)} left" if left else ""
         self._bars.update(self._run, completed=step, more=more)
         self._last = step_line(step, self._total, values)
-        if VAL_REWARD in values:
+        if VAL_REWARD in values or VAL_LOSS in values:
             self.note(self._last)
 
     def _render(self) -> RenderableType:

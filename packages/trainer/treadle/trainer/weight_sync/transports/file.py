@@ -173,6 +173,10 @@ def write_file(
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        # The system names no path where a write fails.
+        what = f"{error.strerror} (make room, or set sync.transport.directory to another disk)"
+        raise OSError(error.errno, what, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
     return SendReport(num_bytes=sum(e.num_bytes for e in entries), crc32=crc32, errors={})

@@ -71,8 +71,44 @@ def sequences(
             TrainSequence(
                 ids=tuple(draw.randrange(vocab) for _ in range(length)),
                 loss_mask=tuple(t >= prompt and t not in gap for t in range(length)),
-                advantages=(draw.gauss(0.0, 1.0),) * length,
+                advantages=draw.gauss(0.0, 1.0),
                 rollout_logprobs=tuple(draw.gauss(-6.2, 0.1) for _ in range(length)),
             )
         )
+    return result
+
+
+def forked_sequences(*, groups: int = 3, seed: int = 7) -> list[TrainSequence]:
+    """Random sequences that begin alike: groups of a prompt, samples that part again and again.
+
+    All groups begin with the same ids, as after one system prompt; some samples are equal, or the
+    beginning of another.
+    """
+    draw = random.Random(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(VOCAB) for _ in range(count))
+
+    start = ids(draw.randrange(12))
+    result = []
+    for _ in range(groups):
+        prompt = start + ids(draw.randint(6, 25))
+        stems = [prompt]
+        for _ in range(draw.randint(2, 6)):
+            stem = draw.choice(stems)
+            path = stem + ids(draw.choice((0, 1, 6, 18)))
+            stems.append(path)
+            path = path if len(path) > len(prompt) + 1 else path + ids(2)
+            result.append(
+                TrainSequence(
+                    ids=path,
+                    loss_mask=(
+                        *(t >= len(prompt) and draw.random() < 0.8 for t in range(len(path) - 1)),
+                        True,
+                    ),
+                    advantages=draw.gauss(0.0, 1.0),
+                    rollout_logprobs=tuple(draw.gauss(-6.2, 0.1) for _ in path),
+                )
+            )
+    draw.shuffle(result)
     return result

@@ -1,0 +1,15 @@
+"""A row of a data set."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Row"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row. `place` names its file and line for messages, such as "train.jsonl, line 12"."""
+
+    index: int
+    place: str
+    columns: Mapping[str, object]

@@ -1,0 +1,115 @@
+"""All loggers of a run, beside its own files."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from treadle.trainer.config.sft import AnyConfig
+from treadle.trainer.loggers.logger_process import LoggerProcess
+from treadle.trainer.loggers.named import ALWAYS, short_name
+from treadle.trainer.loggers.run_logger import End, Table
+from treadle.trainer.loggers.secrets import without_secrets
+
+__all__ = ["Loggers", "open_loggers"]
+
+_AFTER_CANCEL_S: Final = 10.0
+"""Who has interrupted a run does not wait longer for its loggers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loggers:
+    """Gives everything to each logger; no method waits or raises."""
+
+    processes: Sequence[LoggerProcess] = ()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Gives the metrics of a step."""
+        self._put({"kind": "metrics", "step": step, "values": dict(values)})
+
+    def table(self, step: int, table: Table) -> None:
+        """Gives a table of a step."""
+        self._put(
+            {
+                "kind": "table",
+                "step": step,
+                "name": table.name,
+                "columns": list(table.columns),
+                "rows": [list(row) for row in table.rows],
+            }
+        )
+
+    def _put(self, record: Mapping[str, Any]) -> None:
+        for process in self.processes:
+            process.put(record)
+
+
+@asynccontextmanager
+async def open_loggers(
+    config: AnyConfig,
+    run_dir: Path,
+    *,
+    resumed_after: int | None,
+    summary: Callable[[], Mapping[str, float]],
+) -> AsyncIterator[Loggers]:
+    """Gives the loggers of the configuration in this block, and tells them how it ended.
+
+    Args:
+        config: Of the run.
+        run_dir: Of the run.
+        resumed_after: See `LoggedRun`.
+        summary: Returns the numbers of the end.
+    """
+    names = [name for name in config.run.loggers if name not in ALWAYS]
+    if not names:
+        yield Loggers()
+        return
+    run = {
+        "id": _run_id(run_dir / "loggers" / "run_id"),
+        "project": config.run.project,
+        "name": config.run.name,
+        "directory": str(run_dir),
+        "config": without_secrets(config.model_dump(mode="json")),
+        "resumed_after": resumed_after,
+    }
+    limit = config.run.loggers_timeout_s
+    processes = []
+    for name in names:
+        short = short_name(name)
+        hello = {
+            "logger": name,
+            "run": run,
+            "taken": str(run_dir / "loggers" / f"{short}.json"),
+            "deadline_s": limit,
+        }
+        log_path = run_dir / "logs" / f"logger-{short}.log"
+        processes.append(LoggerProcess(short, hello, log_path=log_path))
+
+    async def close(end: End, deadline_s: float) -> None:
+        record = {"kind": "finish", "end": end, "summary": dict(summary())}
+        await asyncio.gather(
+            *(asyncio.to_thread(each.close, record, deadline_s) for each in processes)
+        )
+
+    try:
+        yield Loggers(processes)
+    except asyncio.CancelledError:
+        await close("interrupted", min(limit, _AFTER_CANCEL_S))
+        raise
+    except BaseException:
+        await close("failed", limit)
+        raise
+    await close("finished", limit)
+
+
+def _run_id(path: Path) -> str:
+    """Returns the id of the run directory, which is made once."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(secrets.token_hex(4))
+        partial.replace(path)
+    return path.read_text().strip()

@@ -1,0 +1,66 @@
+"""What a logger is, and what it is told. Plain data: it crosses the border to another process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+__all__ = ["End", "LoggedRun", "RunLogger", "Table"]
+
+End = Literal["finished", "failed", "interrupted"]
+"""How a run ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """The run that is logged.
+
+    Attributes:
+        id: Of the run directory: the same whenever the run is resumed.
+        project: `run.project`.
+        name: `run.name`.
+        directory: The run directory.
+        config: The resolved configuration without its secrets, nested as in `config.json`.
+        resumed_after: The last step that a resumed run keeps; -1: none; None: the run is new.
+    """
+
+    id: str
+    project: str
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
+    resumed_after: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of one step.
+
+    Attributes:
+        name: Such as `val/generations`.
+        columns: Their names.
+        rows: One value per column: text, a number, or None.
+    """
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+
+
+class RunLogger(Protocol):
+    """A logger of one run. It is made as `Class(run)` with a `LoggedRun`, in a process of its own.
+
+    Whatever a method raises loses that one record; the run goes on.
+    """
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the metrics of a step; steps increase. A value may be NaN."""
+        ...
+
+    def table(self, step: int, table: Table) -> None:
+        """Takes a table of a step."""
+        ...
+
+    def finish(self, end: End, summary: Mapping[str, float]) -> None:
+        """Takes the end of the run, and writes what is not yet written."""
+        ...

@@ -1,0 +1,1 @@
+"""LoRA: `linears` adapts Megatron's linear layers, `adapter` starts, collects and writes it."""

@@ -1,0 +1,156 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from treadle.trainer.algorithms.choose_loss import policy_loss
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
+from treadle.trainer.demo import MODELS
+from treadle.trainer.policy.megatron.architecture import Architecture
+from treadle.trainer.policy.megatron.backend import MegatronPolicy
+from treadle.trainer.policy.megatron.memory import estimate_memory, stage_parameters
+from treadle.trainer.policy.megatron.testing.tiny import sequences, write_model
+
+_ROWS = 1024
+_TOLERANCE = 0.15
+
+
+def _model(name: str, tmp_path: Path) -> Path:
+    if name in MODELS:
+        return MODELS[name]
+    write_model(tmp_path, name)
+    return tmp_path
+
+
+def _bytes(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Returns the bytes of each piece of memory, by its address."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _peak_of_a_step(policy: MegatronPolicy, rows: int) -> tuple[int, int]:
+    """Returns the most bytes that a step allocates at a time, and its loss tokens."""
+    batch = sequences((65,) * (rows // 64))  # of a sequence of 65 tokens, 64 go through the model
+    loss = policy_loss(AlgorithmConfig())
+    policy.train_step(batch, loss)  # what the first step alone allocates stays
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        policy.train_step(batch, loss)
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak, sum(sequence.num_loss_tokens for sequence in batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "recompute", "chunk", "rank"),
+    [
+        ("qwen2", "float32", "none", 256, 0),
+        ("qwen3", "bfloat16", "none", 4096, 0),
+        ("llama", "float32", "full", 4096, 0),
+        ("llama", "float32", "selective", 256, 0),
+        ("demo:calculator", "float32", "none", 4096, 0),
+        ("demo:calculator", "bfloat16", "full", 4096, 0),
+        ("demo:calculator", "bfloat16", "none", 4096, 4),
+    ],
+)
+def test_the_estimate_is_what_is_allocated(
+    tmp_path: Path, name: str, dtype: str, recompute: str, chunk: int, rank: int
+) -> None:
+    config = PolicyConfig.model_validate(
+        {
+            "dtype": dtype,
+            "recompute": recompute,
+            "recompute_modules": ["core_attn", "mlp"],
+            "logits_chunk_tokens": chunk,
+            "micro_batch_tokens": _ROWS,
+            "lora": {"rank": rank},
+        }
+    )
+    policy = MegatronPolicy(config, _model(name, tmp_path), keep_reference=True)
+    try:
+        peak, loss_rows = _peak_of_a_step(policy, _ROWS)
+        weights = _bytes(list(policy._model.parameters()))
+        gradients = _bytes([buffer.grad_data for buffer in policy._net.buffers])
+        adam = policy._optimizer.adam
+        state = [t for each in adam.state.values() for t in each.values() if t.dim()]
+        state += [p for group in adam.param_groups for p in group["params"]]
+        optimizer = {at: size for at, size in _bytes(state).items() if at not in weights}
+        assert not isinstance(policy._reference, torch.nn.Module)
+        reference = _bytes(policy._reference or [])
+        architecture = policy.architecture
+    finally:
+        policy.close()
+    found = estimate_memory(architecture, config, rows=_ROWS, loss_rows=loss_rows, reference=True)
+    assert found.weights == sum(weights.values())
+    assert found.gradients == sum(gradients.values())
+    assert found.optimizer == sum(optimizer.values())
+    assert found.reference == sum(reference.values())
+    assert found.activations == pytest.approx(peak, rel=_TOLERANCE)
+
+
+QWEN_HALF_BILLION = Architecture(
+    model_type="qwen2",
+    num_layers=24,
+    hidden_size=896,
+    ffn_size=4864,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=151936,
+    max_positions=32768,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
+)
+
+
+def test_the_parameters_of_a_rank() -> None:
+    def count(stage: int = 0, **parallel: int) -> int:
+        policy = PolicyConfig(parallel=ParallelConfig.model_validate(parallel))
+        return stage_parameters(QWEN_HALF_BILLION, policy, stage=stage)
+
+    assert count() == 494_032_768  # as its model card says
+    table, norms = 151936 * 896, 49 * 896
+    assert 2 * count(tensor=2) == 494_032_768 + norms  # each rank has all norms
+    # The last stage has a copy of the tied embedding.
+    assert count(0, pipeline=2) + count(1, pipeline=2) == 494_032_768 + table
+    assert count(data=8) == count()
+
+
+def test_the_memory_of_a_rank_by_hand() -> None:
+    """Qwen2.5-0.5B in bfloat16 on 2 x 1 x 4 ranks, from the numbers of its config.json."""
+    policy = PolicyConfig(
+        dtype="bfloat16",
+        parallel=ParallelConfig(tensor=2, data=4, sequence=True),
+        logits_chunk_tokens=1000,
+    )
+    found = estimate_memory(QWEN_HALF_BILLION, policy, rows=8000, reference=True)
+    parameters = (494_032_768 + 49 * 896) // 2
+    assert (found.weights, found.gradients) == (2 * parameters, 4 * parameters)
+    assert (found.optimizer, found.reference) == (3 * parameters, 2 * parameters)
+    elements = 6 * 448 + (5 * 4864 + 3 * 896 + 3 * 128) / 2
+    layer = 2 * elements + 4 * 4 * 64 + 2 * 4 * 448
+    logits = 16 * 1000 * 151936 / 2
+    assert found.activations == round(8000 * (24 * layer + 4 * 896 * 2) + logits)
+    assert found.total == 11 * parameters + found.activations
+
+
+def test_a_stage_holds_the_micro_batches_of_those_after_it() -> None:
+    one, four = (
+        estimate_memory(
+            QWEN_HALF_BILLION,
+            PolicyConfig(parallel=ParallelConfig(pipeline=pipeline), logits_chunk_tokens=1),
+            rows=1000,
+        )
+        for pipeline in (1, 4)
+    )
+    assert four.activations == pytest.approx(one.activations, rel=0.01)
+    assert four.weights < 0.5 * one.weights

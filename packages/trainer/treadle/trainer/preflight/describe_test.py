@@ -1,0 +1,22 @@
+from treadle.trainer.config.load import load_config
+from treadle.trainer.demo import DEMO, MODELS
+from treadle.trainer.policy.megatron.architecture import Architecture
+from treadle.trainer.preflight.describe import memory_line
+
+
+def test_the_line_of_the_plan() -> None:
+    config = load_config(
+        [DEMO], ["rollout.prompt_length=300", "rollout.response_length=100"]
+    ).config
+    architecture = Architecture.from_folder(MODELS["demo:calculator"])
+    line = memory_line(config, architecture, 8)
+    assert line.startswith("about ")
+    assert "weights 3.68 MB, gradients 3.68 MB, optimizer 7.36 MB, 3200 tokens of" in line
+    longer = memory_line(config, architecture, 1000)
+    assert f"{config.policy.micro_batch_tokens} tokens of a micro-batch" in longer
+
+
+def test_a_critic_keeps_a_second_model_with_its_optimizer() -> None:
+    config = load_config([DEMO], ["algorithm.advantage=gae"]).config
+    architecture = Architecture.from_folder(MODELS["demo:calculator"])
+    assert "optimizer 7.36 MB, critic 14.7 MB, " in memory_line(config, architecture, 8)

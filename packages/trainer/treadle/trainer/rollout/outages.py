@@ -1,0 +1,110 @@
+"""Outages: what trajectories need beside the model, and what to do when it is down.
+
+A tool's sandbox, a retrieval service, a judge behind a reward or a simulated user may be down for a
+while. Each trajectory that needs it then fails, through no fault of the model, and a step would be
+trained on what is left: the trajectories that did without.
+
+Invariant: a source is down when `agent.max_consecutive_failures` trajectories failed because of it,
+one after another; a trajectory that it served begins the count anew. If it had served before, in
+this run, the run waits for it. If it never did, a wait would not help, and the run ends.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from treadle.agent_loop import (
+    AgentLoopError,
+    InteractionError,
+    RewardError,
+    ToolError,
+    Trajectory,
+)
+
+__all__ = ["OutageError", "Outages", "failed_source"]
+
+_REWARD = "the reward"
+_INTERACTION = "the simulated user"
+_UNNAMED = "a tool"
+
+
+class OutageError(RuntimeError):
+    """What the trajectories need is down; the message names it, and how they failed."""
+
+
+def failed_source(error: AgentLoopError | None) -> str | None:
+    """Returns what failed, or None: the model, the loop, or a server, which the pool watches."""
+    match error:
+        case ToolError(tool=str(name)):
+            return f"tool {name!r}"
+        case ToolError():
+            return _UNNAMED
+        case InteractionError():
+            return _INTERACTION
+        case RewardError():
+            return _REWARD
+    return None
+
+
+@dataclass(slots=True)
+class Outages:
+    """Counts the failures of each source, over all steps of a run.
+
+    Attributes:
+        failures: Source -> how many trajectories failed because of it since it last served one.
+        served: Sources that have served a trajectory.
+        given_up: Sources that did not serve again in time, and have not since.
+    """
+
+    failures: dict[str, int] = field(default_factory=dict)
+    served: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Counts a trajectory that has ended."""
+        source = failed_source(trajectory.error)
+        if source is not None:
+            self.failures[source] = self.failures.get(source, 0) + 1
+        elif trajectory.error is None:
+            for serving in _sources_used(trajectory):
+                self.serves(serving)
+
+    def serves(self, source: str) -> None:
+        """Begins the count of a source anew, because it served a trajectory."""
+        self.served.add(source)
+        self.given_up.discard(source)
+        self.failures.pop(source, None)
+
+    def down(self, limit: int | None) -> set[str]:
+        """Returns the sources that failed `limit` trajectories one after another."""
+        if limit is None:
+            return set()
+        return {source for source, count in self.failures.items() if count >= limit}
+
+    def describe(self, source: str, causes: Iterable[str]) -> str:
+        """Returns what is wrong with a source, for a message."""
+        return (
+            f"{source} failed {self.failures.get(source, 0)} trajectories one after another "
+            f"({'; '.join(causes)})"
+        )
+
+
+def _sources_used(trajectory: Trajectory) -> set[str]:
+    """Returns what served a trajectory that ended well.
+
+    One without a tool call proves no tool, and one without a reply no simulated user: only what
+    came after the row's own messages counts. A result without a name is of `_UNNAMED`, and so may
+    be any other, since an error without a name does not say which tool failed.
+    """
+    used = {_REWARD}
+    for message in trajectory.messages[len(trajectory.task.messages) :]:
+        match message.role:
+            case "tool":
+                used.add(_UNNAMED)
+                if message.name:
+                    used.add(f"tool {message.name!r}")
+            case "user":
+                used.add(_INTERACTION)
+    # The reply that ends a conversation is no message.
+    if any(m.name == "interaction/replies" and m.value > 0 for m in trajectory.metrics):
+        used.add(_INTERACTION)
+    return used
