@@ -41,7 +41,7 @@ from treadle.trainer.policy.backend import PolicyBackend
 from treadle.trainer.policy.hf_weights import write_folder
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.types import NamedTensor, TrainSequence
-from treadle.trainer.sft import Demonstration, fine_tune, train_sequence, transcribe
+from treadle.trainer.sft import Demonstration, fine_tune, train_sequences, transcribe
 from warm_start.recipe import Recipe
 from warm_start.tokenizer import (
     END_OF_TEXT,
@@ -93,8 +93,8 @@ def measure(
     A turn's first token is the decision to call or to answer; of the last turn it belongs to the
     answer.
     """
-    ledgers = [transcribe(renderer, demonstration) for demonstration in demonstrations]
-    scored = policy.logprobs([train_sequence(ledger) for ledger in ledgers])
+    ledgers = [ledger for each in demonstrations for ledger in transcribe(renderer, each)]
+    scored = policy.logprobs(train_sequences(ledgers))
     calling, saying = [], []
     for ledger, logprobs in zip(ledgers, scored, strict=True):
         turns = [span.start for span in ledger.spans if span.origin is Origin.SAMPLED]
@@ -195,8 +195,11 @@ def _batches(renderer: ChatRenderer, recipe: Recipe, seed: int) -> Iterator[list
         _log.info("stage %s: %d steps of %d", stage.name, stage.num_steps, stage.batch_size)
         for _ in range(stage.num_steps):
             yield [
-                train_sequence(transcribe(renderer, stage.demonstrate(rng, recipe.tool)))
+                sequence
                 for _ in range(stage.batch_size)
+                for sequence in train_sequences(
+                    transcribe(renderer, stage.demonstrate(rng, recipe.tool))
+                )
             ]
 
 

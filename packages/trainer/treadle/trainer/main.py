@@ -20,6 +20,12 @@ def _train(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _sft(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.sft import main as command
+
+    return command(argv)
+
+
 def _export(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.export import main as command
 
@@ -28,6 +34,12 @@ def _export(argv: Sequence[str]) -> int:
 
 def _eval(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.eval import main as command
+
+    return command(argv)
+
+
+def _data(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.data import main as command
 
     return command(argv)
 
@@ -46,7 +58,15 @@ def _report(argv: Sequence[str]) -> int:
 
 # A command loads its module only when it is called, so that `--help` stays quick.
 _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
-    {"train": _train, "eval": _eval, "export": _export, "new": _new, "report": _report}
+    {
+        "train": _train,
+        "sft": _sft,
+        "eval": _eval,
+        "export": _export,
+        "data": _data,
+        "new": _new,
+        "report": _report,
+    }
 )
 
 

@@ -2,10 +2,14 @@
 
 import contextlib
 import datetime
+import errno
 import sys
 from pathlib import Path
 
-__all__ = ["exit_text", "fail", "new_run_dir", "say"]
+__all__ = ["FULL_DISK", "exit_text", "fail", "new_run_dir", "say"]
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing that end when there is room."""
 
 
 def say(text: str, *, error: bool = False) -> None:

@@ -88,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     from treadle.trainer.evaluation.settings import load_settings
     from treadle.trainer.evaluation.source import find_source
     from treadle.trainer.launch.process import ProcessError
+    from treadle.trainer.rollout.outages import OutageError
     from treadle.trainer.rollout.server_pool import NoServerLeftError
 
     args = _parser().parse_intermixed_args(argv)
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         results = asyncio.run(until_signal(evaluate(checked)))
     except (ConfigError, DataError, RunDirectoryError, SetupError) as error:
         return fail(error)
-    except (NoServerLeftError, ProcessError) as error:
+    except (NoServerLeftError, OutageError, ProcessError) as error:
         return fail(error, status=1)
     except OSError as error:
         where = error.filename or out

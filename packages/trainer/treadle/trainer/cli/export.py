@@ -1,7 +1,8 @@
 """`treadle export RUN OUT`: a checkpoint of a run -> a Hugging Face model directory.
 
-A checkpoint that holds the model as a Hugging Face directory is copied. Any other is read by one
-policy rank, whatever its parallel sizes were, and written from there.
+With `--adapter` the directory holds the run's LoRA adapter alone, as PEFT loads it. A checkpoint
+that holds the model as a Hugging Face directory is copied. Any other is read by one policy rank,
+whatever its parallel sizes were, and written from there.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from treadle.trainer.cli.console import fail, say
 
 if TYPE_CHECKING:
     from treadle.trainer.checkpoint.run_directory import Checkpoint
-    from treadle.trainer.config.schema import Config
+    from treadle.trainer.config.sft import AnyConfig
 
 __all__ = ["main"]
 
@@ -39,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("out", type=Path, metavar="OUT", help="where to write; must not exist")
     parser.add_argument(
         "--step", type=int, help="of which checkpoint; the latest one if left out", metavar="N"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write only the LoRA adapter, in PEFT's format",
     )
     parser.add_argument(
         "--push-to-hub",
@@ -64,10 +70,16 @@ def main(argv: Sequence[str]) -> int:
         if args.push_to_hub is not None:
             check_repository(args.push_to_hub)
         config, checkpoint = _checkpoint(args.run, args.step)
-        _write(config, checkpoint, args.out)
-        _add_model_card(args.out, config, checkpoint, name=args.push_to_hub)
+        if args.adapter and not config.policy.lora.rank:
+            raise ExportError(
+                f"{args.run} has no adapter: policy.lora.rank is 0, so all weights were trained; "
+                "leave out --adapter"
+            )
+        _write(config, checkpoint, args.out, adapter=args.adapter)
+        _add_model_card(args.out, config, checkpoint, name=args.push_to_hub, adapter=args.adapter)
         size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-        say(f"wrote the model of step {checkpoint.step} to {args.out} ({size / 1e6:,.1f} MB)")
+        what = "adapter" if args.adapter else "model"
+        say(f"wrote the {what} of step {checkpoint.step} to {args.out} ({size / 1e6:,.1f} MB)")
         if args.push_to_hub is not None:
             say(f"pushed it to {push_model(args.out, args.push_to_hub)}")
     except (ConfigError, ExportError, RunDirectoryError, SetupError) as error:
@@ -76,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
         return fail(error, status=1)
     except OSError as error:
         return fail(ExportError(f"cannot write {args.out}: {error.strerror or error}"), status=1)
-    say(f"serve it:  treadle-rollout-server --engine torch --model.path {args.out}")
+    if not args.adapter:
+        say(f"serve it:  treadle-rollout-server --engine torch --model.path {args.out}")
     return 0
 
 
@@ -85,10 +98,10 @@ def _check_place(out: Path) -> None:
         raise ExportError(f"{out} exists: choose another place, or remove it")
 
 
-def _checkpoint(run: Path, step: int | None) -> "tuple[Config, Checkpoint]":
+def _checkpoint(run: Path, step: int | None) -> "tuple[AnyConfig, Checkpoint]":
     """Returns the configuration of a run and the wanted checkpoint."""
     from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, CONFIG, Checkpoints
-    from treadle.trainer.config.load import load_config
+    from treadle.trainer.config.load import load_run_config
 
     if not any((run / name).exists() for name in ("metrics.jsonl", CHECKPOINTS)):
         raise ExportError(
@@ -101,30 +114,35 @@ def _checkpoint(run: Path, step: int | None) -> "tuple[Config, Checkpoint]":
             f"{run} holds no checkpoint: none was reached yet, or schedule.save_last=false and "
             "schedule.save_every=null kept none"
         )
-    config = load_config([checkpoint.config_file or run / CONFIG], []).config
+    config = load_run_config(checkpoint.config_file or run / CONFIG)
     return config, checkpoint
 
 
-def _write(config: "Config", checkpoint: "Checkpoint", out: Path) -> None:
+def _write(config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool) -> None:
+    from treadle.trainer.policy.hf_files import ADAPTER
+
     out.parent.mkdir(parents=True, exist_ok=True)
     building = out.with_name(f".{out.name}.writing")
     shutil.rmtree(building, ignore_errors=True)
     try:
         if checkpoint.hf_directory is not None:
-            shutil.copytree(checkpoint.hf_directory, building)
+            whole = checkpoint.hf_directory
+            shutil.copytree(whole / ADAPTER if adapter else whole, building)
         else:
-            asyncio.run(_convert(config, checkpoint, building.absolute()))
+            asyncio.run(_convert(config, checkpoint, building.absolute(), adapter=adapter))
         building.rename(out)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
-async def _convert(config: "Config", checkpoint: "Checkpoint", out: Path) -> None:
+async def _convert(
+    config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool
+) -> None:
     from treadle.trainer.config.policy import ParallelConfig
     from treadle.trainer.launch.environment import cpu_count
     from treadle.trainer.launch.local import LocalLauncher
     from treadle.trainer.model_source import resolve_model
-    from treadle.trainer.policy.commands import Load, SaveHf
+    from treadle.trainer.policy.commands import Load, SaveAdapter, SaveHf
     from treadle.trainer.policy.group import PolicyGroup
 
     base = await asyncio.to_thread(resolve_model, config.model.path)
@@ -144,19 +162,29 @@ async def _convert(config: "Config", checkpoint: "Checkpoint", out: Path) -> Non
             )
         )
         await policy.call(Load(directory=checkpoint.policy_directory.absolute()))
-        await policy.call(SaveHf(directory=out))
+        await policy.call(SaveAdapter(directory=out) if adapter else SaveHf(directory=out))
 
 
 def _add_model_card(
-    out: Path, config: "Config", checkpoint: "Checkpoint", *, name: str | None
+    out: Path,
+    config: "AnyConfig",
+    checkpoint: "Checkpoint",
+    *,
+    name: str | None,
+    adapter: bool,
 ) -> None:
     """Writes README.md, which the Hub shows, over that of the model that training started from."""
     shown = {
         key: value
         for key, value in checkpoint.metrics.items()
-        if key.startswith(("val/", "reward/mean"))
+        if key.startswith(("val/", "reward/mean", "train/loss"))
     }
-    head: Mapping[str, Any] = {"library_name": "transformers", "tags": ["treadle", "grpo"]}
+    method = "sft" if config.schedule.kind == "sft" else "grpo"
+    lora = ["lora"] if config.policy.lora.rank else []
+    head: Mapping[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "tags": ["treadle", method, *lora],
+    }
     lines = [
         "---",
         json.dumps(head),  # JSON is YAML

@@ -39,11 +39,25 @@ def test_the_latest_model_or_that_of_a_step_is_written_with_a_card(
     assert "`x`" not in card
 
 
+def test_an_adapter_is_written_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path / "run", steps=(3,))
+    config = load_config([DEMO], ["policy.lora.rank=2"]).config.model_dump(mode="json")
+    (run / "config.json").write_text(json.dumps(config))
+    adapter = run / "checkpoints" / "step-00000003" / "hf" / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert main(["export", str(run), str(tmp_path / "out"), "--adapter"]) == 0
+    assert "wrote the adapter of step 3" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"adapter_config.json", "README.md"}
+    assert '"peft"' in (tmp_path / "out" / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["run", "there"], "there exists: choose another place"),
         (["run", "out", "--step=5"], "no checkpoint of step 5"),
+        (["run", "out", "--adapter"], "run has no adapter: policy.lora.rank is 0"),
         (["there", "out"], "there is not a run directory"),
         (["empty", "out"], "empty holds no checkpoint"),
         (["run", "out", "--push-to-hub=mine"], "'mine' is not a repository on the Hub"),

@@ -3,17 +3,23 @@
 import textwrap
 from types import MappingProxyType
 
+from pydantic import BaseModel
+
 from treadle.trainer.config.describe import key_listing, section_listing
 from treadle.trainer.config.keys import all_sections, nearest
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.config.verl_keys import ConfigError
 
-__all__ = ["COMMANDS", "help_text", "unknown_command"]
+__all__ = ["COMMANDS", "help_text", "sft_help_text", "unknown_command"]
 
 COMMANDS = MappingProxyType(
     {
         "train": "train a model; the command if none is named",
+        "sft": "train a model on conversations (supervised fine-tuning)",
         "eval": "score a model, a run or a server on a data file; trains nothing",
         "export": "write the model of a run as a Hugging Face directory",
+        "data": "convert a published data set to training rows",
         "new": "write a folder with a task of your own, which trains as it stands",
         "report": "make the report of a run anew",
     }
@@ -21,6 +27,19 @@ COMMANDS = MappingProxyType(
 """What each command does; `treadle COMMAND --help` says how."""
 
 _EVERYTHING = "all"
+
+
+def sft_help_text(options: str, topic: str | None) -> str:
+    """Returns what `treadle sft --help` or `--help TOPIC` prints; see `help_text`.
+
+    Raises:
+        ConfigError: There is no such section.
+    """
+    if topic == _EVERYTHING:
+        return key_listing(SftConfig)
+    if topic is None:
+        return f"{options}\n{_sections(SftConfig, 'treadle sft')}"
+    return _section(topic, SftConfig)
 
 
 def help_text(options: str, topic: str | None) -> str:
@@ -36,14 +55,18 @@ def help_text(options: str, topic: str | None) -> str:
     """
     if topic == _EVERYTHING:
         return key_listing()
-    sections = all_sections()
     if topic is None:
-        return f"{options}\n{_commands()}\n\n{_sections()}"
+        return f"{options}\n{_commands()}\n\n{_sections(Config, 'treadle')}"
+    return _section(topic, Config)
+
+
+def _section(topic: str, root: type[BaseModel]) -> str:
+    sections = all_sections(root)
     if topic not in sections:
         near = nearest(topic, sections, limit=1)
-        known = f"did you mean {near[0]}?" if near else f"sections: {', '.join(_top())}"
+        known = f"did you mean {near[0]}?" if near else f"sections: {', '.join(_top(root))}"
         raise ConfigError(f"--help {topic}: there is no such section; {known}")
-    return section_listing(topic)
+    return section_listing(topic, root)
 
 
 def unknown_command(word: str) -> str:
@@ -55,8 +78,8 @@ def unknown_command(word: str) -> str:
     return f"{word!r} is neither a command ({', '.join(COMMANDS)}) nor key=value; {meant}"
 
 
-def _top() -> list[str]:
-    return [name for name in all_sections() if name and "." not in name]
+def _top(root: type[BaseModel]) -> list[str]:
+    return [name for name in all_sections(root) if name and "." not in name]
 
 
 def _commands() -> str:
@@ -64,10 +87,10 @@ def _commands() -> str:
     return "\n".join(["commands (`treadle COMMAND --help` for more):", *lines])
 
 
-def _sections() -> str:
-    lines = ["configuration (`treadle --help SECTION` lists its keys, `--help all` every key):"]
-    for name in _top():
-        first = " ".join(all_sections()[name].doc.split()).partition(". ")[0].removesuffix(".")
+def _sections(root: type[BaseModel], command: str) -> str:
+    lines = [f"configuration (`{command} --help SECTION` lists its keys, `--help all` every key):"]
+    for name in _top(root):
+        first = " ".join(all_sections(root)[name].doc.split()).partition(". ")[0].removesuffix(".")
         lines += textwrap.wrap(
             first, 92, initial_indent=f"  {name:<11} ", subsequent_indent=" " * 14
         )

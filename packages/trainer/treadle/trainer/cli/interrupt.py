@@ -1,8 +1,14 @@
-"""Signals: they cancel the work of a command, which then cleans up."""
+"""Signals: they cancel the work of a command, which then cleans up.
+
+Invariant: after the first signal, the process ends as the command says, however many follow. A
+signal that comes when the event loop is closed changes nothing: raised as KeyboardInterrupt, it
+would end the interpreter's own exit in a trace.
+"""
 
 import asyncio
 import signal
 from collections.abc import Coroutine
+from types import FrameType
 from typing import Any, TypeVar
 
 __all__ = ["Interrupted", "until_signal"]
@@ -36,11 +42,19 @@ async def until_signal(work: Coroutine[Any, Any, T]) -> T:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(end, number)
+
+    # Not the loop's own handlers, which it takes away when it closes.
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return await task
     except asyncio.CancelledError:
         if received:
             raise Interrupted(received[0]) from None
         raise
+    finally:
+        if not received:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -6,20 +6,17 @@ latest checkpoint.
 
 import argparse
 import asyncio
-import errno
 import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.trainer.cli.console import exit_text, fail, new_run_dir, say
+from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, new_run_dir, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
 from treadle.trainer.demo import DEMO
 
 __all__ = ["main"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _USAGE = """\
 Trains a language model by reinforcement learning with tools. Without --config and model.path it
@@ -59,7 +56,10 @@ def _parser() -> argparse.ArgumentParser:
         help="make every check, print the plan and stop",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="as rollout.top_p=0.9; wins over files"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="as rollout.top_p=0.9; wins over files; preset=dapo or gspo sets a recipe",
     )
     return parser
 
@@ -137,15 +137,29 @@ def _user_errors() -> tuple[type[Exception], ...]:
     return ConfigError, DataError, RunDirectoryError, SetupError
 
 
-def _train(loaded: LoadedConfig) -> int:
+def _failures() -> tuple[type[Exception], ...]:
+    from treadle.trainer.algorithms.estimators import AdvantageError
     from treadle.trainer.launch.process import ProcessError
+    from treadle.trainer.rollout.outages import OutageError
+    from treadle.trainer.rollout.server_pool import NoServerLeftError
+    from treadle.trainer.training_loop.groups import NoGroupLeftError
+    from treadle.trainer.weight_sync.errors import WeightSyncError
+
+    return (
+        AdvantageError,
+        NoGroupLeftError,
+        NoServerLeftError,
+        OutageError,
+        ProcessError,
+        WeightSyncError,
+    )
+
+
+def _train(loaded: LoadedConfig) -> int:
     from treadle.trainer.policy.group import PolicyError
     from treadle.trainer.preflight import check_run
     from treadle.trainer.report import print_summary
-    from treadle.trainer.rollout.server_pool import NoServerLeftError
-    from treadle.trainer.training_loop.groups import NoGroupLeftError
     from treadle.trainer.training_loop.train import run_training
-    from treadle.trainer.weight_sync.errors import WeightSyncError
 
     config, run_dir = loaded.config, _run_dir(loaded)
     say("checking settings, rows, your code, model and tokenizer")
@@ -155,10 +169,10 @@ def _train(loaded: LoadedConfig) -> int:
         return fail(error)
     except PolicyError as error:
         return fail(error, status=2 if error.from_input else 1)
-    except (NoGroupLeftError, NoServerLeftError, ProcessError, WeightSyncError) as error:
+    except _failures() as error:
         return fail(error, status=1)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL_DISK:
             raise
         return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
     except Interrupted as ended:

@@ -1,0 +1,116 @@
+"""`treadle sft`: argv -> configuration -> plan -> supervised fine-tuning.
+
+To resume a failed or interrupted run, repeat the command with its `run.dir`; it continues from the
+latest checkpoint.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle.trainer.cli.console import FULL_DISK, fail, new_run_dir, say
+from treadle.trainer.cli.interrupt import Interrupted, until_signal
+from treadle.trainer.config.load import ConfigError, LoadedSftConfig, load_sft_config
+
+__all__ = ["command", "main"]
+
+_USAGE = """\
+Trains a language model on conversations, with tools or without: the loss is on what the assistant
+says. Rows have the columns `messages` and, optionally, `tools`. The run directory is a model for
+`treadle`, `treadle eval` and `treadle export`."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="treadle sft", description=_USAGE, add_help=False)
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="this text, or the keys of a section as data, or of all",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="YAML file; may be repeated, later ones win",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every key, its value and its source"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="make every check, print the plan and stop"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="as data.batch_size=32; wins over files"
+    )
+    return parser
+
+
+def command() -> int:
+    """The command line of `./pants run packages/trainer:sft`."""
+    return main(sys.argv[1:])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    try:
+        if args.help is not None:
+            from treadle.trainer.cli.help import sft_help_text
+
+            say(sft_help_text(parser.format_help(), args.help or None))
+            return 0
+        loaded = load_sft_config(args.config, args.overrides)
+    except ConfigError as error:
+        return fail(error)
+    if args.print_config:
+        from treadle.trainer.config.describe import value_listing
+
+        say(value_listing(loaded))
+    if args.print_config and not args.dry_run:
+        return 0
+    return _run(loaded, dry=args.dry_run)
+
+
+def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
+    from treadle.agent_loop import SetupError
+    from treadle.trainer.checkpoint.run_directory import RunDirectoryError
+    from treadle.trainer.data import DataError
+    from treadle.trainer.launch.process import ProcessError
+    from treadle.trainer.policy.group import PolicyError
+    from treadle.trainer.report import print_summary
+    from treadle.trainer.sft.check import check_sft
+    from treadle.trainer.sft.run import run_sft
+
+    config = loaded.config
+    run_dir = config.run.dir or new_run_dir(config.run.name)
+    say("checking settings, rows, model and tokenizer")
+    try:
+        run = check_sft(config, run_dir, keep_torch_out=True)
+        if dry:
+            say("\n".join((*run.notes, run.plan())))
+            return 0
+        summary = asyncio.run(until_signal(run_sft(run)))
+    except (ConfigError, DataError, RunDirectoryError, SetupError) as error:
+        return fail(error)
+    except PolicyError as error:
+        return fail(error, status=2 if error.from_input else 1)
+    except ProcessError as error:
+        return fail(error, status=1)
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
+    except Interrupted as ended:
+        keeps = config.schedule.save_every is not None
+        say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
+        return 128 + ended.number
+    print_summary(summary, run_dir)
+    return 0

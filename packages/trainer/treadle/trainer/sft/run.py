@@ -1,0 +1,232 @@
+"""`treadle sft`: from a checked configuration to a finished run directory.
+
+Each step: an optimizer step on `data.batch_size` conversations, validation, checkpoint.
+
+Invariant: when `run_sft` returns or raises, every process that it started has ended, and the run
+directory holds a state from which the same call resumes. The conversations of step s are a function
+of seed and step, so a resumed run repeats what came after its checkpoint bit for bit.
+"""
+
+import asyncio
+import math
+from pathlib import Path
+
+from treadle.trainer.checkpoint.begin_or_resume import (
+    check_steps_left,
+    find_resume_point,
+    open_metrics,
+)
+from treadle.trainer.checkpoint.run_directory import (
+    CHECKPOINTS,
+    HF,
+    POLICY,
+    Checkpoints,
+    RunDirectory,
+)
+from treadle.trainer.data import DataOrder
+from treadle.trainer.launch.make_launcher import make_launcher
+from treadle.trainer.loggers.loggers import Loggers, open_loggers
+from treadle.trainer.model_source import resolve_model
+from treadle.trainer.policy.commands import (
+    FineTune,
+    Load,
+    LogprobSums,
+    Save,
+    SaveHf,
+    UpdateStats,
+)
+from treadle.trainer.policy.group import PolicyError, PolicyGroup
+from treadle.trainer.report import (
+    LiveReport,
+    MetricsLog,
+    Progress,
+    Summary,
+    final_numbers,
+    live_report,
+    open_progress,
+    read_metrics,
+    summarize,
+)
+from treadle.trainer.report.metrics import TRAIN_LOSS, VAL_LOSS
+from treadle.trainer.report.terminal.logged_progress import LoggedProgress
+from treadle.trainer.sft.check import CheckedSft
+from treadle.trainer.sft.examples import batch_of
+from treadle.trainer.training_loop.context import Timer
+from treadle.trainer.training_loop.run_log import run_log
+from treadle.trainer.training_loop.update_metrics import broken_policy
+
+__all__ = ["run_sft"]
+
+
+async def run_sft(run: CheckedSft) -> Summary:
+    """Trains to the end of the configuration; returns a summary.
+
+    A run that began in the run's directory is resumed.
+
+    Raises:
+        SetupError: The model's weights cannot be had.
+        RunDirectoryError: The directory is in use, holds another run, or cannot be written.
+        PolicyError: A policy rank failed, or an update left a policy that is not finite.
+        ProcessError: A policy rank did not start.
+    """
+    config, run_dir, total = run.config, run.run_dir, run.total_steps
+    model = await asyncio.to_thread(resolve_model, config.model.path)
+    with RunDirectory(run_dir) as directory:
+        checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=config.schedule.keep_checkpoints)
+        resume = await asyncio.to_thread(find_resume_point, directory, checkpoints, config)
+        check_steps_left(resume, total)
+        if resume.set_back:
+            checkpoints.set_back(resume.first_step - 1)
+        directory.write_config(config.model_dump(mode="json"))
+        first = resume.first_step
+        with (
+            open_progress(total_steps=total, first_step=first) as display,
+            run_log(run_dir / "logs" / "trainer.log", display),
+            open_metrics(run_dir, resume) as metrics_log,
+        ):
+            progress = LoggedProgress(display, total_steps=total)
+            progress.note(f"run directory  {run_dir}\n{run.plan()}")
+            for note in (*run.notes, *resume.notes):
+                progress.note(note)
+            async with live_report(run_dir) as report:
+                if first > total:
+                    progress.note(f"nothing to train: step {total} has been reached")
+                else:
+                    checkpoint = resume.checkpoint
+                    async with open_loggers(
+                        config,
+                        run_dir,
+                        resumed_after=resume.after,
+                        summary=lambda: final_numbers(read_metrics(run_dir / "metrics.jsonl")),
+                    ) as loggers:
+                        await _train(
+                            run,
+                            model,
+                            first_step=first,
+                            load=None if checkpoint is None else checkpoint.policy_directory,
+                            steps=_Steps(run, checkpoints, metrics_log, loggers, progress, report),
+                        )
+        return summarize(await asyncio.to_thread(read_metrics, run_dir / "metrics.jsonl"))
+
+
+async def _train(
+    run: CheckedSft, model: Path, *, first_step: int, load: Path | None, steps: "_Steps"
+) -> None:
+    config = run.config
+    async with make_launcher(config, run.run_dir / "logs") as launcher:
+        policy = PolicyGroup(
+            launcher,
+            config.policy,
+            model,
+            with_reference=False,
+            threads=run.policy_threads,
+            gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
+            start_deadline_s=config.launch.start_deadline_s,
+        )
+        async with policy:
+            if load is not None:
+                await policy.call(Load(directory=load))
+            if first_step == 1 and run.val is not None and config.schedule.val_before_train:
+                timer = Timer()
+                steps.done(0, {**await steps.validate(policy, timer), **timer.seconds})
+            for step in range(first_step, run.total_steps + 1):
+                await steps.take(policy, step)
+
+
+class _Steps:
+    """The steps of a run, and where they are recorded."""
+
+    def __init__(
+        self,
+        run: CheckedSft,
+        checkpoints: Checkpoints,
+        metrics_log: MetricsLog,
+        loggers: Loggers,
+        progress: Progress,
+        report: LiveReport,
+    ) -> None:
+        self._run = run
+        self._checkpoints = checkpoints
+        self._metrics_log = metrics_log
+        self._loggers = loggers
+        self._progress = progress
+        self._report = report
+        data = run.config.data
+        self._order = DataOrder(
+            num_rows=len(run.train.examples),
+            batch_size=data.batch_size,
+            seed=run.config.run.seed,
+            shuffle=data.shuffle,
+        )
+        self._val = () if run.val is None else batch_of(run.val.examples)
+
+    async def take(self, policy: PolicyGroup, step: int) -> None:
+        """Takes a step.
+
+        Raises:
+            PolicyError: A rank failed, or the policy is not finite afterwards.
+            RunDirectoryError: The checkpoint cannot be written.
+        """
+        config, schedule, timer = self._run.config, self._run.config.schedule, Timer()
+        with timer.phase("train"), self._progress.phase("train"):
+            batch = batch_of([self._run.train.examples[row] for row in self._order.batch(step)])
+            command = FineTune(sequences=batch, aggregation=config.algorithm.loss_aggregation)
+            stats = (await policy.call(command))[0]
+        assert isinstance(stats, UpdateStats)
+        if stats.broken is not None:
+            raise PolicyError(broken_policy(step, stats, self._checkpoints.last_good))
+        metrics = _metrics(stats) | {"data/epoch": float(self._order.epoch(step))}
+
+        last = step == self._run.total_steps
+        if self._val and _due(schedule.val_every, step, or_now=last):
+            metrics |= await self.validate(policy, timer)
+
+        # The checkpoint carries the metrics, so that a resumed run can restore this step's line.
+        if (last and schedule.save_last) or _due(schedule.save_every, step):
+            with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
+            with timer.phase("save"), self._progress.phase("save"):
+                await self._save(policy, step, metrics | timer.metrics(), with_hf=with_hf)
+        self.done(step, metrics | timer.metrics())
+
+    async def validate(self, policy: PolicyGroup, timer: Timer) -> dict[str, float]:
+        """Returns the loss on the held-out conversations, per token."""
+        with timer.phase("validate"), self._progress.phase("validate"):
+            sums = (await policy.call(LogprobSums(sequences=self._val)))[0]
+        tokens = sum(sequence.num_loss_tokens for sequence in self._val)
+        return {VAL_LOSS: -math.fsum(sums) / tokens}
+
+    def done(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs the step and shows it."""
+        self._metrics_log.append(step, metrics)
+        self._loggers.metrics(step, metrics)
+        self._progress.step_done(step, metrics)
+        if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
+            self._report.update()
+
+    async def _save(
+        self, policy: PolicyGroup, step: int, metrics: dict[str, float], *, with_hf: bool
+    ) -> None:
+        async def write(directory: Path) -> None:
+            await policy.call(Save(directory=directory / POLICY))
+            if with_hf:
+                await policy.call(SaveHf(directory=directory / HF))
+
+        await self._checkpoints.save(step, metrics, write)
+
+
+def _metrics(stats: UpdateStats) -> dict[str, float]:
+    (update,) = stats.steps
+    return {
+        TRAIN_LOSS: update.loss,
+        "train/grad_norm": update.grad_norm,
+        "train/lr": update.learning_rate,
+        "train/skipped_updates": float(update.skipped),
+        "train/micro_batches": float(update.num_micro_batches),
+        "sequences/trained": float(update.num_sequences),
+        "tokens/trained": float(update.num_tokens),
+        "tokens/loss": float(update.num_loss_tokens),
+    }
+
+
+def _due(every: int | None, step: int, *, or_now: bool = False) -> bool:
+    return every is not None and (or_now or step % every == 0)
