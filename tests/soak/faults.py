@@ -1,0 +1,242 @@
+"""The faults of a soak: what is done to which process, when, and how the run may end by it.
+
+Invariant: which faults a round sees, in which order and at which moments is a function of the seed
+and the round's number. Every process that a fault stops is continued, if it still exists.
+"""
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from soak.trainer import UNRESPONSIVE_S, Trainer
+
+Moment = Literal["at any time", "in an update", "in a checkpoint"]
+MOMENTS: Sequence[Moment] = ("at any time", "in an update", "in a checkpoint")
+_BRIEFLY, _LONG = (0.3, 3.0), (UNRESPONSIVE_S + 4, UNRESPONSIVE_S + 14)
+# A channel has some descriptors. Beside them a rank opens one now and then.
+_PUSHING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        name: For people.
+        target: Whom it hits; "server" is one of them by chance.
+        signal: What is sent; SIGSTOP is followed by SIGCONT.
+        stopped_s: The least and the most seconds between SIGSTOP and SIGCONT.
+        exit: The driver's exit status if the run ends by the fault; None: it must go on.
+        says: What the driver then prints.
+    """
+
+    name: str
+    target: Literal["server", "all servers", "rank", "driver"]
+    signal: signal.Signals
+    stopped_s: tuple[float, float] = (0.0, 0.0)
+    exit: int | None = None
+    says: str = ""
+
+
+KINDS = (
+    Kind(name="a server killed", target="server", signal=signal.SIGKILL),
+    Kind(name="all servers killed", target="all servers", signal=signal.SIGKILL),
+    Kind(
+        name="a server stopped briefly",
+        target="server",
+        signal=signal.SIGSTOP,
+        stopped_s=_BRIEFLY,
+    ),
+    Kind(name="a server stopped for long", target="server", signal=signal.SIGSTOP, stopped_s=_LONG),
+    Kind(
+        name="all servers stopped for long",
+        target="all servers",
+        signal=signal.SIGSTOP,
+        stopped_s=_LONG,
+    ),
+    Kind(name="the rank stopped", target="rank", signal=signal.SIGSTOP, stopped_s=(1.0, 12.0)),
+    Kind(
+        name="the rank killed",
+        target="rank",
+        signal=signal.SIGKILL,
+        exit=1,
+        says="policy rank 0 was ended by SIGKILL",
+    ),
+    Kind(name="the driver stopped", target="driver", signal=signal.SIGSTOP, stopped_s=(1.0, 14.0)),
+    Kind(name="the driver killed", target="driver", signal=signal.SIGKILL, exit=-9),
+    Kind(
+        name="the driver interrupted",
+        target="driver",
+        signal=signal.SIGINT,
+        exit=130,
+        says="to go on: run.dir=",
+    ),
+    Kind(
+        name="the driver terminated",
+        target="driver",
+        signal=signal.SIGTERM,
+        exit=143,
+        says="to go on: run.dir=",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of a round.
+
+    Attributes:
+        kind: What is done.
+        moment: When in the step.
+        step: The step in which it is due.
+        after: At any time: the share of a step's usual time that passes first.
+        stopped_s: Seconds until a stopped process continues.
+        choice: Chooses the server.
+    """
+
+    kind: Kind
+    moment: Moment
+    step: int
+    after: float
+    stopped_s: float
+    choice: float
+
+    def targets(self, trainer: Trainer) -> list[int]:
+        """Returns the pids that it hits now; none if they have not started."""
+        servers = [pid for pid, _ in trainer.servers.values()]
+        match self.kind.target:
+            case "driver":
+                return [trainer.process.pid]
+            case "rank":
+                return [] if trainer.rank is None else [trainer.rank]
+            case "all servers":
+                return servers
+            case "server":
+                return servers and [servers[int(self.choice * len(servers))]]
+
+
+def draw_faults(seed: int, steps: int, each: int) -> Iterator[list[Fault]]:
+    """Yields the faults of each round, in order.
+
+    All pairs of kind and moment are drawn before one comes again.
+
+    Args:
+        seed: Of the soak.
+        steps: Of a round.
+        each: Number of faults of a round.
+    """
+    rng = random.Random(seed)
+    deck: list[tuple[Kind, Moment]] = []
+    while True:
+        faults = []
+        for step in sorted(rng.randint(1, steps) for _ in range(each)):
+            if not deck:
+                deck = list(product(KINDS, MOMENTS))
+                rng.shuffle(deck)
+            kind, moment = deck.pop()
+            # A checkpoint follows each second step.
+            step += moment == "in a checkpoint" and step % 2
+            faults.append(
+                Fault(
+                    kind=kind,
+                    moment=moment,
+                    step=min(step, steps),
+                    after=rng.random(),
+                    stopped_s=round(rng.uniform(*kind.stopped_s), 2),
+                    choice=rng.random(),
+                )
+            )
+        yield faults
+
+
+class MomentWatch:
+    """Tells whether a run is pushing weights or writing a checkpoint, from outside."""
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._step = -1
+        self._idle = 0
+
+    def is_now(self, moment: Moment, trainer: Trainer, step: int) -> bool:
+        """Returns whether `moment` is now; call it often.
+
+        Args:
+            moment: "in an update" or "in a checkpoint".
+            trainer: Of the run.
+            step: The last step that has ended.
+        """
+        if moment == "in a checkpoint":
+            return any((trainer.run / "checkpoints").glob("*.partial"))
+        rank = trainer.rank
+        if rank is None:
+            return False
+        open_now = num_descriptors(rank)
+        if (rank, step) != (self._rank, self._step):  # a step begins with a rollout
+            self._rank, self._step, self._idle = rank, step, open_now
+        self._idle = min(self._idle, open_now)
+        return open_now >= self._idle + _PUSHING
+
+
+def num_descriptors(pid: int) -> int:
+    """Returns the number of descriptors that a process has open; 0 if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
+class Stopped:
+    """The processes that are stopped now, and when each is continued."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: list[tuple[float, int]] = []  # (time, pidfd)
+
+    def send(self, pids: Sequence[int], fault: Fault) -> list[int]:
+        """Sends the fault's signal; returns the pids that got it."""
+        hit = []
+        for pid in pids:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, fault.kind.signal)
+                hit.append(pid)
+            if fault.kind.signal is signal.SIGSTOP:
+                self._until.append((self._clock() + fault.stopped_s, pidfd))
+            else:
+                os.close(pidfd)
+        return hit
+
+    def __len__(self) -> int:
+        """Number of processes that are still to be continued."""
+        return len(self._until)
+
+    def continue_due(self, *, everything: bool = False) -> None:
+        """Continues the processes whose time has come, or all."""
+        for entry in list(self._until):
+            until, pidfd = entry
+            if everything or self._clock() >= until:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+                os.close(pidfd)
+                self._until.remove(entry)
+
+
+def partial_files(run: Path) -> list[str]:
+    """Returns what a run that has ended must not have left in its directory."""
+    return [
+        str(path.relative_to(run))
+        for pattern in (
+            "*.partial",
+            "checkpoints/*.partial",
+            "server_token",
+        )
+        for path in run.glob(pattern)
+    ]

@@ -1,0 +1,340 @@
+"""Runs the main job under faults for some minutes, and checks that nothing comes of them.
+
+`./pants run tests/soak:main -- --minutes 60`. An undisturbed run is made first. Then the same run
+is made again and again, while its servers, its policy rank and its driver are killed and stopped at
+moments that a seed chooses, also inside updates and checkpoints, and while bad requests are sent to
+its servers, to a proxy endpoint and to a sandbox server. A driver that ended is started again with
+the same command, as a user would.
+
+Each run must learn the same as the undisturbed one, bit for bit; each task ends once in each step,
+with tokens of the right version; memory and descriptors stay flat; nothing is left behind. The exit
+status is 1 if anything of this did not hold. `--seed S --first-round N` makes a round again. The
+directory that is named first keeps the log (`soak.jsonl`) and the runs that went wrong.
+
+What another program leaves in /dev/shm meanwhile is reported too: on a machine that is shared, use
+`unshare --mount` and an own /dev/shm.
+"""
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from soak.bad_requests import BadRequests, Target, check_good_requests
+from soak.checks import FilesLeft, ProcessTable, check_metrics, check_trajectories
+from soak.faults import Fault, MomentWatch, Stopped, draw_faults, partial_files
+from soak.log import Log
+from soak.services import Service, services
+from soak.trainer import Trainer, settings
+
+_STALL_S = 400.0
+_ORPHANS_S = 120.0
+_WATCH_S, _POLL_S, _SAMPLE_S = 0.004, 0.05, 1.0
+
+
+class Round:
+    """One run to its last step, however often its driver must be started again.
+
+    Args:
+        run: The run directory.
+        arguments: Of the driver's command line.
+        faults: In the order of their steps.
+        step_s: How long a step takes, about.
+        log: Gets faults and violations.
+        processes: Samples the processes, and finds those left behind.
+        environment: Variables of the driver beside those of this process.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        arguments: Sequence[str],
+        faults: Sequence[Fault] = (),
+        *,
+        step_s: float = 0.0,
+        log: Log,
+        processes: ProcessTable,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._arguments = arguments
+        self._faults = list(faults)
+        self._step_s = step_s
+        self._log = log
+        self._processes = processes
+        self._environment = environment
+        self._stopped = Stopped(time.monotonic)
+        self._watch = MomentWatch()
+        self._armed_at: float | None = None
+        self._may_exit: dict[int, str] = {}  # status -> what the driver says then
+        self._progress = (-2, time.monotonic())
+        self._sampled_at = 0.0
+        self.trainer = self._start(run)
+
+    def _start(self, run: Path) -> Trainer:
+        self._may_exit = {}
+        trainer = Trainer(run, self._arguments, self._environment)
+        self._processes.keep(trainer.process.pid)
+        return trainer
+
+    def targets(self) -> Sequence[Target]:
+        """Returns the rollout servers that serve now, with the run's token."""
+        try:
+            token = (self.trainer.run / "server_token").read_text()
+        except FileNotFoundError:
+            return ()
+        servers = self.trainer.servers.values()
+        return [Target(address=address, secret=token) for _, address in servers]
+
+    def finish(self, also: Mapping[str, int]) -> bool:
+        """Returns whether the run reached its end, in spite of the faults.
+
+        Args:
+            also: Further processes to sample, by name.
+        """
+        status = None
+        try:
+            while True:
+                status = self.trainer.process.poll()
+                if status is None:
+                    self._stopped.continue_due()
+                    self._inject()
+                    self._sample(also)
+                    if self._is_stalled():
+                        return False
+                    # A moment in a step may be over in a tenth of a second.
+                    time.sleep(_POLL_S if self._armed_at is None else _WATCH_S)
+                    continue
+                if not self._ended_well(status):
+                    return False
+                if status == 0:
+                    return True
+                self._log.count("resumed", f"after exit status {status}")
+                self.trainer = self._start(self.trainer.run)
+                self._progress = (-2, time.monotonic())
+        finally:
+            self.trainer.end()
+            self._stopped.continue_due(everything=True)
+            for problem in self._processes.check_orphans(_ORPHANS_S):
+                self._log.violation(f"{self.trainer.run.name}: {problem}")
+            for fault in self._faults:
+                self._log.count("left out, for the run had ended", fault.kind.name)
+            if status == 0:
+                for name in partial_files(self.trainer.run):
+                    self._log.violation(f"{self.trainer.run.name}: {name} was left behind")
+
+    def _ended_well(self, status: int) -> bool:
+        if status == 0:
+            return True
+        says = self._may_exit.get(status)
+        output = self.trainer.output
+        if says is not None and says in " ".join(output.split()):
+            return True
+        expected = self._may_exit or "none but 0"
+        self._log.violation(
+            f"{self.trainer.run.name}: the driver ended with status {status} ({expected} was to be "
+            f"expected); it said:\n{output[-3000:]}"
+        )
+        return False
+
+    def _inject(self) -> None:
+        """Does the next fault if its time has come."""
+        if not self._faults:
+            return
+        fault, now, done = self._faults[0], time.monotonic(), self.trainer.last_step
+        if done < fault.step - 1 or not (targets := fault.targets(self.trainer)):
+            return
+        if self._armed_at is None:
+            self._armed_at = now
+        missed = done > fault.step + 1
+        if fault.moment == "at any time":
+            due = now >= self._armed_at + fault.after * self._step_s
+        else:
+            due = missed or self._watch.is_now(fault.moment, self.trainer, done)
+        if not due:
+            return
+        self._faults.pop(0)
+        self._armed_at = None
+        if fault.kind.exit is not None:  # before it is sent: the driver may end at once
+            self._may_exit[fault.kind.exit] = fault.kind.says
+            if "run directory" not in self.trainer.output:  # it is still being loaded
+                self._may_exit[-fault.kind.signal] = ""
+        hit = self._stopped.send(targets, fault)
+        moment = "at any time" if missed else fault.moment
+        self._log.write(
+            "fault",
+            f"{fault.kind.name} {moment}",
+            run=self.trainer.run.name,
+            step=done + 1,
+            pids=hit,
+            stopped_s=fault.stopped_s,
+        )
+
+    def _sample(self, also: Mapping[str, int]) -> None:
+        now = time.monotonic()
+        if now < self._sampled_at + _SAMPLE_S:
+            return
+        self._sampled_at = now
+        name, rank = self.trainer.run.name, self.trainer.rank
+        found = {f"{name}, driver": self.trainer.process.pid}
+        found |= {f"{name}, {server}": pid for server, (pid, _) in self.trainer.servers.items()}
+        # Until the first step has ended, memory grows for good reasons.
+        if self.trainer.has_stepped:
+            self._processes.sample(found if rank is None else {**found, f"{name}, rank": rank})
+        self._processes.sample(also)
+
+    def _is_stalled(self) -> bool:
+        done, since = self.trainer.last_step, self._progress[1]
+        if done != self._progress[0]:
+            self._progress = (done, time.monotonic())
+        elif time.monotonic() > since + _STALL_S:
+            self._log.violation(
+                f"{self.trainer.run.name}: no step ended for {_STALL_S:g} s after step {done}; "
+                f"the driver said:\n{self.trainer.output[-3000:]}"
+            )
+            return True
+        return False
+
+
+class Soak:
+    """An undisturbed run, and rounds of it under faults.
+
+    Args:
+        directory: For runs and temporary files; exists and is empty.
+        log: Gets everything.
+        steps: Of each run.
+        seed: Of the faults and of the bad requests.
+    """
+
+    def __init__(self, directory: Path, log: Log, *, steps: int, seed: int) -> None:
+        self._directory = directory
+        self._log = log
+        self._steps = steps
+        self._seed = seed
+        temporary = directory / "tmp"
+        temporary.mkdir()
+        # What torch compiled is kept for the next process: no file that was left behind.
+        cache = str(directory / "torch-cache")
+        self._environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": cache}
+        self._reference = directory / "undisturbed"
+        self._step_s = 0.0
+        self._processes = ProcessTable()
+        self._files = FilesLeft(temporary)
+
+    def run(self, *, minutes: float, first_round: int, each: int) -> None:
+        """Makes the undisturbed run, then rounds until the time is over.
+
+        Args:
+            minutes: After which no further round begins; one is made in any case.
+            first_round: Number of the first round that is made.
+            each: Number of faults of a round.
+        """
+        began = time.monotonic()
+        if not self._begin(self._reference).finish({}):
+            return
+        self._judge_processes(but=())
+        self._step_s = (time.monotonic() - began) / (self._steps + 3)
+        self._log.write("round", "undisturbed", seconds=round(time.monotonic() - began, 1))
+        self._check_files()
+        with services(self._directory / "services.log", self._environment) as standing:
+            for service in standing.values():
+                self._processes.keep(service.pid)
+            rounds = enumerate(draw_faults(self._seed, self._steps, each))
+            for number, faults in islice(rounds, first_round, None):
+                if number > first_round and time.monotonic() > began + 60 * minutes:
+                    break
+                self._disturbed(number, faults, standing)
+        self._check(self._processes.check_orphans(_ORPHANS_S))
+        self._judge_processes(but=())
+        self._check_files()
+
+    def _begin(self, run: Path, faults: Sequence[Fault] = ()) -> Round:
+        return Round(
+            run,
+            settings(self._steps),
+            faults,
+            step_s=self._step_s,
+            log=self._log,
+            processes=self._processes,
+            environment=self._environment,
+        )
+
+    def _disturbed(
+        self, number: int, faults: Sequence[Fault], standing: Mapping[str, Service]
+    ) -> None:
+        """Makes one round, and keeps its run directory if something was wrong."""
+        before, began = len(self._log.violations), time.monotonic()
+        run = self._directory / f"round-{number}"
+        targets = {name: one.target for name, one in standing.items() if one.target is not None}
+        pids = {name: service.pid for name, service in standing.items()}
+        made = self._begin(run, faults)
+        seed = f"{self._seed}/{number}"
+        with BadRequests(targets, self._log, made.targets, seed=seed):
+            ended = made.finish(pids)
+        if ended:
+            self._check(check_metrics(self._reference, run))
+            self._check(check_trajectories(self._reference, run))
+        self._check(check_good_requests(targets))
+        self._judge_processes(but=pids.values())
+        wrong = len(self._log.violations) - before
+        self._log.write(
+            "round",
+            "as the undisturbed one" if not wrong else "NOT as the undisturbed one",
+            number=number,
+            seconds=round(time.monotonic() - began, 1),
+            violations=wrong,
+        )
+        if not wrong:
+            shutil.rmtree(run)
+            run.with_name(f"{run.name}.output").unlink()
+
+    def _judge_processes(self, *, but: Collection[int]) -> None:
+        for series in self._processes.take_series(but=but):
+            problems = series.problems()
+            self._check(problems)
+            if series.is_judged:
+                self._log.write("memory", series.kind, shown=False, **series.told())
+
+    def _check_files(self) -> None:
+        self._check(self._files.problems())
+
+    def _check(self, problems: Sequence[str]) -> None:
+        for problem in problems:
+            self._log.violation(problem)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Soaks for the time that was asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="soak", description="Runs the main job under faults and checks that it holds."
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=60.0, help="no round begins later (default %(default)g)")
+    add("--seed", type=int, default=0, help="of faults and bad requests (default %(default)s)")
+    add("--first-round", type=int, default=0, metavar="N", help="begin with this round")
+    add("--steps", type=int, default=12, help="of each run (default %(default)s)")
+    add("--faults", type=int, default=6, help="of each round (default %(default)s)")
+    add("--directory", type=Path, help="for logs and runs; default: a new one for temporary files")
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="treadle-soak-"))
+    directory.mkdir(exist_ok=True)
+    log = Log(directory / "soak.jsonl")
+    log.write("soak", str(directory), seed=arguments.seed, minutes=arguments.minutes)
+    soak = Soak(directory.resolve(), log, steps=arguments.steps, seed=arguments.seed)
+    try:
+        soak.run(
+            minutes=arguments.minutes, first_round=arguments.first_round, each=arguments.faults
+        )
+    finally:
+        sys.stdout.write(log.summary() + "\n")
+        log.close()
+    return 1 if log.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The soak notices what it looks for: each check fails where what it checks does not hold."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soak.bad_requests import BadRequests, Target, check_good_requests
+from soak.checks import (
+    FilesLeft,
+    ProcessTable,
+    Series,
+    check_metrics,
+    check_trajectories,
+)
+from soak.faults import KINDS, MOMENTS, Fault, Stopped, draw_faults, partial_files
+from soak.log import Log
+from soak.main import main
+
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture
+def processes() -> Iterator[ProcessTable]:
+    """The table of this process, which adopts orphans until the test has ended."""
+    yield ProcessTable()
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path / "soak.jsonl")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs that are equal."""
+    for name in ("undisturbed", "round-0"):
+        run = tmp_path / name
+        run.mkdir()
+        _write(run / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5, "servers/lost": 0.0}])
+        _write(
+            run / "trajectories.jsonl",
+            [
+                _trajectory("val", step=1, index=0, version=1),
+                _trajectory("train", step=1, index=0, version=0),
+                _trajectory("train", step=1, index=1, version=0),
+            ],
+        )
+    return tmp_path / "undisturbed", tmp_path / "round-0"
+
+
+def _trajectory(phase: str, *, step: int, index: int, version: int) -> dict[str, Any]:
+    spans = [
+        {"origin": "prompt", "weight_version": None},
+        {"origin": "sampled", "weight_version": version},
+    ]
+    return {
+        "phase": phase,
+        "step": step,
+        "task_id": f"{phase}/7",
+        "rollout_index": index,
+        "samples": [{"ids": [1, 2, 3], "spans": spans}],
+    }
+
+
+def _write(path: Path, lines: Lines) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _edit(path: Path, edit: Callable[[Lines], object]) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(lines)
+    _write(path, lines)
+
+
+def test_equal_runs_have_no_problem(runs: tuple[Path, Path]) -> None:
+    _edit(runs[1] / "metrics.jsonl", lambda lines: lines[0].update({"servers/lost": 1.0}))
+    assert check_metrics(*runs) == []
+    assert check_trajectories(*runs) == []
+
+
+def test_a_metric_that_differs_is_noticed(runs: tuple[Path, Path]) -> None:
+    _edit(runs[1] / "metrics.jsonl", lambda lines: lines[0].update({"reward/mean": 0.5000000001}))
+    (problem,) = check_metrics(*runs)
+    assert "reward/mean: 0.5 and 0.5000000001" in problem
+
+
+def test_a_line_too_many_is_noticed(runs: tuple[Path, Path]) -> None:
+    _edit(runs[1] / "metrics.jsonl", lambda lines: lines.append({"step": 2}))
+    assert check_metrics(*runs)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda lines: lines.append(lines[1]), "is logged 2 times"),
+        (lambda lines: lines.pop(), "is missing"),
+        (lambda lines: lines[2].update(rollout_index=9), "is one too many"),
+        (lambda lines: lines[1]["samples"][0].update(ids=[1, 2, 4]), "has other tokens"),
+        (
+            lambda lines: lines[1]["samples"][0]["spans"][1].update(weight_version=1),
+            "of step 1 has tokens of versions [1], not 0",
+        ),
+        (
+            lambda lines: lines[0]["samples"][0]["spans"][1].update(weight_version=0),
+            "of step 1 has tokens of versions [0], not 1",
+        ),
+    ],
+)
+def test_a_wrong_trajectory_is_noticed(
+    runs: tuple[Path, Path], edit: Callable[[Lines], object], says: str
+) -> None:
+    _edit(runs[1] / "trajectories.jsonl", edit)
+    assert any(says in problem for problem in check_trajectories(*runs))
+
+
+def test_growth_is_noticed_and_a_warm_up_is_none() -> None:
+    warm = [10.0 * n for n in range(100)] + [1000.0] * 200
+    leaking = [0.3 * n for n in range(300)]
+    flat = [20.0] * 300
+    working = [300.0, 450.0, 370.0] * 100
+    assert Series("server", memory=warm, descriptors=flat).problems() == []
+    assert Series("rank", memory=working, descriptors=flat).problems() == []
+    (problem,) = Series("server", memory=leaking, descriptors=flat).problems()
+    assert "memory in MiB grew by 30.0" in problem
+    (problem,) = Series("server", memory=flat, descriptors=leaking).problems()
+    assert "descriptors grew by 30.0" in problem
+
+
+def test_memory_and_descriptors_are_those_of_the_process(processes: ProcessTable) -> None:
+    processes.sample({"this": os.getpid()})
+    (series,) = processes.take_series()
+    assert series.memory[0] > 5
+    assert series.descriptors[0] >= 3
+    assert processes.take_series() == []
+
+
+def test_a_process_that_is_left_behind_is_noticed_and_ended(processes: ProcessTable) -> None:
+    parent = subprocess.run(
+        ["sh", "-c", "tail -f /dev/null >/dev/null 2>&1 & echo $!"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (problem,) = processes.check_orphans(0.0)
+    assert problem.startswith(f"process {int(parent.stdout)} was left behind: tail -f")
+    assert processes.check_orphans(10.0) == []
+
+
+def test_files_that_are_left_behind_are_noticed(tmp_path: Path) -> None:
+    temporary, shared = tmp_path / "tmp", tmp_path / "shm"
+    for directory in (temporary, shared):
+        directory.mkdir()
+    (shared / "of another program").touch()
+    left = FilesLeft(temporary, shared)
+    with (shared / "held").open("w"):
+        assert left.problems() == []
+    (temporary / "file").touch()
+    names = [Path(problem.removesuffix(" was left behind")).name for problem in left.problems()]
+    assert names == ["held", "file"]
+
+
+def test_what_a_run_left_in_its_directory_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
+    (tmp_path / "server_token").touch()
+    assert sorted(partial_files(tmp_path)) == ["checkpoints/step-00000002.partial", "server_token"]
+
+
+def test_the_faults_follow_from_the_seed_and_all_come() -> None:
+    rounds = list(islice(draw_faults(1, 12, 11), 3))
+    assert rounds == list(islice(draw_faults(1, 12, 11), 3))
+    assert rounds != list(islice(draw_faults(2, 12, 11), 3))
+    drawn = {(fault.kind.name, fault.moment) for faults in rounds for fault in faults}
+    assert len(drawn) == len(KINDS) * len(MOMENTS) == 33
+
+
+def test_a_stopped_process_goes_on_when_its_time_has_come() -> None:
+    now = 0.0
+    stopped = Stopped(lambda: now)
+    (kind,) = (kind for kind in KINDS if kind.name == "a server stopped briefly")
+    fault = Fault(kind=kind, moment="at any time", step=1, after=0.0, stopped_s=2.0, choice=0.0)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        assert stopped.send([process.pid, 2**22], fault) == [process.pid]
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        stopped.continue_due()
+        now = 3.0
+        stopped.continue_due()
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        process.send_signal(signal.SIGKILL)
+
+
+class _TakesEverything(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"run_result": {"stdout": "41\\n"}}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_takes_bad_requests_is_noticed(log: Log) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _TakesEverything) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        target = Target(address=f"127.0.0.1:{server.server_port}", secret="key")
+        targets = {"proxy": target, "sandbox": target}
+        bad = BadRequests(targets, log, tuple, seed="0")
+        bad.send("proxy: no key")
+        bad.send("sandbox: bad JSON")
+        problems = check_good_requests({"sandbox": target})
+        server.shutdown()
+        serving.join()
+    assert [sentence.rpartition(" was answered ")[2] for sentence in log.violations] == [
+        "'200'"
+    ] * 2
+    assert len(problems) == 1
+    assert "the sandbox answered a good request with 200" in problems[0]
+
+
+def test_a_server_that_is_not_there_is_noticed(log: Log) -> None:
+    targets = {name: Target(address="127.0.0.1:1") for name in ("proxy", "sandbox")}
+    BadRequests(targets, log, tuple, seed="0").send("proxy: no key")
+    (violation,) = log.violations
+    assert "ConnectionRefusedError" in violation
+    problems = check_good_requests(targets)
+    assert len(problems) == 2
+    assert all("ConnectionRefusedError" in problem for problem in problems)
+
+
+def test_a_sender_that_dies_is_a_violation(log: Log) -> None:
+    def servers() -> Sequence[Target]:
+        raise RuntimeError("the harness is broken")
+
+    with BadRequests({}, log, servers, seed="0", pause_s=0.0) as bad:
+        bad._thread.join(30)
+    (violation,) = log.violations
+    assert violation.startswith("no more bad requests are sent:")
+    assert "the harness is broken" in violation
+
+
+def test_a_run_that_ends_without_a_fault_is_a_violation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: ProcessTable
+) -> None:
+    # No run has 0 steps: the driver ends at once with status 2.
+    assert main(["--steps", "0", "--minutes", "0", "--directory", str(tmp_path / "soak")]) == 1
+    printed = capsys.readouterr().out
+    assert "undisturbed: the driver ended with status 2 (none but 0 was to be expected)" in printed
+    assert "1 violations" in printed
+    lines = (tmp_path / "soak" / "soak.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["soak", "VIOLATION"]

@@ -1,0 +1,121 @@
+"""The main job of a soak: the calculator demo, small, with two servers, and its processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from treadle.trainer.launch.process import child_python_path
+
+PROMPTS, SAMPLES, VALIDATION_ROWS, REPLICAS = 4, 4, 16, 2
+UNRESPONSIVE_S = 6.0
+
+
+def settings(steps: int) -> tuple[str, ...]:
+    """Returns the configuration of the run.
+
+    The times are shorter than their defaults so that an hour sees many of their ends. The chunks of
+    an update are small so that it takes long enough to be hit. All trajectories are logged.
+    """
+    return (
+        f"schedule.total_steps={steps}",
+        "schedule.save_every=2",
+        "schedule.val_every=6",
+        f"data.prompts_per_step={PROMPTS}",
+        f"data.max_val_rows={VALIDATION_ROWS}",
+        f"rollout.samples_per_prompt={SAMPLES}",
+        f"rollout.num_replicas={REPLICAS}",
+        "rollout.threads=1",
+        "rollout.max_restarts=1000",
+        f"rollout.unresponsive_s={UNRESPONSIVE_S:g}",
+        "launch.policy_threads=1",
+        "sync.transport.chunk_bytes=4096",
+        "sync.lease_s=10",
+        f"run.trajectories_per_step={PROMPTS * SAMPLES}",
+        f"run.val_trajectories={VALIDATION_ROWS}",
+    )
+
+
+class Trainer:
+    """A driver as a user starts it; its output is appended to a file beside the run directory.
+
+    Args:
+        run: The run directory. If it holds a run already, that run is resumed.
+        arguments: Of the command line.
+        environment: Variables beside those of this process.
+    """
+
+    def __init__(
+        self, run: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.run = run
+        self._output = run.with_name(f"{run.name}.output")
+        self._began_at = self._output.stat().st_size if self._output.exists() else 0
+        with self._output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "treadle.trainer.main", f"run.dir={run}", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": child_python_path(), **(environment or {})},
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed since this start."""
+        return self._output.read_bytes()[self._began_at :].decode(errors="replace")
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl; -1: none."""
+        try:
+            lines = (self.run / "metrics.jsonl").read_bytes().splitlines()
+            return int(json.loads(lines[-1])["step"])
+        except (FileNotFoundError, IndexError, ValueError):
+            return -1
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has trained a step since this start."""
+        return re.search(r"^step +[1-9]", self.output, re.MULTILINE) is not None
+
+    @property
+    def servers(self) -> Mapping[str, tuple[int, str]]:
+        """The pid and the address of each rollout server that serves, by name."""
+        return self._ready("rollout-*.ready")
+
+    @property
+    def rank(self) -> int | None:
+        """The pid of the policy rank, if it has started."""
+        return next((pid for pid, _ in self._ready("policy-0.ready").values()), None)
+
+    def _ready(self, pattern: str) -> Mapping[str, tuple[int, str]]:
+        found = {}
+        for path in sorted((self.run / "logs").glob(pattern)):
+            try:
+                said = json.loads(path.read_text())
+            except (FileNotFoundError, ValueError):  # gone, or being written
+                continue
+            if _parent(said["pid"]) == self.process.pid:  # not of an earlier driver
+                found[path.stem] = said["pid"], said["address"]
+        return found
+
+    def end(self) -> None:
+        """Kills it if it still runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, parent = stat.rpartition(")")[2].split()[:2]
+    return None if state == "Z" else int(parent)
