@@ -25,7 +25,9 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator, ScriptedTool
 from treadle.agent_loop.testing.byte_renderer import decode
-from treadle.trainer.training_loop.groups import make_batch
+from treadle.trainer.algorithms.estimators import find_estimator
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 QUESTION = Message(role="user", content="How far is it?")
 
@@ -142,9 +144,10 @@ def test_a_context_is_not_compacted_for_ever() -> None:
     assert len(trajectory.samples) == 3
 
 
-def advantages(trajectories: Sequence[Trajectory]) -> list[tuple[int | None, float]]:
-    batch = make_batch(trajectories, norm_by_std=False, version=0)
-    return [(s.trajectory, s.advantages[0]) for s in batch.sequences]
+def advantages(trajectories: Sequence[Trajectory]) -> list[tuple[int | None, object]]:
+    estimator = find_estimator(AlgorithmConfig(advantage="dr_grpo"))
+    batch = make_batch(groups_of(trajectories), estimator, version=0)
+    return [(s.trajectory, s.advantages) for s in batch.sequences]
 
 
 def test_all_samples_are_trained_on_with_the_advantage_of_the_whole() -> None:

@@ -20,7 +20,7 @@ NO_PATHS = {
     "rollout/kl",
     "rollout/logprob_diff_{mean,p99,max}",
     "rollout/stale_tokens",
-    *("checkpoints/", "logs/", "runs/", "dist/", "dist/export", "dist/site", "eval/"),
+    *("checkpoints/", "logs/", "runs/", "dist/", "dist/export", "dist/site", "eval/", "loggers/"),
 }
 
 

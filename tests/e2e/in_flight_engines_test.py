@@ -5,7 +5,9 @@ policy of version n is one optimizer step ahead of version n - 1, so a token wit
 would be off by far more than the programs are.
 
 How fast trainer and engine are beside each other decides what an update meets, so that is left to
-neither: trajectories end before it and begin after it, and long completions run all the while.
+neither: trajectories end before it and begin after it, and a server is told to commit at the moment
+at which a long completion has its first tokens. Where even that was too late, since the test itself
+may stand still for longer than a completion takes, another update follows, until one is crossed.
 """
 
 import asyncio
@@ -31,11 +33,17 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
+from treadle.agent_loop.rpc.completion_stream import CompletionStream
+from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
+from treadle.rollout.v1 import weight_sync_service_pb2 as pb
+from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
 from treadle.trainer.checkpoint.run_directory import Checkpoints
+from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import InFlight
 from treadle.trainer.demo import DEMO
+from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.preflight import check_run
 from treadle.trainer.report import LiveReport, MetricsLog
@@ -43,8 +51,9 @@ from treadle.trainer.report.terminal.progress import PlainProgress
 from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
-from treadle.trainer.training_loop.groups import make_batch
+from treadle.trainer.training_loop.groups import groups_of, make_batch
 from treadle.trainer.training_loop.update_metrics import update_metrics
+from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 from .testing import server_command
@@ -56,6 +65,32 @@ _BEGUN_AFTER = 2
 _TRAINED = 24
 _LONG, _SHORTER = 8, 20
 _POLICIES: tuple[InFlight, ...] = ("interrupt", "continue")
+
+
+class _Midway:
+    """Knows the long completions, which alone ignore the end, and when one has its first tokens."""
+
+    def __init__(self) -> None:
+        self._begun = asyncio.Event()
+
+    @classmethod
+    def watch(cls, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Makes each commit wait until a long completion has just begun."""
+        midway, accept, commit = cls(), CompletionStream.accept, WeightSyncClient.commit
+
+        def watched(stream: CompletionStream, event: generation_pb2.GenerateResponse) -> None:
+            first = not stream.chunks
+            accept(stream, event)
+            if first and stream.chunks and stream.params.ignore_eos:
+                midway._begun.set()
+
+        async def held(server: WeightSyncClient, update_id: str, policy: pb.InFlightPolicy) -> int:
+            midway._begun.clear()
+            await midway._begun.wait()
+            return await commit(server, update_id, policy)
+
+        monkeypatch.setattr(CompletionStream, "accept", watched)
+        monkeypatch.setattr(WeightSyncClient, "commit", held)
 
 
 class _Trigger(PlainProgress):
@@ -105,6 +140,7 @@ async def _running(
         resume=ResumePoint(begun=False, checkpoint=None, notes=()),
         checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),
         metrics_log=MetricsLog(tmp_path / "metrics.jsonl"),
+        loggers=Loggers(),
         progress=progress,
         report=LiveReport(tmp_path),
     ) as context:
@@ -116,11 +152,12 @@ def _sequences(trajectories: Sequence[Trajectory], version: int) -> list[TrainSe
 
     Their rewards are left out: where all of a group were right, it would have none.
     """
-    batch = make_batch(trajectories, norm_by_std=True, version=version)
+    estimator = find_estimator(AlgorithmConfig())
+    batch = make_batch(groups_of(trajectories), estimator, version=version)
     older = [sequence for sequence in batch.sequences if sequence.stale]
     newer = [sequence for sequence in batch.sequences if not sequence.stale]
     return [
-        replace(sequence, advantages=((-1.0) ** place,) * len(sequence.ids))
+        replace(sequence, advantages=(-1.0) ** place)
         for place, sequence in enumerate(older[:_TRAINED] + newer[:_TRAINED])
     ]
 
@@ -133,7 +170,7 @@ async def _sample(
         for index in context.order.batch(step)[:prompts]
         for task in context.train[index].tasks(samples=_SAMPLES, seed=0, step=step)
     ]
-    return await context.sample("train", step, tasks)
+    return list((await context.sample("rollout", tasks, step=step)).trajectories)
 
 
 async def _generate_until(
@@ -189,8 +226,9 @@ def _reported(tokens: Tokens, version: int) -> dict[int, float]:
 
 @pytest.mark.parametrize("engine", ["torch", "vllm", "sglang"])
 async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_names(
-    tmp_path: Path, engine: str
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _Midway.watch(monkeypatch)
     progress = _Trigger()
     async with (
         _running(tmp_path, engine, progress) as context,
@@ -206,7 +244,9 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
         room = generator.context_length - len(prompt)
         # Of different lengths: or all of them could be between two when the weights change.
         lengths = [room - _SHORTER * n for n in range(_LONG)]
-        for version, policy in enumerate(_POLICIES, start=1):
+        policies = list(_POLICIES)
+        for version in itertools.count(1):
+            policy = policies[0]
             publisher = WeightPublisher(
                 context.policy,
                 config.sync.model_copy(update={"in_flight": policy}),
@@ -239,7 +279,6 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
             spans += [[chunk.weight_version for chunk in c.chunks] for c in completions]
             assert all(versions == sorted(versions) for versions in spans)
             crossed = [c for c in completions if len(c.chunks) == 2]
-            assert crossed
             if version == 1:
                 model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
                 for (tokens,) in (trajectory.samples for trajectory in trajectories):
@@ -253,3 +292,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
             assert 0 < metrics["rollout/stale_tokens"] < 1
             assert metrics["rollout/logprob_diff_fresh_max"] < 1e-4
             assert metrics["rollout/logprob_diff_max"] > 1e-2
+            if crossed:
+                policies.pop(0)
+            if not policies:
+                break

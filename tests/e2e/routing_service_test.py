@@ -22,6 +22,7 @@ import pytest
 
 from treadle.agent_loop import (
     Completion,
+    GenerationError,
     HashedSession,
     NoReplica,
     ReplicaUnavailableError,
@@ -358,3 +359,26 @@ async def test_a_router_and_a_replica_that_are_killed_lose_nothing(tmp_path: Pat
             assert {c.token_ids for c in await asyncio.gather(*under_way)} == {wanted}
             await asyncio.gather(*(turn(worker, name) for worker, name in sessions))
             assert (await open_sessions(router))[survivor] == 8
+
+
+async def test_a_router_that_stands_still_holds_up_new_sessions_only(tmp_path: Path) -> None:
+    deadlines = RpcDeadlines(open_session_s=0.3)
+    async with fleet() as servers:
+        replica = await servers.start()
+        async with (
+            process(
+                "treadle.agent_loop.rpc.router",
+                tmp_path / "router.json",
+                *("--replica", replica, "--valid_for_s", "0"),  # the router is asked every time
+            ) as (router, pid),
+            connect(router=router, retry=QUICK, deadlines=deadlines) as worker,
+        ):
+            wanted = await turn(worker, "open")
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                assert (await turn(worker, "open")).token_ids == wanted.token_ids
+                with pytest.raises(GenerationError, match=f"router {router}"):
+                    await turn(worker, "new", within_s=2.0)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert (await turn(worker, "new")).token_ids == wanted.token_ids

@@ -49,6 +49,10 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...
         "schedule.val_before_train=false",
         "schedule.save_every=1",
         "algorithm.loss_aggregation=seq-mean-token-mean",
+        "algorithm.reward_kl.coef=0.5",
+        "algorithm.reward_kl.control=adaptive",
+        "algorithm.reward_kl.target=0.01",
+        "algorithm.reward_kl.horizon=64",
     )
 
 
@@ -67,10 +71,19 @@ def test_every_sample_is_trained_on_and_a_resumed_run_learns_the_same(
         assert one["ids"][: one["spans"][0]["stop"]] == two["ids"][: two["spans"][0]["stop"]]
     assert any(t["samples"][0] != t["samples"][1] for t in whole.trajectories())
 
+    # The KL is 0 as long as the policy is the reference; then the coefficient falls by a fifth
+    # of 32 sequences / 64.
+    first, second = whole.metrics()
+    assert first["actor/reward_kl_penalty"] == 0.0 < abs(second["actor/reward_kl_penalty"])
+    assert first["actor/reward_kl_penalty_coeff"] == 0.5
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.45)
+
     train(*arguments, "schedule.total_steps=1", name="parts")
     parts = train(*arguments, name="parts")
     assert "resuming after step 1" in parts.output
     for one, two in zip(whole.metrics(), parts.metrics(), strict=True):
         assert one["reward/mean"] == two["reward/mean"]
+        for name in ("actor/reward_kl_penalty_coeff", "actor/reward_kl_penalty"):
+            assert one[name] == pytest.approx(two[name], abs=1e-4)
         assert one["tokens/sampled"] == two["tokens/sampled"]
         assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-4)

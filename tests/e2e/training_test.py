@@ -1,13 +1,24 @@
 """Training end to end: all processes real, over gRPC, with the demo's model."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from treadle.trainer.loggers.testing import brittle
 
 from .testing import Trainer
 
 pytestmark = pytest.mark.timeout(600)
 Train = Callable[..., Trainer]
+
+
+_LOGGERS = (
+    f"run.loggers=[{brittle('Records')},{brittle('RaisesAtStart')},{brittle('HangsAtAStep')}]"
+)
+
+_TRACES = "tracing.backend=jsonl"
 
 
 def _check_versions(trainer: Trainer) -> None:
@@ -21,18 +32,26 @@ def _check_versions(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("sync.transport=inline", "rollout.num_replicas=2", "rollout.cache_tokens=2000"),
-        ("sync.transport=file", "rollout.temperature=0.7"),
+        ("sync.transport=inline", "rollout.num_replicas=2", "rollout.cache_tokens=2000", _TRACES),
+        ("sync.transport=file", "rollout.temperature=0.7", _LOGGERS, "run.loggers_timeout_s=5"),
         ("sync.transport=shared_memory", "sync.in_place=true", "policy.parallel.pipeline=2"),
         ("sync.transport=collective", "policy.parallel.pipeline=2", "rollout.num_replicas=2"),
     ],
     ids=["inline", "file", "shared memory, two senders", "collective, two senders"],
 )
 def test_a_run_trains_validates_and_writes_its_files(
-    train: Train, arguments: tuple[str, ...]
+    train: Train, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    trainer = train(*arguments)
+    texts = tmp_path / "texts"
+    folders = (f"run.rollout_data_dir={texts}/train", f"run.validation_data_dir={texts}/val")
+    trainer = train(*arguments, *folders, "rollout.val.samples_per_prompt=2")
     before, first, last = trainer.metrics()
+    of_source = "val/treadle/calculator/reward"
+    assert before[f"{of_source}/mean@2"] == before["val/reward"]
+    assert before[f"{of_source}/worst@2"] <= before["val/reward"] <= before[f"{of_source}/best@2"]
+    files = {path.relative_to(texts).as_posix() for path in texts.rglob("*.jsonl")}
+    assert files == {"train/1.jsonl", "train/2.jsonl", "val/0.jsonl", "val/2.jsonl"}
+    assert len((texts / "train/1.jsonl").read_text().splitlines()) == 16
     assert [line["step"] for line in (before, first, last)] == [0, 1, 2]
     assert "val/reward" in before
     assert "val/reward" not in first
@@ -53,8 +72,51 @@ def test_a_run_trains_validates_and_writes_its_files(
     for name in ("config.json", "curves.png", "report.html", "trajectories.jsonl"):
         assert (trainer.run_dir / name).stat().st_size > 0
     _check_versions(trainer)
+    if _LOGGERS in arguments:
+        _check_loggers(trainer)
+    if _TRACES in arguments:
+        _check_spans(trainer)
     weights = trainer.run_dir / "weights"
     assert not weights.exists() or not list(weights.iterdir())
+
+
+def _check_spans(trainer: Trainer) -> None:
+    """Checks that each span says of which step and which trajectory it is."""
+    lines = (trainer.run_dir / "traces.jsonl").read_text(encoding="utf-8").splitlines()
+    spans = [json.loads(line) for line in lines]
+    assert {"trajectory", "turn", "generate"} <= {span["name"] for span in spans}
+    attributes = [span["attributes"] for span in spans]
+    assert {(each["step"], each["validate"]) for each in attributes} == {
+        (0, True),
+        (1, False),
+        (2, False),
+        (2, True),
+    }
+    assert all(each["experiment_name"] == "calculator" for each in attributes)
+    found = {
+        (each["step"], each["sample_index"], each["rollout_n"])
+        for each in attributes
+        if not each["validate"]
+    }
+    assert len(found) == 2 * 16
+
+
+def _check_loggers(trainer: Trainer) -> None:
+    """Checks that the good logger was told everything, and that each bad one is one warning."""
+    told = (trainer.run_dir / "Records.txt").read_text().splitlines()
+    assert [line.split()[:2] for line in told[1:-1]] == [
+        ["table", "0"],
+        ["metrics", "0"],
+        ["metrics", "1"],
+        ["table", "2"],
+        ["metrics", "2"],
+    ]
+    assert told[-1].startswith("finished {'reward': ")
+    log = (trainer.run_dir / "logs" / "trainer.log").read_text()
+    warnings = [line for line in log.splitlines() if " WARNING " in line and ": logger " in line]
+    assert len(warnings) == 2
+    assert "logger RaisesAtStart failed at its start" in warnings[0]
+    assert "logger HangsAtAStep has not finished within 5 s" in warnings[1]
 
 
 _NO_VALIDATION = ("schedule.val_every=null", "schedule.val_before_train=false")
@@ -91,3 +153,19 @@ def test_number_and_place_of_processes_do_not_change_what_is_learned(
             assert one["tokens/sampled"] == two["tokens/sampled"]
             assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
             assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-3)
+
+
+def test_what_dynamic_sampling_samples_is_counted(train: Train) -> None:
+    trainer = train(*_NO_VALIDATION, "preset=dapo", "algorithm.max_generation_batches=2")
+    for line in trainer.metrics():
+        assert line["rollout/num_trajectories"] == 16 * line["sampling/batches"]
+        assert line["groups/trained"] == 4
+        assert line["sampling/groups_failed"] == 0
+        assert line["reward/overlong_penalty"] <= 0
+
+
+def test_greedy_trajectories_are_counted_apart(train: Train) -> None:
+    trainer = train(*_NO_VALIDATION, "algorithm.advantage=remax", "schedule.total_steps=1")
+    (line,) = trainer.metrics()
+    assert line["rollout/num_trajectories"] == 16
+    assert line["greedy/num_trajectories"] == line["groups/trained"] + line["groups/dropped"] == 4

@@ -17,7 +17,7 @@ from treadle.conformance.contracts.reader import random_prompt, request, run_all
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.rollout_server.engine import InFlightPolicy, MemoryKind
-from treadle.rollout_server.testing.descendants import Descendants
+from treadle.rollout_server.testing.descendants import Descendants, shm_files
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess, running_server
 from treadle.trainer.config.schema import WeightSyncConfig
@@ -107,7 +107,9 @@ async def test_both_go_on_as_they_were_after_their_memory_was_lent(
 @pytest.mark.asyncio
 async def test_neither_outlives_the_server(server: ServerProcess, layout: str) -> None:
     left = Descendants(server.popen.pid)
+    made = shm_files(server.popen.pid)
     assert len(left) >= 2
     server.popen.send_signal(_ENDS[layout])
     await asyncio.to_thread(server.popen.wait)
     await asyncio.to_thread(left.wait_gone)
+    assert [path for path in made if path.exists()] == []

