@@ -24,11 +24,19 @@ def is_compared(metric: str) -> bool:
     return not metric.startswith(("time/", *BATCHING)) and not metric.endswith(WALL_TIME)
 
 
-def differences(first: Path, second: Path) -> Iterator[str]:
-    """Yields each difference between the `metrics.jsonl` of two run directories, in order."""
+def differences(first: Path, second: Path, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields each difference between the `metrics.jsonl` of two run directories, in order.
+
+    Args:
+        first: A run directory.
+        second: Another one.
+        leave_out: Beginnings of further metrics that are not compared.
+    """
     lines, other_lines = (_read(run) for run in (first, second))
     for number, (line, other) in enumerate(zip(lines, other_lines, strict=False), start=1):
         for metric in sorted(filter(is_compared, line.keys() | other.keys())):
+            if metric.startswith(leave_out):
+                continue
             value, other_value = line.get(metric, "missing"), other.get(metric, "missing")
             # By their text: 1 is not 1.0, and NaN is NaN.
             if repr(value) != repr(other_value):

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from compare_runs import main
+from compare_runs import differences, main
 
 STEP = {"step": 1, "reward/mean": 0.5, "rollout/kl": 1e-9, "time/step_s": 2.0, "tool/calls": 3.0}
 
@@ -53,3 +53,11 @@ def test_the_first_difference_is_named(
 def test_a_run_that_ended_early_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(tmp_path, [STEP, STEP], [STEP]) == 1
     assert capsys.readouterr().out == "number of lines: 2 and 1\n"
+
+
+def test_further_metrics_can_be_left_out(tmp_path: Path) -> None:
+    status(tmp_path, [STEP], [STEP | {"servers/lost": 1.0, "reward/mean": 0.0}])
+    runs = tmp_path / "first", tmp_path / "second"
+    assert list(differences(*runs, leave_out=("servers/", "reward/"))) == []
+    (found,) = differences(*runs, leave_out=("servers/",))
+    assert found == "line 1, reward/mean: 0.5 and 0.0"
