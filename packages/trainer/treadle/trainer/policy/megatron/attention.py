@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
+from treadle.trainer.policy.megatron.experts.routing import Routing
 
 device.install()
 
@@ -56,6 +57,8 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     """
 
     groups: tuple[SegmentGroup, ...] = ()
+    routing: Routing = Routing()
+    """What the routers of layers with experts are told of the rows."""
 
     def attend(self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scale: float) -> Tensor:
         """Attends within each segment; returns [P, A * D]."""

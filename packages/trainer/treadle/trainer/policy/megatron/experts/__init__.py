@@ -1,0 +1,9 @@
+"""Mixtures of experts: feed-forward parts of which each token goes through a few.
+
+- `shape`: what a Hugging Face config says of them, and what cannot be built.
+- `layer`: a decoder layer with experts, in Megatron's terms.
+- `router`: which experts a token goes to, the loss that balances them, and replayed choices.
+- `routing`: what the routers are told of a micro-batch's rows.
+- `plan`: what micro-batches need where ranks share experts.
+- `load`: how evenly tokens went to experts, as metrics.
+"""
