@@ -31,6 +31,13 @@ class ParallelConfig(BaseModel):
     sequence: bool = False
     """Sequence parallelism: split activations between the tensor-parallel processes along the
     sequence, to save memory. Needs `tensor` above 1."""
+    expert: int = Field(default=1, ge=1)
+    """Number of processes that share the experts of a layer, each having some of them, among the
+    processes of one pipeline stage. Must divide the number of experts. No further processes:
+    `expert` x `expert_tensor` must divide `tensor` x `data`."""
+    expert_tensor: int | None = Field(default=None, ge=1)
+    """Number of processes that share the matrices of each expert. Null: as many as `tensor`. Above
+    1 it must divide the size of an expert; another number than `tensor` needs `expert` above 1."""
 
     @property
     def num_ranks(self) -> int:
@@ -41,6 +48,31 @@ class ParallelConfig(BaseModel):
     def _sequence_needs_tensor(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence=true needs tensor above 1, but tensor is 1")
+        return self
+
+    @property
+    def experts_over(self) -> int:
+        """Number of processes that share the matrices of each expert."""
+        return self.expert_tensor or self.tensor
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if self.tensor % self.experts_over:
+            raise ValueError(
+                f"expert_tensor={self.expert_tensor} does not divide tensor={self.tensor}: take a "
+                "number that does, or null"
+            )
+        if self.experts_over != self.tensor and self.expert == 1:
+            raise ValueError(
+                f"expert_tensor={self.expert_tensor} other than tensor={self.tensor} needs expert "
+                "above 1, but expert is 1"
+            )
+        if self.tensor * self.data % (self.expert * self.experts_over):
+            raise ValueError(
+                f"expert={self.expert} x expert_tensor={self.experts_over} does not divide "
+                f"tensor={self.tensor} x data={self.data}: experts are spread over the processes "
+                "of a pipeline stage"
+            )
         return self
 
 
@@ -129,6 +161,17 @@ class LoraConfig(BaseModel):
         return self
 
 
+class MoeConfig(BaseModel):
+    """Training of a mixture-of-experts model; a dense model has nothing to set here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss, which keeps tokens from going to a few experts only: the
+    loss of Switch Transformers (arXiv:2101.03961), summed over layers. 0: none, as is usual in
+    reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
+
+
 class PolicyConfig(BaseModel):
     """The settings of the policy backend; the model folder comes in addition."""
 
@@ -140,6 +183,8 @@ class PolicyConfig(BaseModel):
     """AdamW and its learning rate."""
     lora: LoraConfig = LoraConfig()
     """Train adapters of low rank and leave the model's weights as they are."""
+    moe: MoeConfig = MoeConfig()
+    """Training of the experts of a mixture-of-experts model."""
     dtype: ElementType = "float32"
     """Number format of parameters and activations. With bfloat16 the optimizer keeps a float32
     copy, and gradients are summed in float32."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.config.policy import ParallelConfig
+from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import read_model_config
 from treadle.trainer.hub import is_model_id
@@ -21,6 +21,7 @@ from treadle.trainer.policy.megatron.architecture import (
     Architecture,
     UnsupportedModelError,
 )
+from treadle.trainer.policy.megatron.experts.check import split_problems, training_problems
 from treadle.trainer.problems import Problems
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_config_file",
+    "check_experts",
     "check_parallel",
     "check_policy_parallel",
     "check_reference",
@@ -109,6 +111,23 @@ def check_policy_parallel(parallel: ParallelConfig, architecture: Architecture) 
                 architecture.check_parallel(tensor=tensor, pipeline=pipeline)
             except UnsupportedModelError as error:
                 raise SetupError(f"{error}: take a size that does") from error
+    for problem in split_problems(architecture.experts, parallel):
+        with problems.collected():
+            raise SetupError(problem)
+    problems.raise_if_any()
+
+
+def check_experts(policy: PolicyConfig, architecture: Architecture) -> None:
+    """Rejects settings of training that do not fit the model's experts or their absence.
+
+    Raises:
+        SetupError: One does not fit.
+        SeveralProblems: More than one does not.
+    """
+    problems = Problems(SetupError)
+    for problem in training_problems(architecture, policy):
+        with problems.collected():
+            raise SetupError(problem)
     problems.raise_if_any()
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from treadle.trainer.policy.megatron.experts.shape import ExpertShape
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # docs/models.md has both for users.
-SUPPORTED: Final = ("llama", "qwen2", "qwen3")
+SUPPORTED: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 COMPUTED: Final[Mapping[str, object]] = MappingProxyType(
     {
         "hidden_act": "silu",
@@ -48,7 +50,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes and variants of a dense decoder with rotary positions and gated SiLU."""
+    """Sizes and variants of a decoder with rotary positions and gated SiLU."""
 
     model_type: str
     num_layers: int
@@ -65,6 +67,8 @@ class Architecture:
     """The output layer is the embedding."""
     qkv_bias: bool
     qk_norm: bool
+    experts: ExpertShape | None = None
+    """None: the model is dense."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
@@ -105,7 +109,8 @@ class Architecture:
             rope_theta=float(config.rope_parameters["rope_theta"]),
             tied=bool(config.tie_word_embeddings),
             qkv_bias=config.model_type == "qwen2",
-            qk_norm=config.model_type == "qwen3",
+            qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
+            experts=ExpertShape.from_config(config) if config.model_type == "qwen3_moe" else None,
         )
 
     @property
@@ -115,9 +120,13 @@ class Architecture:
         attention = 2 * self.hidden_size * (heads + kv_heads)
         attention += (heads + 2 * kv_heads) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         norms = 2 * self.hidden_size
-        layer = attention + 3 * self.hidden_size * self.ffn_size + norms
+        dense = 3 * self.hidden_size * self.ffn_size
+        layers = self.num_layers * (attention + dense + norms)
+        if self.experts is not None:
+            sparse = self.experts.num_parameters(self.hidden_size)
+            layers += len(self.experts.layers) * (sparse - dense)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        return embeddings + layers + self.hidden_size
 
     @property
     def matrices(self) -> Mapping[str, tuple[int, int]]:

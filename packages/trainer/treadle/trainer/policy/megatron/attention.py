@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -57,7 +57,7 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     """
 
     groups: tuple[SegmentGroup, ...] = ()
-    routing: Routing = Routing()
+    routing: Routing = field(default_factory=Routing)
     """What the routers of layers with experts are told of the rows."""
 
     def attend(self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scale: float) -> Tensor:

@@ -101,9 +101,10 @@ class PolicyState:
         if self._adapters_only:
             model = {name: part for name, part in model.items() if is_adapter(name)}
         if self._optimizer.distributed:
-            optimizer = self._optimizer.megatron.sharded_param_state_fully_reshardable(
-                model, loading, metadata
-            )
+            optimizer = {
+                number: part.sharded_param_state_fully_reshardable(model, loading, metadata)
+                for number, part in enumerate(self._optimizer.parts)
+            }
         else:
             optimizer = self._plain_optimizer_state(model)
         return {"model": model, "optimizer": optimizer}
@@ -119,15 +120,15 @@ class PolicyState:
         self._model.load_state_dict(loaded["model"], strict=not self._adapters_only)
         if self._optimizer.distributed:
             # Megatron copies every entry of Adam's state, but stores no "step" (that is torch's).
-            for state in self._optimizer.adam.state.values():
+            for state in self._optimizer.adam_state.values():
                 del state["step"]
-            self._optimizer.megatron.load_parameter_state_from_fully_reshardable(
-                loaded["optimizer"]
-            )
+            for number, part in enumerate(self._optimizer.parts):
+                part.load_parameter_state_from_fully_reshardable(loaded["optimizer"][number])
         else:
+            of_tensor = self._optimizer.adam_state
             for number, parameter in enumerate(self._trained()):
                 main = self._main(parameter)
-                state = self._optimizer.adam.state[main]
+                state = of_tensor[main]
                 for name, target in zip(
                     _TENSORS, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True
                 ):
@@ -138,10 +139,11 @@ class PolicyState:
         """Returns undistributed state under the distributed optimizer's names and shapes."""
         parts, _ = extract_sharded_tensors_and_factories(model)
         by_parameter = {id(part.data): part for part in nested_values(parts)}
+        of_tensor = self._optimizer.adam_state
         result: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(self._trained()):
             main = self._main(parameter)
-            state = self._optimizer.adam.state[main]
+            state = of_tensor[main]
             result[number] = {
                 name: make_sharded_optimizer_tensor(
                     by_parameter[id(parameter)], tensor, prefix=f"optimizer.state.{name}"
@@ -299,11 +301,13 @@ def collect(
     mine: Iterator[NamedTensor], specs: Sequence[TensorSpec], world: World
 ) -> Iterator[NamedTensor]:
     """On rank 0 the tensors of all stages; other ranks send theirs and yield nothing."""
-    senders = {spec.sender for spec in specs}
+    own = {spec.name for spec in specs if spec.sender == world.rank}
     for item in mine:
+        if item.name not in own:
+            continue
         if world.rank == 0:
             yield item
-        elif world.rank in senders:
+        else:
             dist.send(item.tensor.contiguous(), dst=0)
     if world.rank == 0:
         for spec in specs:

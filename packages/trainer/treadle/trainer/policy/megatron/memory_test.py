@@ -77,9 +77,9 @@ def test_the_estimate_is_what_is_allocated(
         peak, loss_rows = _peak_of_a_step(policy, _ROWS)
         weights = _bytes(list(policy._model.parameters()))
         gradients = _bytes([buffer.grad_data for buffer in policy._net.buffers])
-        adam = policy._optimizer.adam
-        state = [t for each in adam.state.values() for t in each.values() if t.dim()]
-        state += [p for group in adam.param_groups for p in group["params"]]
+        adam = policy._optimizer.adam_state
+        state = [t for each in adam.values() for t in each.values() if t.dim()]
+        state += adam
         optimizer = {at: size for at, size in _bytes(state).items() if at not in weights}
         assert not isinstance(policy._reference, torch.nn.Module)
         reference = _bytes(policy._reference or [])

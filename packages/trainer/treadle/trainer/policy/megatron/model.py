@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
-from treadle.trainer.policy.megatron.architecture import padded_vocab
+from treadle.trainer.policy.megatron.architecture import UnsupportedModelError, padded_vocab
 from treadle.trainer.policy.megatron.attention import PackedAttention, Segments
+from treadle.trainer.policy.megatron.experts import check
+from treadle.trainer.policy.megatron.experts.layer import layer_spec, settings
 from treadle.trainer.policy.megatron.lora.linears import adapt_layer, freeze_base
 
 device.install()
@@ -123,22 +125,36 @@ def build(
         UnsupportedModelError: the parallel sizes do not divide the model.
     """
     architecture.check_parallel(tensor=world.tensor, pipeline=world.pipeline)
+    of_experts = architecture.experts
+    for problem in check.split_problems(of_experts, config.parallel):
+        raise UnsupportedModelError(problem)
+    if of_experts and config.lora.rank:
+        for problem in check.training_problems(architecture, config):
+            raise UnsupportedModelError(problem)
     megatron = transformer_config(architecture, config, world)
-    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.lora.rank:
-        adapt_layer(layer, config.lora, architecture)
+    dense = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    sparse = of_experts and layer_spec(of_experts, qk_norm=architecture.qk_norm)
+    for layer in (dense, sparse):
+        if layer is None:
+            continue
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if architecture.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.lora.rank:
+            adapt_layer(layer, config.lora, architecture)
+    num_layers = architecture.num_layers // world.pipeline
+    first = world.pipeline_rank * num_layers
+    layers = [
+        sparse if of_experts and number in of_experts.layers else dense
+        for number in range(first, first + num_layers)
+    ]
     model: PolicyModel = (kind or PolicyModel)(
         architecture,
         config=megatron,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * (architecture.num_layers // world.pipeline), layer_norm=RMSNorm
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=padded_vocab(architecture.vocab_size, world.tensor),
         max_sequence_length=architecture.max_positions,
         pre_process=world.is_first_stage,
@@ -218,5 +234,6 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # The loss is already normalised over the whole batch: gradients are plain sums.
         calculate_per_token_loss=True,
+        **settings(architecture.experts, config, world, architecture.num_layers),
         **recompute,
     )

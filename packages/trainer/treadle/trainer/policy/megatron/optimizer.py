@@ -10,6 +10,7 @@ state of each parameter on one of them; otherwise its plain one, which checkpoin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class PolicyOptimizer:
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._settings = settings
         self.distributed = bool(net.ddp_config.use_distributed_optimizer)
-        chained = get_megatron_optimizer(
+        self.megatron = get_megatron_optimizer(
             MegatronConfig(
                 optimizer="adam",
                 lr=settings.lr,
@@ -78,29 +79,38 @@ class PolicyOptimizer:
             [net],
             use_gloo_process_groups=False,
         )
-        (self.megatron,) = chained.chained_optimizers
         self._start_adam()
 
     @property
-    def adam(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside."""
-        inner: torch.optim.Optimizer = self.megatron.optimizer
-        return inner
+    def parts(self) -> Sequence[Any]:
+        """Megatron's optimizers: of all parameters; or of experts that ranks share, and the rest.
+
+        Those parameters have other data-parallel ranks.
+        """
+        parts: list[Any] = self.megatron.chained_optimizers
+        return parts
+
+    @property
+    def adam_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Adam's state of each tensor that it updates."""
+        return {
+            tensor: state for part in self.parts for tensor, state in part.optimizer.state.items()
+        }
 
     @property
     def adam_steps(self) -> int:
         """Updates that Adam's bias correction counts; skipped steps are not among them."""
-        return next((int(s["step"]) for s in self.adam.state.values()), 0)
+        return next((int(s["step"]) for s in self.adam_state.values()), 0)
 
     @adam_steps.setter
     def adam_steps(self, steps: int) -> None:
-        for state in self.adam.state.values():
+        for state in self.adam_state.values():
             state["step"] = torch.tensor(float(steps))
 
     @torch.no_grad()
     def apply(self, lr: float) -> Applied:
         """Clip the gradient that backward left behind, and update the parameters with it."""
-        for group in self.adam.param_groups:
+        for group in self._groups():
             group["lr"] = lr
             group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
         optimizer = self.megatron
@@ -108,9 +118,10 @@ class PolicyOptimizer:
         norm = float(optimizer.get_grad_norm())
         if overflowed or not math.isfinite(norm):
             return Applied(grad_norm=norm, skipped=True)
-        clip_grad_by_total_norm_fp32(
-            optimizer.get_parameters(), max_norm=self._settings.grad_clip, total_norm=norm
-        )
+        for part in self.parts:
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(), max_norm=self._settings.grad_clip, total_norm=norm
+            )
         optimizer.step_with_ready_grads()
         return Applied(grad_norm=norm, skipped=False)
 
@@ -123,9 +134,14 @@ class PolicyOptimizer:
 
         A checkpoint may be written or read before there is a first step.
         """
-        for group in self.adam.param_groups:
-            for parameter in group["params"]:
-                state: dict[str, Any] = self.adam.state[parameter]
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        for part in self.parts:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state: dict[str, Any] = part.optimizer.state[parameter]
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for part in self.parts:
+            yield from part.optimizer.param_groups

@@ -63,6 +63,28 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How the ranks of a pipeline stage share one matrix.
+
+    Attributes:
+        ranks: Number of its parts.
+        rank: Which of them this rank has.
+        group: The ranks with the other parts; None if the matrix is whole.
+        copy: Which of the data-parallel copies of its part this rank has.
+    """
+
+    ranks: int
+    rank: int
+    group: dist.ProcessGroup | None
+    copy: int
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one that sends or writes the whole matrix."""
+        return self.rank == 0 and self.copy == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """The groups that this rank belongs to, as sizes and positions."""
 
@@ -75,6 +97,12 @@ class World:
     data: int
     data_rank: int
     sequence_parallel: bool
+    expert: int = 1
+    expert_rank: int = 0
+    expert_tensor: int = 1
+    expert_tensor_rank: int = 0
+    expert_data_rank: int = 0
+    """Which copy of its experts this rank has."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -98,6 +126,24 @@ class World:
             return None
         group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         return group
+
+    def split(self, *, expert: bool) -> Split:
+        """Returns how a matrix is cut over ranks: one of an expert, or any other."""
+        if not expert:
+            return Split(
+                ranks=self.tensor,
+                rank=self.tensor_rank,
+                group=self.tensor_group,
+                copy=self.data_rank,
+            )
+        return Split(
+            ranks=self.expert_tensor,
+            rank=self.expert_tensor_rank,
+            group=parallel_state.get_expert_tensor_parallel_group()
+            if self.expert_tensor > 1
+            else None,
+            copy=self.expert_data_rank,
+        )
 
     def close(self) -> None:
         """Leaves the process group. Ranks that still compute together will fail."""
@@ -124,6 +170,8 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.experts_over,
         distributed_timeout_minutes=rendezvous.timeout_s / 60,
         create_gloo_process_groups=False,  # for Megatron's memory-saving checkpoints, unused here
     )
@@ -138,6 +186,11 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         data=parallel.data,
         data_rank=parallel_state.get_data_parallel_rank(),
         sequence_parallel=parallel.sequence,
+        expert=parallel.expert,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor=parallel.experts_over,
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
     )
 
 

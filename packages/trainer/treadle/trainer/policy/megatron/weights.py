@@ -1,13 +1,13 @@
 """The weight map: each Megatron parameter and the Hugging Face tensors that make it up.
 
 Invariant: `load` followed by `export` returns the same bits, for every supported architecture
-and every tensor- and pipeline-parallel size. A layout knows two things: how Hugging Face tensors
-make up the whole Megatron tensor, and how that tensor is cut over tensor-parallel ranks.
+and every tensor-, pipeline- and expert-parallel size. A layout knows two things: how Hugging Face
+tensors make up the whole Megatron tensor, and how that tensor is cut over tensor-parallel ranks.
 
 With LoRA, a weight leaves with its adapters merged into it.
 
 `export` is collective over the tensor-parallel group, one parameter at a time; each pipeline stage
-exports its own layers, so nothing moves between stages.
+exports its own layers and each expert-parallel rank its own experts, so nothing moves between them.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ _LAYER: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "pre_mlp_layernorm.weight": (_SAME, ("post_attention_layernorm.weight",)),
     "mlp.linear_fc1.weight": (_GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": (_COLUMNS, ("mlp.down_proj.weight",)),
+    "mlp.router.weight": (_SAME, ("mlp.gate.weight",)),
 }
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _WHOLE_MODEL: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
@@ -170,6 +171,7 @@ _WHOLE_MODEL: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "output_layer.weight": (_VOCAB, ("lm_head.weight",)),
 }
 _LAYER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT_NAME: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _ADAPTER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(\w+)\.\w+\.lora\.([AB])_(\w+)")
 
 
@@ -179,6 +181,7 @@ class Entry:
 
     Attributes:
         exported: False for the last stage's copy of a tied embedding; the first stage exports it.
+        expert: Whether it belongs to an expert, which other ranks share than the other weights.
         delta: Returns what is added to the parameter when it is exported, float32; None: nothing.
     """
 
@@ -186,6 +189,7 @@ class Entry:
     layout: Layout
     hf_names: tuple[str, ...]
     exported: bool = True
+    expert: bool = False
     delta: Callable[[], Tensor] | None = None
 
 
@@ -195,10 +199,17 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
-        match = _LAYER_NAME.fullmatch(name)
+        match, expert = _LAYER_NAME.fullmatch(name), False
         if match:
-            layout, suffixes = _LAYER[match[2]]
-            hf_names = tuple(f"model.layers.{int(match[1]) + offset}.{s}" for s in suffixes)
+            layer, rest = int(match[1]), match[2]
+            place = f"model.layers.{layer + offset}."
+            if found := _EXPERT_NAME.fullmatch(rest):
+                expert, rest = True, f"mlp.{found[2]}"
+                number = model.decoder.layers[layer].mlp.local_expert_indices[int(found[1])]
+            layout, suffixes = _LAYER[rest]
+            if expert:
+                suffixes = tuple(s.replace("mlp.", f"mlp.experts.{number}.") for s in suffixes)
+            hf_names = tuple(place + s for s in suffixes)
         else:
             layout, hf_names = _WHOLE_MODEL[name]
         copied = name == "output_layer.weight" and architecture.tied
@@ -207,6 +218,7 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
             layout=layout,
             hf_names=(_EMBEDDING,) if copied else hf_names,
             exported=not copied,
+            expert=expert,
             delta=_delta(model, name),
         )
 
@@ -264,7 +276,8 @@ def load(
         for entry in entries:
             parts = [weights[name] for name in entry.hf_names]
             whole = entry.layout.merge(parts, architecture)
-            shard = entry.layout.shard(whole, w.tensor, w.tensor_rank, entry.parameter.shape)
+            split = w.split(expert=entry.expert)
+            shard = entry.layout.shard(whole, split.ranks, split.rank, entry.parameter.shape)
             if shard.numel() != entry.parameter.numel():
                 raise ValueError(
                     f"{', '.join(entry.hf_names)}: shapes {[tuple(p.shape) for p in parts]} do "
@@ -285,7 +298,10 @@ def are_finite(model: torch.nn.Module) -> bool:
 def export(
     entries: Iterable[Entry], architecture: Architecture, world: World, *, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
-    """Yields the tensors of this rank's stage, whole, under their Hugging Face names."""
+    """Yields the tensors of this rank's stage, whole, under their Hugging Face names.
+
+    Of the experts that ranks share, each yields its own.
+    """
     for entry in entries:
         if not entry.exported:
             continue
@@ -293,7 +309,7 @@ def export(
         if entry.delta is not None:
             local = local.float() + entry.delta()
         local = local.to(dtype)
-        group = None if entry.layout.replicated else world.tensor_group
+        group = None if entry.layout.replicated else world.split(expert=entry.expert).group
         shards = [local] if group is None else _gather(local, group)
         whole = entry.layout.unshard(shards)
         for name, part in zip(entry.hf_names, entry.layout.split(whole, architecture), strict=True):
@@ -318,18 +334,17 @@ def specs(
     mine = [
         TensorSpec(name=name, shape=shape, element_type=dtype, sender=world.rank)
         for entry in entries
-        if entry.exported
+        if entry.exported and world.split(expert=entry.expert).sends
         for name, shape in zip(entry.hf_names, _shapes(entry, architecture, world), strict=True)
     ]
-    sends = world.tensor_rank == 0 and world.data_rank == 0
     gathered: list[list[TensorSpec]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(gathered, mine if sends else [])
+    dist.all_gather_object(gathered, mine)
     return tuple(itertools.chain.from_iterable(gathered))
 
 
 def _shapes(entry: Entry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
     """Returns the shapes of the whole tensors, by running the layout on tensors without data."""
     local = torch.empty(entry.parameter.shape, device="meta")
-    count = 1 if entry.layout.replicated else world.tensor
+    count = 1 if entry.layout.replicated else world.split(expert=entry.expert).ranks
     whole = entry.layout.unshard([local] * count)
     return [tuple(part.shape) for part in entry.layout.split(whole, architecture)]

@@ -34,6 +34,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
@@ -69,9 +70,11 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         super().__init__(config=config, pg_collection=pg_collection)
         self.told = Routing()
         self._normalised = normalised
-        self.load_2E = torch.zeros(
-            2, self.num_experts, dtype=torch.float64, device=device.device()
-        )
+        self.load_2E = torch.zeros(2, self.num_experts, dtype=torch.float64, device=device.device())
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Returns the [P, 1, E] logits of [P, 1, H] rows, in their type."""
+        return F.linear(input, self.weight)  # Megatron's own names Transformer Engine
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Chooses the experts of each row.

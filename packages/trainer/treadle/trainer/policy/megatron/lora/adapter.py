@@ -196,8 +196,9 @@ def identity(
     """
     total = torch.zeros((), dtype=torch.int64, device=device.device())
     for entry in weights.entries(model, architecture):
-        copied = entry.layout.replicated and world.tensor_rank
-        if entry.exported and not copied and not world.data_rank:
+        split = world.split(expert=entry.expert)
+        copied = entry.layout.replicated and split.rank
+        if entry.exported and not copied and not split.copy:
             bits = entry.parameter.detach().view(
                 torch.int16 if entry.parameter.itemsize == 2 else torch.int32
             )

@@ -22,7 +22,7 @@ LENGTHS: Final = (18, 41, 9, 64, 33, 26, 50, 12)
 
 
 def write_model(
-    folder: Path, model_type: str = "qwen2", *, tied: bool = True, **sizes: int
+    folder: Path, model_type: str = "qwen2", *, tied: bool = True, **sizes: Any
 ) -> PreTrainedModel:
     """Writes a random model of 4 layers and 64 hidden units, and returns it.
 
@@ -34,6 +34,7 @@ def write_model(
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[model_type]
     settings: dict[str, Any] = {
         "hidden_size": 64,
@@ -44,7 +45,15 @@ def write_model(
         "head_dim": 16,
         "vocab_size": VOCAB,
         "max_position_embeddings": 256,
-    } | sizes
+    }
+    if model_type == "qwen3_moe":
+        settings |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        }
+    settings |= sizes
     torch.manual_seed(0)
     model: PreTrainedModel = model_class(config_class(**settings, tie_word_embeddings=tied))
     with torch.no_grad():
