@@ -32,12 +32,9 @@ class ParallelConfig(BaseModel):
     """Sequence parallelism: split activations between the tensor-parallel processes along the
     sequence, to save memory. Needs `tensor` above 1."""
     expert: int = Field(default=1, ge=1)
-    """Number of processes that share the experts of a layer, each having some of them, among the
-    processes of one pipeline stage. Must divide the number of experts. No further processes:
-    `expert` x `expert_tensor` must divide `tensor` x `data`."""
-    expert_tensor: int | None = Field(default=None, ge=1)
-    """Number of processes that share the matrices of each expert. Null: as many as `tensor`. Above
-    1 it must divide the size of an expert; another number than `tensor` needs `expert` above 1."""
+    """Number of processes that share the experts of a layer, each having some of them, whole. They
+    are among the tensor x data processes of a pipeline stage, not further ones. Must divide that
+    number and the number of experts."""
 
     @property
     def num_ranks(self) -> int:
@@ -50,28 +47,12 @@ class ParallelConfig(BaseModel):
             raise ValueError("sequence=true needs tensor above 1, but tensor is 1")
         return self
 
-    @property
-    def experts_over(self) -> int:
-        """Number of processes that share the matrices of each expert."""
-        return self.expert_tensor or self.tensor
-
     @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
-        if self.tensor % self.experts_over:
+    def _experts_have_ranks(self) -> Self:
+        if self.tensor * self.data % self.expert:
             raise ValueError(
-                f"expert_tensor={self.expert_tensor} does not divide tensor={self.tensor}: take a "
-                "number that does, or null"
-            )
-        if self.experts_over != self.tensor and self.expert == 1:
-            raise ValueError(
-                f"expert_tensor={self.expert_tensor} other than tensor={self.tensor} needs expert "
-                "above 1, but expert is 1"
-            )
-        if self.tensor * self.data % (self.expert * self.experts_over):
-            raise ValueError(
-                f"expert={self.expert} x expert_tensor={self.experts_over} does not divide "
-                f"tensor={self.tensor} x data={self.data}: experts are spread over the processes "
-                "of a pipeline stage"
+                f"expert={self.expert} does not divide tensor={self.tensor} x data={self.data}: "
+                "the experts of a layer are spread over the processes of its pipeline stage"
             )
         return self
 

@@ -129,7 +129,8 @@ class StepStats:
         num_loss_tokens: Tokens in the loss masks of all sequences, computed or not.
         num_micro_batches: Of the rank with the most.
         time_s: Duration.
-        metrics: Means over the loss tokens that were computed, by the name they are logged under.
+        metrics: Means over the loss tokens that were computed, by the name they are logged under;
+            `moe/...` over all rows that were computed.
     """
 
     step: int

@@ -29,7 +29,7 @@ from treadle.rollout_server.engines.torch.testing.text_model import (
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 async def test_greedy_equals_transformers(architecture: str, model_dir: ModelDir) -> None:
     path = model_dir(architecture)
     asked = prompts(6)
@@ -43,7 +43,7 @@ async def test_greedy_equals_transformers(architecture: str, model_dir: ModelDir
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call_cost", [1, 1024], ids=["reads prefix once", "reads all"])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 async def test_logprobs_equal_a_forward_pass(
     architecture: str, call_cost: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,17 +3,19 @@
 Invariant: the names and shapes of tensors are checked before `write`, so `write` cannot fail
 and an update replaces either all weights or none.
 
-Supported: Llama, Qwen2 and Qwen3, and Qwen2.5-VL for text and images, with full attention in
-every layer and a rotary embedding that does not depend on the sequence length. Anything else
-is rejected at load.
+Supported: Llama, Qwen2, Qwen3 and Qwen3-MoE, and Qwen2.5-VL for text and images, with full
+attention in every layer and a rotary embedding that does not depend on the sequence length.
+Anything else is rejected at load.
 
-Parameters have their names in published checkpoints, which for Qwen2.5-VL differ from the
-module names: ``visual.blocks.0...`` and ``model.layers.0...``.
+Parameters have their names and shapes in published checkpoints. For Qwen2.5-VL they differ from
+the module names: ``visual.blocks.0...`` and ``model.layers.0...``. For Qwen3-MoE a module has one
+tensor for all experts, of which each matrix of a checkpoint (``mlp.experts.0.gate_proj.weight``)
+is a part.
 
 Everything here runs on the compute thread; nothing waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTowe
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl",)
-_MODEL_TYPES = ("llama", "qwen2", "qwen3", *_VISION_TYPES)
+_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_VISION_TYPES)
 # Module prefix -> checkpoint prefix, for vision models.
 _PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -108,10 +110,8 @@ class CachedModel:
                 f"for example {min(report['missing_keys'])!r}: copy the whole checkpoint"
             )
         self._model.requires_grad_(False).train(False).to(self.device)
-        parameters = self._model.named_parameters()
-        self._parameters: dict[str, torch.nn.Parameter] = {
-            _published(name) if takes_images else name: parameter for name, parameter in parameters
-        }
+        self._takes_images = takes_images
+        self._parameters = self._published_parameters()
         self.images: ImageReader | None = None
         if takes_images:
             self.images = ImageReader(
@@ -207,13 +207,24 @@ class CachedModel:
 
     def release_weights(self) -> None:
         """Moves the weights to host memory; does nothing on the CPU."""
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.to("cpu")
+        self._move("cpu")
 
     def restore_weights(self) -> None:
         """Moves the weights back to the device."""
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.to(self.device)
+        self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.to(device)
+        self._parameters = self._published_parameters()
+
+    def _published_parameters(self) -> dict[str, torch.Tensor]:
+        """Returns each tensor of a checkpoint, as the parameter or a contiguous part of it."""
+        return {
+            _published(part) if self._takes_images else part: tensor
+            for name, parameter in self._model.named_parameters()
+            for part, tensor in _matrices(name, parameter)
+        }
 
 
 def _resolve_device(name: str) -> torch.device:
@@ -225,6 +236,21 @@ def _resolve_device(name: str) -> torch.device:
             "model.device to auto or cpu, or install the CUDA build of torch on a GPU machine"
         )
     return torch.device(name)
+
+
+def _matrices(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that a checkpoint has for a parameter: those of each expert, or itself."""
+    experts, _, fused = name.rpartition(".")
+    if fused not in ("gate_up_proj", "down_proj") or not experts.endswith(".experts"):
+        yield name, parameter
+        return
+    for number, matrix in enumerate(parameter.data):
+        if fused == "down_proj":
+            yield f"{experts}.{number}.down_proj.weight", matrix
+        else:
+            gate, up = matrix.chunk(2)
+            yield f"{experts}.{number}.gate_proj.weight", gate
+            yield f"{experts}.{number}.up_proj.weight", up
 
 
 def _published(name: str) -> str:
@@ -242,6 +268,8 @@ def _check_supported(model_type: str, config: Any) -> None:
             f"{', '.join(_MODEL_TYPES)}: use the vllm or sglang engine"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if model_type == "qwen3_moe" and config.sliding_window is not None:  # it names no layer types
+        kinds = {"sliding_attention"}
     if kinds:
         raise ValueError(
             f"the model has {', '.join(sorted(kinds))} layers, but the torch engine supports "

@@ -26,6 +26,11 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
             "has sliding_attention layers",
         ),
         (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "has sliding_attention layers",
+        ),
+        (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rotary embedding 'dynamic'",
@@ -65,6 +70,22 @@ def test_parameters_leave_out_a_tied_head(model_dir: ModelDir) -> None:
     assert "lm_head.weight" not in tied
     assert untied["lm_head.weight"].shape == (61, 32)
     assert tied["model.norm.weight"].label == "float32[32]"
+
+
+def test_experts_are_written_by_their_names_in_a_checkpoint(model_dir: ModelDir) -> None:
+    first, second = model_dir("qwen3_moe"), model_dir("qwen3_moe", seed=1)
+    model, other = load(first), load(second)
+    published = load_file(second / "model.safetensors")
+    assert {spec.name: spec.shape for spec in model.parameters} == {
+        name: tuple(tensor.shape) for name, tensor in published.items()
+    }
+    model.release_weights()
+    model.restore_weights()
+    with torch.inference_mode():
+        for name, tensor in published.items():
+            model.overwrite(name, tensor)
+    for got, want in zip(model._model.parameters(), other._model.parameters(), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_a_written_tensor_is_copied_in_the_held_type(model_dir: ModelDir) -> None:

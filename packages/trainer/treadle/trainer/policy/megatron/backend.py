@@ -35,6 +35,8 @@ from treadle.trainer.policy.batch import balance, has_gradient, input_length, pa
 from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.trainer.policy.megatron.architecture import Architecture
+from treadle.trainer.policy.megatron.experts import load
+from treadle.trainer.policy.megatron.experts import plan as experts_plan
 from treadle.trainer.policy.megatron.logprobs import logprobs_and_entropy
 from treadle.trainer.policy.megatron.lora import adapter
 from treadle.trainer.policy.megatron.lora.linears import switched_off
@@ -232,6 +234,7 @@ class MegatronPolicy:
             collector.add(micro, inputs, output)
             return (output.loss_T * micro.weights_T).sum()
 
+        load.reset(self._model)
         self._net.zero_grad_buffer()
         self._optimizer.zero_grad()
         pipeline.run(self._net, micro_batches, weighted, forward_only=False)
@@ -252,7 +255,7 @@ class MegatronPolicy:
             num_loss_tokens=packer.num_loss_tokens,
             num_micro_batches=collected.num_micro_batches,
             time_s=time.perf_counter() - began,
-            metrics=collected.metrics,
+            metrics={**collected.metrics, **load.metrics(self._model, self.architecture)},
         )
 
     @property
@@ -264,6 +267,15 @@ class MegatronPolicy:
         self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
     ) -> list[MicroBatch]:
         """Returns this data-parallel rank's share; may be empty."""
+        mine = self._share(packer, sequences, computed)
+        if self.architecture.experts is None or not computed:
+            return mine
+        shortest = min(computed, key=lambda i: input_length(sequences[i]))
+        return experts_plan.prepare(mine, lambda: packer.micro_batch([shortest]), self.world)
+
+    def _share(
+        self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
+    ) -> list[MicroBatch]:
         ordered = plan.shared(sequences, computed, self.share_prefixes)
         if ordered is not None:
             parts = plan.micro_batches(

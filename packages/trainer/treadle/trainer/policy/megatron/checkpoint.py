@@ -101,10 +101,12 @@ class PolicyState:
         if self._adapters_only:
             model = {name: part for name, part in model.items() if is_adapter(name)}
         if self._optimizer.distributed:
-            optimizer = {
-                number: part.sharded_param_state_fully_reshardable(model, loading, metadata)
-                for number, part in enumerate(self._optimizer.parts)
-            }
+            states = (
+                part.sharded_param_state_fully_reshardable(model, loading, metadata)
+                for part in self._optimizer.parts
+            )
+            # A stage without experts has an optimizer of none.
+            optimizer = {number: state for number, state in enumerate(states) if state}
         else:
             optimizer = self._plain_optimizer_state(model)
         return {"model": model, "optimizer": optimizer}
@@ -122,8 +124,8 @@ class PolicyState:
             # Megatron copies every entry of Adam's state, but stores no "step" (that is torch's).
             for state in self._optimizer.adam_state.values():
                 del state["step"]
-            for number, part in enumerate(self._optimizer.parts):
-                part.load_parameter_state_from_fully_reshardable(loaded["optimizer"][number])
+            for number, state in loaded["optimizer"].items():
+                self._optimizer.parts[number].load_parameter_state_from_fully_reshardable(state)
         else:
             of_tensor = self._optimizer.adam_state
             for number, parameter in enumerate(self._trained()):

@@ -232,6 +232,13 @@ def _adapt(module: types.ModuleType) -> None:
             torch.set_rng_state(state)
 
         module.__dict__.update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+        # The original makes an array of a CUDA tensor only, and all-to-all takes no tensor.
+        def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+            _note("moe_utils.maybe_move_tensor_to_cpu")
+            return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+        module.__dict__["maybe_move_tensor_to_cpu"] = on_host
 
 
 class _Loader(importlib.abc.Loader):

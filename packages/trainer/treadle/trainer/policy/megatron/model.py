@@ -24,7 +24,7 @@ from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.architecture import UnsupportedModelError, padded_vocab
 from treadle.trainer.policy.megatron.attention import PackedAttention, Segments
 from treadle.trainer.policy.megatron.experts import check
-from treadle.trainer.policy.megatron.experts.layer import layer_spec, settings
+from treadle.trainer.policy.megatron.experts.layer import layer_spec, mark_experts, settings
 from treadle.trainer.policy.megatron.lora.linears import adapt_layer, freeze_base
 
 device.install()
@@ -165,6 +165,7 @@ def build(
     model.to(device.device())
     if config.lora.rank:
         freeze_base(model)
+    mark_experts(model)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model

@@ -21,6 +21,7 @@ from torch import Tensor
 from treadle.trainer.policy.backend import LossInputs
 from treadle.trainer.policy.batch import input_length
 from treadle.trainer.policy.megatron.attention import Segments, take_rows
+from treadle.trainer.policy.megatron.experts.routing import Routing
 from treadle.trainer.policy.megatron.prefixes.attention import TreeSegments
 from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths
 from treadle.trainer.policy.types import LOGPROB_FIELDS
@@ -163,14 +164,19 @@ class Packer:
             for t in ts
         ]
         weights = [self._weights[i] for i in indices for _ in self._positions[i]]
+        segments: Segments = (
+            Segments.of_lengths(lengths, self._at)
+            if overlaps is None
+            else TreeSegments.of_tree(lengths, overlaps, self._at)
+        )
+        real = [True] * len(ids) + [False] * padding
+        segments.routing = Routing(
+            num_rows=len(ids), real_P=self._tensor(real, torch.bool) if padding else None
+        )
         return MicroBatch(
             ids_1P=self._tensor(ids + [0] * padding, torch.int64)[None],
             positions_P=self._tensor(positions + [0] * padding, torch.int64),
-            segments=(
-                Segments.of_lengths(lengths, self._at)
-                if overlaps is None
-                else TreeSegments.of_tree(lengths, overlaps, self._at)
-            ),
+            segments=segments,
             shared=overlaps is not None,
             predictors_T=self._tensor(rows, torch.int64),
             targets_T=self._tensor([s.ids[t] for s, ts in chosen for t in ts], torch.int64),

@@ -99,8 +99,6 @@ class World:
     sequence_parallel: bool
     expert: int = 1
     expert_rank: int = 0
-    expert_tensor: int = 1
-    expert_tensor_rank: int = 0
     expert_data_rank: int = 0
     """Which copy of its experts this rank has."""
 
@@ -129,20 +127,10 @@ class World:
 
     def split(self, *, expert: bool) -> Split:
         """Returns how a matrix is cut over ranks: one of an expert, or any other."""
-        if not expert:
-            return Split(
-                ranks=self.tensor,
-                rank=self.tensor_rank,
-                group=self.tensor_group,
-                copy=self.data_rank,
-            )
+        if expert:
+            return Split(ranks=1, rank=0, group=None, copy=self.expert_data_rank)
         return Split(
-            ranks=self.expert_tensor,
-            rank=self.expert_tensor_rank,
-            group=parallel_state.get_expert_tensor_parallel_group()
-            if self.expert_tensor > 1
-            else None,
-            copy=self.expert_data_rank,
+            ranks=self.tensor, rank=self.tensor_rank, group=self.tensor_group, copy=self.data_rank
         )
 
     def close(self) -> None:
@@ -171,7 +159,7 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.experts_over,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=rendezvous.timeout_s / 60,
         create_gloo_process_groups=False,  # for Megatron's memory-saving checkpoints, unused here
     )
@@ -188,8 +176,6 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         sequence_parallel=parallel.sequence,
         expert=parallel.expert,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_tensor=parallel.experts_over,
-        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
         expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
     )
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from treadle.rollout_server.engine import (
     ElementType,
@@ -44,6 +50,15 @@ _MODELS: Any = AutoModelForCausalLM
 _CONFIGS: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_SIZES,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
 }
 

@@ -22,11 +22,6 @@ def split_problems(shape: ExpertShape | None, parallel: ParallelConfig) -> Itera
             f"policy.parallel.expert={parallel.expert} does not divide the model's {shape.number} "
             "experts: take a size that does"
         )
-    if shape.ffn_size % parallel.experts_over:
-        yield (
-            f"policy.parallel.expert_tensor={parallel.experts_over} does not divide the "
-            f"{shape.ffn_size} columns of an expert: take a size that does"
-        )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"policy.parallel.tensor={parallel.tensor} needs policy.parallel.sequence=true for a "

@@ -1,8 +1,9 @@
 """A decoder layer with experts: Megatron's own, on the local layer spec.
 
-Experts are computed one after another (`SequentialMLP`), as Megatron's grouped ones need CUDA
-libraries of their own; tokens travel between the ranks that share experts by its `alltoall`
-dispatcher. Neither drops a token.
+Experts are computed one after another (`SequentialMLP`), as Megatron's grouped ones need further
+CUDA libraries; tokens travel between the ranks that share experts by its `alltoall` dispatcher.
+Neither drops a token. An expert is whole on its rank: tensor-parallel ranks, each of which routes
+its rows of the sequence, share experts as data-parallel ranks do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
@@ -70,6 +72,17 @@ def layer_spec(shape: ExpertShape, *, qk_norm: bool) -> Any:
     return spec
 
 
+def mark_experts(model: torch.nn.Module) -> None:
+    """Tells Megatron which parameters have the copies that the expert-parallel groups say.
+
+    Without expert parallelism it takes an expert's copies to be those of every other parameter, but
+    the tensor-parallel ranks have copies too.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's name
+
+
 def settings(
     shape: ExpertShape | None, config: PolicyConfig, world: World, num_layers: int
 ) -> dict[str, Any]:
@@ -84,7 +97,7 @@ def settings(
         "moe_router_pre_softmax": True,
         "moe_aux_loss_coeff": config.moe.aux_loss_coef,
         "expert_model_parallel_size": world.expert,
-        "expert_tensor_parallel_size": world.expert_tensor,
+        "expert_tensor_parallel_size": 1,
         # A list says that layers differ: a checkpoint then names each layer.
         "moe_layer_freq": 1
         if len(shape.layers) == num_layers

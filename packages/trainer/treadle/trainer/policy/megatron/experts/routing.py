@@ -18,6 +18,7 @@ class Routing:
     """What the routers of all layers know about the rows of one micro-batch.
 
     Attributes:
+        num_rows: Rows that are no padding.
         real_P: False for rows that are padding: they are left out of statistics and of the
             load-balancing loss. None: there are none.
         share: The micro-batch's real rows over those of the whole batch, which is the weight of its
@@ -28,6 +29,7 @@ class Routing:
             all rows choose. See `router`.
     """
 
+    num_rows: int = 0
     real_P: Tensor | None = None
     share: float = 0.0
     indices_PLK: Tensor | None = None
