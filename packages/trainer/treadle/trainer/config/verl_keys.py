@@ -372,6 +372,17 @@ def _recompute(_: Any, verl: Verl) -> Mapping[str, Any]:
     return {"policy.recompute": granularity, "policy.recompute_modules": modules}
 
 
+def _aux_loss(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl's models have a coefficient and, unless told otherwise, no load-balancing loss."""
+    kind = verl.get(f"{_MEGATRON_OVERRIDES}.moe_router_load_balancing_type", "none")
+    if kind not in ("none", "aux_loss"):
+        raise ConfigError(
+            f"moe_router_load_balancing_type={kind!r} is not available: use aux_loss or none"
+        )
+    coefficient = verl.get(f"{_MEGATRON_OVERRIDES}.moe_aux_loss_coeff", 0.0)
+    return {"policy.moe.aux_loss_coef": coefficient if kind == "aux_loss" else 0.0}
+
+
 def _lora_targets(value: Any, _: Verl) -> Mapping[str, Any]:
     """Verl takes PEFT's word for all matrices of a layer, one name, or a list."""
     if value == "all-linear":
@@ -457,6 +468,8 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.actor.use_dynamic_bsz": lambda _value, _: {},
     "actor_rollout_ref.actor.use_kl_loss": _kl_coef,
     "actor_rollout_ref.model.enable_gradient_checkpointing": _recompute,
+    f"{_MEGATRON_OVERRIDES}.moe_aux_loss_coeff": _aux_loss,
+    f"{_MEGATRON_OVERRIDES}.moe_router_load_balancing_type": _aux_loss,
     f"{_MEGATRON_OVERRIDES}.recompute_granularity": _recompute,
     f"{_MEGATRON_OVERRIDES}.recompute_modules": _recompute,
     "actor_rollout_ref.model.target_modules": _lora_targets,

@@ -12,6 +12,7 @@ RENAMED = {
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
     "actor_rollout_ref.actor.fsdp_config.seed": "policy.seed",
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss_aggregation",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "policy.parallel.expert",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "policy.parallel.pipeline",
     "actor_rollout_ref.actor.megatron.seed": "policy.seed",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "policy.parallel.tensor",
@@ -95,6 +96,10 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
         (0, 0.0),
         "give the number of steps: policy.optimizer.warmup_steps",
+    ),
+    "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": (
+        (None, 1),
+        "an expert is whole on its rank: spread experts by policy.parallel.expert",
     ),
     "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method": (
         (None, "uniform"),

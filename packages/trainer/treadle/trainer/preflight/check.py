@@ -53,6 +53,7 @@ from treadle.trainer.plan import Plan, make_plan
 from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.model_checks import (
     check_config_file,
+    check_experts,
     check_parallel,
     check_reference,
     check_vocabulary,
@@ -223,6 +224,8 @@ class _Checks:
         if self._architecture is not None:
             with self._check():
                 check_parallel(config, self._architecture)
+            with self._check():
+                check_experts(config.policy, self._architecture)
         if self._architecture is not None and self._renderer is not None:
             with self._check():
                 check_vocabulary(folder, self._architecture, self._renderer)

@@ -23,6 +23,7 @@ from treadle.trainer.loggers.named import ALWAYS
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.preflight.model_checks import (
     check_config_file,
+    check_experts,
     check_policy_parallel,
     check_vocabulary,
     check_weights,
@@ -202,6 +203,8 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
     if architecture is not None:
         with problems.collected():
             check_policy_parallel(config.policy.parallel, architecture)
+        with problems.collected():
+            check_experts(config.policy, architecture)
         if renderer is not None:
             with problems.collected():
                 check_vocabulary(folder, architecture, renderer)

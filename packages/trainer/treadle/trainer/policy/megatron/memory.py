@@ -127,8 +127,12 @@ def _stage(
     adapters = _adapter_parameters(architecture, policy)
     count, trained = base + adapters, adapters or base
     copy = 4 if policy.dtype == "bfloat16" else 0
-    layers = architecture.num_layers // parallel.pipeline
-    one_layer = rows * _kept_by_a_layer(architecture, policy)
+    layers, sparse = _layers(architecture, policy, stage=stage)
+    counts = [(n, c) for n, c in ((False, layers - sparse), (True, sparse)) if c]
+    parts = {n: rows * _kept_by_a_feed_forward(architecture, policy, sparse=n) for n, _ in counts}
+    rest = rows * _kept_by_a_layer(architecture, policy)
+    # Of one feed-forward part that is computed again, the gradients come to what it keeps.
+    again = max(parts[n] + rows * 10 * _columns(architecture, policy, sparse=n) for n, _ in counts)
     head = 0.0
     if is_last:
         vocab = padded_vocab(architecture.vocab_size, parallel.tensor) // parallel.tensor
@@ -137,22 +141,24 @@ def _stage(
     under_way = parallel.pipeline - stage
     if policy.recompute == "full":
         inputs = rows * layers * size * _hidden(architecture, policy)
-        gradients = rows * 10 * architecture.ffn_size / parallel.tensor
-        activations = under_way * inputs + max(one_layer + gradients, head)
+        activations = under_way * inputs + max(rest + again, head)
     elif policy.recompute == "selective" and "mlp" in policy.recompute_modules:
-        mlp = rows * 5 * size * architecture.ffn_size / parallel.tensor
-        gradients = rows * 10 * architecture.ffn_size / parallel.tensor
-        activations = under_way * layers * (one_layer - mlp) + max(mlp + gradients, head)
+        activations = under_way * layers * rest + max(again, head)
     else:
-        activations = under_way * layers * one_layer + head
+        kept = layers * rest + sum(count * parts[n] for n, count in counts)
+        activations = under_way * kept + head
     copied = size * count if reference and not adapters and other_reference is None else 0
     other = 0
     if reference and other_reference is not None:
         other = size * stage_parameters(other_reference, policy, stage=stage)
+    experts = 0 if adapters else expert_parameters(architecture, policy, stage=stage)
+    # The optimizer's state is on one of the ranks with the same parameters if data is above 1.
+    copies = parallel.data * parallel.tensor // parallel.expert if parallel.data > 1 else 1
+    held = -(-(trained - experts) // parallel.data) + -(-experts // copies)
     return MemoryEstimate(
         weights=size * count,
         gradients=4 * trained,
-        optimizer=-(-(8 + copy) * trained // parallel.data),
+        optimizer=(8 + copy) * held,
         reference=copied or other,
         activations=round(activations),
         exchanged=copied,
@@ -164,16 +170,35 @@ def stage_parameters(architecture: Architecture, policy: PolicyConfig, *, stage:
     tensor, pipeline = policy.parallel.tensor, policy.parallel.pipeline
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
     queries, keys = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
-    split = 2 * hidden * (queries + keys) + 3 * hidden * architecture.ffn_size
+    split = 2 * hidden * (queries + keys)
     split += (queries + 2 * keys) * architecture.qkv_bias
     layer = split // tensor + 2 * hidden + 2 * head_dim * architecture.qk_norm
     table = padded_vocab(architecture.vocab_size, tensor) // tensor * hidden
-    count = architecture.num_layers // pipeline * layer
+    layers, sparse = _layers(architecture, policy, stage=stage)
+    count = layers * layer + (layers - sparse) * (3 * hidden * architecture.ffn_size // tensor)
+    count += sparse * hidden * architecture.experts.number if architecture.experts else 0
+    count += expert_parameters(architecture, policy, stage=stage)
     first, last = stage == 0, stage == pipeline - 1
     count += table * first
     # The last stage has a copy of a tied embedding, unless it is the first too.
     count += (table * (not (architecture.tied and first)) + hidden) * last
     return count
+
+
+def expert_parameters(architecture: Architecture, policy: PolicyConfig, *, stage: int) -> int:
+    """Returns the parameters of the experts of a rank of this pipeline stage."""
+    if (shape := architecture.experts) is None:
+        return 0
+    _, sparse = _layers(architecture, policy, stage=stage)
+    experts = shape.number // policy.parallel.expert
+    return sparse * experts * 3 * architecture.hidden_size * shape.ffn_size
+
+
+def _layers(architecture: Architecture, policy: PolicyConfig, *, stage: int) -> tuple[int, int]:
+    """Returns the number of layers of a pipeline stage, and of those with experts among them."""
+    count = architecture.num_layers // policy.parallel.pipeline
+    numbers = range(stage * count, (stage + 1) * count)
+    return count, architecture.experts.among(numbers) if architecture.experts else 0
 
 
 def _adapter_parameters(architecture: Architecture, policy: PolicyConfig) -> int:
@@ -198,13 +223,37 @@ def _hidden(architecture: Architecture, policy: PolicyConfig) -> float:
 
 
 def _kept_by_a_layer(architecture: Architecture, policy: PolicyConfig) -> float:
-    """Returns the bytes that a layer keeps of a row from forward to backward."""
+    """Returns the bytes that a layer keeps of a row, without its feed-forward part."""
     size, tensor = _BYTES[policy.dtype], policy.parallel.tensor
     queries = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_heads * architecture.head_dim
     normed = architecture.qk_norm
     a, k, c = (5, 2, 8) if normed else (3, 3, 4)
     hidden = _hidden(architecture, policy)
-    elements = 6 * hidden + (5 * architecture.ffn_size + a * queries + k * keys) / tensor
+    elements = 6 * hidden + (a * queries + k * keys) / tensor
     copies = (4 - size) * (4 * hidden + 2 * (queries + keys) * normed / tensor)
     return size * elements + 4 * c * architecture.head_dim + copies
+
+
+def _columns(architecture: Architecture, policy: PolicyConfig, *, sparse: bool) -> float:
+    """Returns the columns of the feed-forward part that a rank computes of a row, if evenly."""
+    columns = architecture.ffn_size
+    if sparse and (shape := architecture.experts) is not None:
+        columns = shape.per_token * shape.ffn_size
+    return columns / policy.parallel.tensor
+
+
+def _kept_by_a_feed_forward(
+    architecture: Architecture, policy: PolicyConfig, *, sparse: bool
+) -> float:
+    """Returns the bytes that the feed-forward part of a layer keeps of a row."""
+    size, tensor = _BYTES[policy.dtype], policy.parallel.tensor
+    shape = architecture.experts
+    if not sparse or shape is None:
+        return 5 * size * _columns(architecture, policy, sparse=False)
+    choices = shape.per_token / tensor
+    return (
+        6 * size * _columns(architecture, policy, sparse=True)
+        + 2 * size * choices * architecture.hidden_size
+        + 24 * shape.number / tensor
+    )

@@ -52,6 +52,9 @@ def _peak_of_a_step(policy: MegatronPolicy, rows: int) -> tuple[int, int]:
     [
         ("qwen2", "float32", "none", 256, 0),
         ("qwen3", "bfloat16", "none", 4096, 0),
+        ("qwen3_moe", "float32", "none", 4096, 0),
+        ("qwen3_moe", "bfloat16", "none", 256, 0),
+        ("qwen3_moe", "float32", "full", 256, 0),
         ("llama", "float32", "full", 4096, 0),
         ("llama", "float32", "selective", 256, 0),
         ("demo:calculator", "float32", "none", 4096, 0),
@@ -76,7 +79,8 @@ def test_the_estimate_is_what_is_allocated(
     try:
         peak, loss_rows = _peak_of_a_step(policy, _ROWS)
         weights = _bytes(list(policy._model.parameters()))
-        gradients = _bytes([buffer.grad_data for buffer in policy._net.buffers])
+        buffers = policy._net.buffers + policy._net.expert_parallel_buffers
+        gradients = _bytes([buffer.grad_data for buffer in buffers])
         adam = policy._optimizer.adam_state
         state = [t for each in adam.values() for t in each.values() if t.dim()]
         state += adam
