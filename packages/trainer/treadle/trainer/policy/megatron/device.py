@@ -113,8 +113,15 @@ def _check_version() -> None:
 
 
 def _quiet_optional_dependencies() -> None:
-    """Megatron warns about every accelerator library it does not find; none is needed."""
-    for pattern in (".*(Apex|Transformer Engine|transformer_engine).*", ".*no_grad_sync.*"):
+    """Megatron warns about every accelerator library it does not find; none is needed.
+
+    Logits of routers have the type of the model, as in transformers and the engines.
+    """
+    for pattern in (
+        ".*(Apex|Transformer Engine|transformer_engine).*",
+        ".*no_grad_sync.*",
+        ".*without fp32 routing.*",
+    ):
         warnings.filterwarnings("ignore", message=pattern)
 
 

@@ -12,6 +12,8 @@ With P the parameters of the rank, Q those that are trained (P without an adapte
 | another model as the reference | b P' of its own parameters |
 | activations | R L s + R 4 H b + 16 n V / T |
 
+With D above 1, experts have D T / X instead, T the tensor- and X the expert-parallel size.
+
 R rows of a micro-batch, H hidden, L layers of the stage times the micro-batches that it has under
 way (one per stage from it to the last), V the padded vocabulary, T the tensor-parallel size, and n
 the rows whose logits exist at a time. A layer keeps, per row, from forward to backward
@@ -22,8 +24,9 @@ bytes: H for the input and output of both norms and both residual sums, F for th
 feed-forward part, A and K for queries and for keys or values of all heads, d for the rotary angles,
 and the float32 copies that norms make of bfloat16; a = 3, k = 3, c = 4 without norms of queries and
 keys, 5, 2, 8 with. Sequence parallelism divides H by T too. Of logits there are four float32
-copies: they, their exponentials, and two in the backward pass. With `policy.recompute=full` a layer
-keeps b H; to them comes the larger of the logits' part and one layer with its gradients,
+copies: they, their exponentials, and two in the backward pass. In a layer with experts, of which a
+row goes to N out of E with G columns each, 5 b F is N b (6 G + 2 H) + 16 E, if every rank gets the
+same part of the choices. With `policy.recompute=full` a layer keeps b H; to them comes the larger of the logits' part and one layer with its gradients,
 s + 10 F / T. With `policy.recompute=selective` and `mlp` a layer keeps b 5 F / T less; to them
 comes the larger of the logits' part and one feed-forward part with its gradients,
 (5 b + 10) F / T. `core_attn` leaves out the padding between sequences, which is not in the
@@ -255,5 +258,5 @@ def _kept_by_a_feed_forward(
     return (
         6 * size * _columns(architecture, policy, sparse=True)
         + 2 * size * choices * architecture.hidden_size
-        + 24 * shape.number / tensor
+        + 16 * shape.number / tensor
     )

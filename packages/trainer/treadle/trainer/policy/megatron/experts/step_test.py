@@ -5,13 +5,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.config.policy import MoeConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.trainer.config.policy import (
+    LoraConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import forked_sequences, sequences, write_model
@@ -25,13 +32,24 @@ BALANCED = MoeConfig(aux_loss_coef=0.02)
 LENGTHS = (18, 41, 9, 33, 26)
 
 
+ADAPTERS = LoraConfig(rank=2, targets=("q_proj", "v_proj", "o_proj"))
+
+
 def case(
-    model: str, lengths: tuple[int, ...] = LENGTHS, recompute: str = "none", **parallel: Any
+    model: str,
+    lengths: tuple[int, ...] = LENGTHS,
+    recompute: str = "none",
+    lora: LoraConfig | None = None,
+    **parallel: Any,
 ) -> dict[str, Any]:
     return {
         "model": model,
         "lengths": lengths,
-        "settings": {"parallel": ParallelConfig(**parallel), "recompute": recompute},
+        "settings": {
+            "parallel": ParallelConfig(**parallel),
+            "recompute": recompute,
+            "lora": lora or LoraConfig(),
+        },
     }
 
 
@@ -48,13 +66,19 @@ ROUNDS = [
         case("mixed", tensor=2, sequence=True),
     ],
     [case("mixed", pipeline=2, data=2, expert=2)],
+    [case("sparse", lora=ADAPTERS, data=2, expert=2)],
 ]
 
 
 def name_of(case: dict[str, Any]) -> str:
     p = case["settings"]["parallel"]
     sizes = f"tp{p.tensor}-pp{p.pipeline}-dp{p.data}-ep{p.expert}"
-    return f"{case['model']}-{sizes}-n{len(case['lengths'])}"
+    lora = "-lora" if case["settings"]["lora"].rank else ""
+    return f"{case['model']}-{sizes}-n{len(case['lengths'])}{lora}"
+
+
+def key_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    return case["model"], case["lengths"], case["settings"]["lora"]
 
 
 def open_policy(models: Path, case: dict[str, Any], rendezvous: Any = None, **update: Any) -> Any:
@@ -70,15 +94,44 @@ def weights_of(policy: Any) -> dict[str, Any]:
     return {t.name: t.tensor.clone().numpy() for t in policy.export_weights()}
 
 
+def replay(policy: Any) -> Any:
+    """Replays choices that are a function of the ids."""
+    from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
+
+    make, shape = Packer.micro_batch, policy.architecture.experts
+
+    def with_indices(self: Packer, *args: Any) -> MicroBatch:
+        micro = make(self, *args)
+        first = (
+            micro.ids_1P[0, :, None, None] + torch.arange(policy.architecture.num_layers)[:, None]
+        )
+        indices = (first + torch.arange(shape.per_token)) % shape.number
+        indices[::3] = -1  # these rows choose
+        micro.segments.routing = replace(micro.segments.routing, indices_PLK=indices)
+        return micro
+
+    return patch.object(Packer, "micro_batch", with_indices)
+
+
 def train(
-    case: dict[str, Any], models: Path, places: Iterator[Any], folder: Path | None = None
+    case: dict[str, Any], models: Path, places: Iterator[Any], folder: Path, other: Path | None
 ) -> dict[str, Any]:
-    """Three steps; two with the load-balancing loss and one sequence per micro-batch; a resume."""
+    """Takes steps, and saves and resumes between the last two, which have one more loss.
+
+    They also have one sequence per micro-batch, on which the load-balancing loss depends.
+
+    Args:
+        case: The model and how it is spread.
+        models: Where models are.
+        places: For each policy in turn, where its ranks meet.
+        folder: For a checkpoint.
+        other: That of one process; None: this is the one.
+    """
     policy = open_policy(models, case, next(places))
     batch = sequences(case["lengths"])
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
-    policy.share_prefixes = "never" if folder is None else "always"
+    policy.share_prefixes = "never" if other is None else "always"
     forked = forked_sequences(groups=1) if len(batch) > 1 else batch
     result = {
         "logprobs": logprobs,
@@ -88,23 +141,33 @@ def train(
         "shared": policy.train_step(forked, LOSS),
         "weights": weights_of(policy),
     }
+    with replay(policy):
+        result["replayed"] = policy.train_step(batch, LOSS)
     policy.close()
 
     alone = {"micro_batch_tokens": 2, "moe": BALANCED, "share_prefixes": "never"}
     policy = open_policy(models, case, next(places), **alone)
     result["balanced"] = [policy.train_step(batch, LOSS)]
-    if folder is not None:
-        policy.save(folder)
+    policy.save(folder)
     result["balanced"].append(policy.train_step(again, LOSS))
     result["moved"] = weights_of(policy)
     policy.close()
-    if folder is not None:
-        policy = open_policy(models, case, next(places), **alone)
-        policy.load(folder)
-        result["resumed"] = policy.train_step(again, LOSS)
-        result["resumed weights"] = weights_of(policy)
-        policy.close()
+
+    policy = open_policy(models, case, next(places), **alone)
+    policy.load(folder)
+    result["resumed"] = policy.train_step(again, LOSS)
+    result["resumed weights"] = weights_of(policy)
+    if other is not None:
+        policy.load(other)
+        result["resharded"] = policy.train_step(again, LOSS)
+    policy.close()
     return result
+
+
+SINGLE = {
+    key: f"single-{number}"
+    for number, key in enumerate({key_of(c): None for cases in ROUNDS for c in cases})
+}
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
@@ -125,7 +188,8 @@ def run(task: RankTask) -> list[dict[str, Any]]:
                     )
                     for meeting in itertools.count()
                 )
-                results.append(train(c, models, places, saved / f"{number}-{first}"))
+                folder = saved / f"{number}-{first}"
+                results.append(train(c, models, places, folder, saved / SINGLE[key_of(c)]))
             first += size
     return results
 
@@ -152,17 +216,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(models: Path, saved: Path) -> list[Any]:
-    return run_ranks(f"{__name__}:run", 4, (models, saved))
+def single(models: Path, saved: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {
+        (model, lengths, lora): train(
+            case(model, lengths, lora=lora), models, itertools.repeat(None), saved / name, None
+        )
+        for (model, lengths, lora), name in SINGLE.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def single(models: Path) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
-    wanted = {(c["model"], c["lengths"]) for cases in ROUNDS for c in cases}
-    return {
-        (model, lengths): train(case(model, lengths), models, itertools.repeat(None))
-        for model, lengths in wanted
-    }
+def outcomes(models: Path, saved: Path, single: Any) -> list[Any]:
+    return run_ranks(f"{__name__}:run", 4, (models, saved))
 
 
 PLACES = [
@@ -190,7 +255,7 @@ def test_a_layout_changes_nothing(
 ) -> None:
     size = case["settings"]["parallel"].num_ranks
     ranks = [outcomes[first + r][round_] for r in range(size)]
-    alone = single[case["model"], case["lengths"]]
+    alone = single[key_of(case)]
     for rank in ranks:
         assert rank["specs"] == ranks[0]["specs"]
         for got, want in zip(rank["logprobs"], alone["logprobs"], strict=True):
@@ -204,6 +269,9 @@ def test_a_layout_changes_nothing(
                 assert got.loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
                 assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
                 assert got.metrics == pytest.approx(want.metrics, abs=1e-5)
+        for kind, want in (("replayed", alone["replayed"]), ("resharded", alone["balanced"][1])):
+            assert rank[kind].loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
+            assert rank[kind].grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
         assert rank["resumed"].grad_norm == rank["balanced"][1].grad_norm
         assert difference(rank["resumed weights"], rank["moved"]) == 0.0
 
@@ -217,3 +285,22 @@ def test_a_layout_changes_nothing(
                 tensor = ranks[spec.sender][kind][spec.name]
                 assert abs(tensor - alone[kind][spec.name]).max() < 1e-5, spec.name
     assert len({spec.name for spec in ranks[0]["specs"]}) == len(ranks[0]["specs"])
+
+
+@pytest.mark.parametrize("case", [ROUNDS[0][0], ROUNDS[1][0]], ids=name_of)
+def test_one_process_reads_a_checkpoint_of_several(
+    outcomes: list[Any], models: Path, saved: Path, case: dict[str, Any]
+) -> None:
+    number = next(n for n, cases in enumerate(ROUNDS) if case in cases)
+    alone = {"micro_batch_tokens": 2, "moe": BALANCED, "parallel": ParallelConfig()}
+    policy = open_policy(models, case, **alone)
+    try:
+        policy.load(saved / f"{number}-0")
+        batch, logprobs = sequences(case["lengths"]), outcomes[0][number]["logprobs"]
+        again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
+        got = policy.train_step(again, LOSS)
+    finally:
+        policy.close()
+    want = outcomes[0][number]["balanced"][1]
+    assert got.loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
