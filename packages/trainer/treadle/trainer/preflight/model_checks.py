@@ -17,7 +17,7 @@ from treadle.trainer.hub import is_model_id
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.policy.hf_files import missing_weights
 from treadle.trainer.policy.megatron.architecture import (
-    SUPPORTED,
+    MODEL_TYPES,
     Architecture,
     UnsupportedModelError,
 )
@@ -45,7 +45,7 @@ def check_config_file(folder: Path) -> None:
     Raises:
         SetupError: It is no JSON object, or has a value of the wrong type.
     """
-    if read_model_config(folder).get("model_type") not in SUPPORTED:
+    if read_model_config(folder).get("model_type") not in MODEL_TYPES:
         return  # transformers may know less about it
     from transformers import AutoConfig
 

@@ -1,5 +1,8 @@
 """A model's architecture: the settings of a Hugging Face config that decide shapes and arithmetic.
 
+`MODEL_TYPES` says for each model type which variant of each block it has, and what its files call
+the weights. `Architecture` adds the sizes and settings of one config.
+
 Invariant: an `Architecture` can be built exactly. A config that asks for something our Megatron
 model does not compute is rejected when it is read, with the setting and its value; none is ignored.
 """
@@ -18,19 +21,44 @@ from treadle.trainer.policy.megatron.experts.shape import ExpertShape
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# docs/models.md has both for users.
-SUPPORTED: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
-COMPUTED: Final[Mapping[str, object]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """What the blocks of one model type are; the defaults are Llama's.
+
+    Attributes:
+        qkv_bias: Whether queries, keys and values have biases.
+        qk_norm: Whether queries and keys are normed, each head by itself.
+        experts: Whether some feed-forward parts are mixtures of experts, see `experts.shape`.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+# docs/models.md has both tables for users.
+MODEL_TYPES: Final[Mapping[str, Blocks]] = MappingProxyType(
     {
-        "hidden_act": "silu",
-        "rope_parameters.rope_type": "default",
-        "attention_dropout": 0.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_sliding_window": False,
+        "llama": Blocks(),
+        "qwen2": Blocks(qkv_bias=True),
+        "qwen3": Blocks(qk_norm=True),
+        "qwen3_moe": Blocks(qk_norm=True, experts=True),
     }
 )
-"""Settings of a config, with the only value that can be built; a setting left out has it."""
+"""The model types that can be trained."""
+
+ACCEPTED: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
+    {
+        "hidden_act": ("silu",),
+        "rope_parameters.rope_type": ("default",),
+        "attention_dropout": (0.0,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "use_sliding_window": (False,),
+    }
+)
+"""Settings of a config, with the values that can be built; a setting left out has one of them."""
 
 
 VOCAB_MULTIPLE: Final = 128
@@ -94,6 +122,7 @@ class Architecture:
         """Translate a transformers config; raises `UnsupportedModelError`."""
         _check_type(config.model_type)
         _refuse_unsupported(config)
+        blocks = MODEL_TYPES[config.model_type]
         head_dim = getattr(config, "head_dim", None)
         return cls(
             model_type=config.model_type,
@@ -108,9 +137,9 @@ class Architecture:
             norm_eps=config.rms_norm_eps,
             rope_theta=float(config.rope_parameters["rope_theta"]),
             tied=bool(config.tie_word_embeddings),
-            qkv_bias=config.model_type == "qwen2",
-            qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
-            experts=ExpertShape.from_config(config) if config.model_type == "qwen3_moe" else None,
+            qkv_bias=blocks.qkv_bias,
+            qk_norm=blocks.qk_norm,
+            experts=ExpertShape.from_config(config) if blocks.experts else None,
         )
 
     @property
@@ -157,19 +186,20 @@ class Architecture:
 
 
 def _check_type(model_type: object) -> None:
-    if model_type not in SUPPORTED:
+    if model_type not in MODEL_TYPES:
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported by the Megatron backend; supported: "
-            f"{', '.join(SUPPORTED)}"
+            f"{', '.join(MODEL_TYPES)}"
         )
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    for name, only in COMPUTED.items():
+    for name, accepted in ACCEPTED.items():
         section, _, key = name.rpartition(".")
-        value = getattr(config, section).get(key, only) if section else getattr(config, key, only)
-        if value != only:
+        holder = getattr(config, section) if section else vars(config)
+        value = holder.get(key, accepted[0])
+        if value not in accepted:
             raise UnsupportedModelError(
                 f"{config.model_type} with {name}={value!r} is not supported by the Megatron "
-                f"backend, which computes {name}={only!r} only"
+                f"backend, which computes {' or '.join(f'{name}={a!r}' for a in accepted)} only"
             )
