@@ -52,6 +52,7 @@ from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
 from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.model_checks import (
+    check_blocks,
     check_config_file,
     check_experts,
     check_parallel,
@@ -226,6 +227,8 @@ class _Checks:
                 check_parallel(config, self._architecture)
             with self._check():
                 check_experts(config.policy, self._architecture)
+            with self._check():
+                check_blocks(config.policy, self._architecture)
         if self._architecture is not None and self._renderer is not None:
             with self._check():
                 check_vocabulary(folder, self._architecture, self._renderer)

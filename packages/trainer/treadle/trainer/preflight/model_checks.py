@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
 
 __all__ = [
+    "check_blocks",
     "check_config_file",
     "check_experts",
     "check_parallel",
@@ -128,6 +129,27 @@ def check_experts(policy: PolicyConfig, architecture: Architecture) -> None:
     for problem in training_problems(architecture, policy):
         with problems.collected():
             raise SetupError(problem)
+    problems.raise_if_any()
+
+
+def check_blocks(policy: PolicyConfig, architecture: Architecture) -> None:
+    """Rejects settings of the policy that do not go with the blocks of the model.
+
+    Raises:
+        SetupError: Prefixes cannot be shared, or a matrix cannot have an adapter.
+        SeveralProblems: Both.
+    """
+    problems = Problems(SetupError)
+    with problems.collected():
+        try:
+            architecture.check_sharing(policy.share_prefixes)
+        except UnsupportedModelError as error:
+            raise SetupError(str(error)) from error
+    with problems.collected():
+        try:
+            architecture.check_adapters(policy.lora.targets if policy.lora.rank else ())
+        except UnsupportedModelError as error:
+            raise SetupError(str(error)) from error
     problems.raise_if_any()
 
 

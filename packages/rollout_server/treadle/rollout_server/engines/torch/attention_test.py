@@ -12,19 +12,28 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def expected(
-    query_THD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, start: int
+    query_THD: torch.Tensor,
+    key_NKD: torch.Tensor,
+    value_NKD: torch.Tensor,
+    start: int,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Causal attention of one sequence, written as its definition."""
     repeat = HEADS // KV_HEADS
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key_NKD, value_NKD))
     out = torch.empty_like(query_THD)
     for t in range(len(query_THD)):
-        visible = start + t + 1
-        scores = torch.einsum("hd,nhd->hn", query_THD[t], key[:visible]) * 0.5
-        out[t] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value[:visible])
+        visible = slice(0 if window is None else max(0, start + t + 1 - window), start + t + 1)
+        scores = torch.einsum("hd,nhd->hn", query_THD[t], key[visible]) * 0.5
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        out[t] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value[visible])
     return out
 
 
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (5, None), (None, 0.8), (5, 0.8)], ids=str
+)
 @pytest.mark.parametrize("call_cost", [0, 4096], ids=["many groups", "one group"])
 @pytest.mark.parametrize("shared", [0, 3], ids=["nothing shared", "shared prefix"])
 @pytest.mark.parametrize(
@@ -40,7 +49,12 @@ def expected(
     ],
 )
 def test_every_token_sees_its_own_sequence_up_to_itself(
-    spans: list[tuple[int, int]], shared: int, call_cost: int, monkeypatch: pytest.MonkeyPatch
+    spans: list[tuple[int, int]],
+    shared: int,
+    call_cost: int,
+    window: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "_CALL_COST", call_cost)
     torch.manual_seed(0)
@@ -73,11 +87,23 @@ def test_every_token_sees_its_own_sequence_up_to_itself(
     )
     module: Any = SimpleNamespace(layer_idx=1)
     key, value = (x.transpose(0, 1).unsqueeze(0) for x in new)
-    out, _ = cached_attention(module, query, key, value, None, scaling=0.5, step=step)
+    out, _ = cached_attention(
+        module,
+        query,
+        key,
+        value,
+        None,
+        scaling=0.5,
+        step=step,
+        sliding_window=window,
+        softcap=softcap,
+    )
     first = 0
     for (start, stop), known in zip(spans, full, strict=True):
         tokens = slice(first, first + stop - start)
-        want = expected(query[0, :, tokens].transpose(0, 1), known[0], known[1], start)
+        want = expected(
+            query[0, :, tokens].transpose(0, 1), known[0], known[1], start, window, softcap
+        )
         torch.testing.assert_close(out[0, tokens], want, rtol=1e-5, atol=1e-5)
         first = tokens.stop
 

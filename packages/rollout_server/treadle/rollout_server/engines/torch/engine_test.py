@@ -14,6 +14,7 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.torch import create
 from treadle.rollout_server.engines.torch.testing.text_model import (
     EOS,
+    TEXT_TYPES,
     VOCAB_SIZE,
     ModelDir,
     Output,
@@ -43,7 +44,7 @@ async def test_greedy_equals_transformers(architecture: str, model_dir: ModelDir
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call_cost", [1, 1024], ids=["reads prefix once", "reads all"])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("architecture", TEXT_TYPES)
 async def test_logprobs_equal_a_forward_pass(
     architecture: str, call_cost: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,9 @@
 Invariant: the names and shapes of tensors are checked before `write`, so `write` cannot fail
 and an update replaces either all weights or none.
 
-Supported: Llama, Qwen2, Qwen3 and Qwen3-MoE, and Qwen2.5-VL for text and images, with full
-attention in every layer and a rotary embedding that does not depend on the sequence length.
-Anything else is rejected at load.
+Supported are the decoders of `_TEXT_TYPES`, with full or sliding attention by layer, and
+Qwen2.5-VL for text and images with full attention, each with a rotary embedding that does not
+depend on the sequence length. Anything else is rejected at load.
 
 Parameters have their names and shapes in published checkpoints. For Qwen2.5-VL they differ from
 the module names: ``visual.blocks.0...`` and ``model.layers.0...``. For Qwen3-MoE a module has one
@@ -41,7 +41,21 @@ from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTowe
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl",)
-_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_VISION_TYPES)
+# Those that the policy trains (docs/models.md).
+_TEXT_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "glm",
+    "glm4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+)
+_MODEL_TYPES = (*_TEXT_TYPES, *_VISION_TYPES)
 # Module prefix -> checkpoint prefix, for vision models.
 _PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -267,17 +281,22 @@ def _check_supported(model_type: str, config: Any) -> None:
             f"model type {model_type!r} is not supported by the torch engine, which runs "
             f"{', '.join(_MODEL_TYPES)}: use the vllm or sglang engine"
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if model_type == "qwen3_moe" and config.sliding_window is not None:  # it names no layer types
-        kinds = {"sliding_attention"}
-    if kinds:
+    attention = {"full_attention", *(("sliding_attention",) if model_type in _TEXT_TYPES else ())}
+    if kinds := set(getattr(config, "layer_types", None) or ()) - attention:
         raise ValueError(
             f"the model has {', '.join(sorted(kinds))} layers, but the torch engine supports "
-            "full_attention only: use the vllm or sglang engine"
+            f"{' and '.join(sorted(attention))} only: use the vllm or sglang engine"
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _ROPE_TYPES:
+    if getattr(config, "use_bidirectional_attention", None):
         raise ValueError(
-            f"rotary embedding {rope!r} changes with the sequence length, so cached keys would "
-            f"become stale: the torch engine supports {', '.join(_ROPE_TYPES)}"
+            "the model has use_bidirectional_attention=true: it does not sample token by token"
         )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    by_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for rope in (p.get("rope_type", "default") for p in by_layer):
+        if rope not in _ROPE_TYPES:
+            raise ValueError(
+                f"rotary embedding {rope!r} changes with the sequence length, so cached keys would "
+                f"become stale: the torch engine supports {', '.join(_ROPE_TYPES)}"
+            )

@@ -19,11 +19,13 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("llama", {"model_type": "mistral"}, "'mistral' is not supported.*llama, qwen2, qwen3"),
+        ("llama", {"model_type": "olmo2"}, "'olmo2' is not supported.*llama, mistral, qwen2"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "has chunked_attention layers"),
+        ("gemma2", {"use_bidirectional_attention": True}, "does not sample token by token"),
         (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "has sliding_attention layers",
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            "rotary embedding 'dynamic'",
         ),
         (
             "qwen3_moe",

@@ -10,16 +10,40 @@ model does not compute is rejected when it is read, with the setting and its val
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from treadle.trainer.policy.megatron.experts.shape import ExpertShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from treadle.trainer.policy.types import SharePrefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """What the files call the norms of a layer: before and after attention and feed-forward part.
+
+    Attributes:
+        before_attention: Of the layer's input.
+        after_attention: Of the attention's output, before it is added; None: there is none.
+        before_mlp: Of the feed-forward part's input.
+        after_mlp: Of its output, before it is added; None: there is none.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def num(self) -> int:
+        """Number of norms of a layer."""
+        return 2 + (self.after_attention is not None) + (self.after_mlp is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,38 +51,108 @@ class Blocks:
     """What the blocks of one model type are; the defaults are Llama's.
 
     Attributes:
-        qkv_bias: Whether queries, keys and values have biases.
+        norms: Names of the norms.
+        one_plus_norms: Whether a norm multiplies by 1 + weight, in float32, and not by the weight.
+        qkv_bias: Whether queries, keys and values have biases; None: as `attention_bias` says.
         qk_norm: Whether queries and keys are normed, each head by itself.
         experts: Whether some feed-forward parts are mixtures of experts, see `experts.shape`.
+        fused_qkv: Whether the files have queries, keys and values in one matrix, `qkv_proj`.
+        fused_gate_up: Whether they have gate and up in one matrix, `gate_up_proj`.
+        interleaved: Whether rotary positions turn neighbouring dimensions of a head, and not those
+            of its two halves.
+        windows: Which layers have a sliding window, if `sliding_window` is set: those that
+            `layer_types` names, all, or none as the setting has no meaning.
+        scaled_embeddings: Whether embeddings are multiplied by the root of the hidden size.
+        reads: Which of the settings `query_pre_attn_scalar`, `attn_logit_softcapping` and
+            `final_logit_softcapping` it has; the others have no meaning.
     """
 
-    qkv_bias: bool = False
+    norms: Norms = Norms()
+    one_plus_norms: bool = False
+    qkv_bias: bool | None = False
     qk_norm: bool = False
     experts: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    interleaved: bool = False
+    windows: Literal["layer_types", "all", "none"] = "none"
+    scaled_embeddings: bool = False
+    reads: tuple[str, ...] = ()
 
 
-# docs/models.md has both tables for users.
+_GEMMA_NORMS: Final = Norms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_GLM4_NORMS: Final = Norms(
+    after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
+)
+
+# docs/models.md has these tables for users.
 MODEL_TYPES: Final[Mapping[str, Blocks]] = MappingProxyType(
     {
         "llama": Blocks(),
-        "qwen2": Blocks(qkv_bias=True),
-        "qwen3": Blocks(qk_norm=True),
-        "qwen3_moe": Blocks(qk_norm=True, experts=True),
+        "mistral": Blocks(windows="all"),
+        "qwen2": Blocks(qkv_bias=True, windows="layer_types"),
+        "qwen3": Blocks(qk_norm=True, windows="layer_types"),
+        "qwen3_moe": Blocks(qk_norm=True, experts=True, windows="all"),
+        "phi3": Blocks(fused_qkv=True, fused_gate_up=True, windows="all"),
+        "glm": Blocks(qkv_bias=None, fused_gate_up=True, interleaved=True),
+        "glm4": Blocks(qkv_bias=None, fused_gate_up=True, interleaved=True, norms=_GLM4_NORMS),
+        "gemma": Blocks(one_plus_norms=True, scaled_embeddings=True),
+        "gemma2": Blocks(
+            norms=_GEMMA_NORMS,
+            one_plus_norms=True,
+            windows="layer_types",
+            scaled_embeddings=True,
+            reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+        "gemma3_text": Blocks(
+            norms=_GEMMA_NORMS,
+            one_plus_norms=True,
+            qk_norm=True,
+            windows="layer_types",
+            scaled_embeddings=True,
+            reads=("query_pre_attn_scalar", "final_logit_softcapping"),
+        ),
     }
 )
 """The model types that can be trained."""
 
-ACCEPTED: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
+_DELTA_NET: Final = (
+    "it has gated delta net layers: Megatron-core 0.16.1 computes those only with "
+    "flash-linear-attention, on a GPU, and not for sequences that are packed"
+)
+REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "hidden_act": ("silu",),
-        "rope_parameters.rope_type": ("default",),
-        "attention_dropout": (0.0,),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "use_sliding_window": (False,),
+        "qwen3_next": _DELTA_NET,
+        "qwen3_5": _DELTA_NET,
+        "qwen3_5_text": _DELTA_NET,
+        "qwen3_5_moe": _DELTA_NET,
+        "qwen3_5_moe_text": _DELTA_NET,
+        "gpt_oss": "its attention has sinks, and its experts have biases and clamped activations",
+        "gemma3": "it sees images; the sizes of Gemma 3 that read text only are gemma3_text",
+        "olmo2": "it norms queries and keys over all heads, which tensor-parallel ranks share",
     }
 )
-"""Settings of a config, with the values that can be built; a setting left out has one of them."""
+"""Model types that one may ask for, and what of them is not computed."""
+
+ACCEPTED: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
+    {
+        "hidden_act": ("silu", "gelu_pytorch_tanh"),
+        "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+        "rope_parameters.rope_type": ("default", "linear", "llama3", "yarn"),
+        "attention_dropout": (0.0,),
+        "resid_pdrop": (0.0,),
+        "embd_pdrop": (0.0,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "use_bidirectional_attention": (False,),
+    }
+)
+"""Settings of a config, with the values that can be built; a setting left out, or null, has one of
+them. `attention_bias` may be true too where it means biases of queries, keys and values only."""
 
 
 VOCAB_MULTIPLE: Final = 128
@@ -78,7 +172,22 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes and variants of a decoder with rotary positions and gated SiLU."""
+    """Sizes and settings of a decoder with rotary positions and gated feed-forward parts.
+
+    Attributes:
+        experts: Sizes of the layers with experts; None: the model is dense.
+        tied: Whether the output layer is the embedding.
+        rope_theta: Base of the rotary frequencies.
+        rope_local_theta: The same for layers with a window, if theirs differ; those are not scaled.
+        rope_share: Share of a head's dimensions that rotary positions turn.
+        rope_scaling: `rope_parameters` of another `rope_type` than default, but for theta and
+            share, sorted.
+        windows: Rows that a row sees, itself included, by layer; None: all before it. Empty: no
+            layer has a window.
+        score_scale: What attention scores are multiplied by; None: 1 / sqrt(head_dim).
+        score_softcap: c of c tanh(score / c); None: scores are not capped.
+        logit_softcap: The same of the logits.
+    """
 
     model_type: str
     num_layers: int
@@ -92,11 +201,17 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     tied: bool
-    """The output layer is the embedding."""
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertShape | None = None
-    """None: the model is dense."""
+    activation: str = "silu"
+    rope_local_theta: float | None = None
+    rope_share: float = 1.0
+    rope_scaling: tuple[tuple[str, float | str | bool], ...] = ()
+    windows: tuple[int | None, ...] = ()
+    score_scale: float | None = None
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
@@ -124,6 +239,11 @@ class Architecture:
         _refuse_unsupported(config)
         blocks = MODEL_TYPES[config.model_type]
         head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        rope, local = _rope_parameters(config)
+        bias = config.attention_bias if blocks.qkv_bias is None else blocks.qkv_bias
+        read = {name: getattr(config, name) for name in blocks.reads}
+        query_scalar = read.get("query_pre_attn_scalar")
         return cls(
             model_type=config.model_type,
             num_layers=config.num_hidden_layers,
@@ -131,16 +251,38 @@ class Architecture:
             ffn_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim,
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
             norm_eps=config.rms_norm_eps,
-            rope_theta=float(config.rope_parameters["rope_theta"]),
+            rope_theta=float(rope["rope_theta"]),
             tied=bool(config.tie_word_embeddings),
-            qkv_bias=blocks.qkv_bias,
+            qkv_bias=bool(bias),
             qk_norm=blocks.qk_norm,
             experts=ExpertShape.from_config(config) if blocks.experts else None,
+            activation=getattr(config, "hidden_activation", None) or config.hidden_act,
+            rope_local_theta=None if local is None else float(local["rope_theta"]),
+            rope_share=float(rope.get("partial_rotary_factor") or 1.0),
+            rope_scaling=_rope_scaling(rope),
+            windows=_windows(config, blocks),
+            score_scale=None if query_scalar is None else query_scalar**-0.5,
+            score_softcap=read.get("attn_logit_softcapping"),
+            logit_softcap=read.get("final_logit_softcapping"),
         )
+
+    @property
+    def blocks(self) -> Blocks:
+        """What the blocks of its model type are."""
+        return MODEL_TYPES[self.model_type]
+
+    @property
+    def attention_is_plain(self) -> bool:
+        """Whether each row sees all rows before it, by scores that are not capped."""
+        return self.score_softcap is None and not self.windows
+
+    def window(self, layer: int) -> int | None:
+        """Returns the number of rows that a row sees in a layer, from 0 on; None: all before it."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def num_parameters(self) -> int:
@@ -148,7 +290,7 @@ class Architecture:
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (heads + kv_heads)
         attention += (heads + 2 * kv_heads) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        norms = 2 * self.hidden_size
+        norms = self.blocks.norms.num * self.hidden_size
         dense = 3 * self.hidden_size * self.ffn_size
         layers = self.num_layers * (attention + dense + norms)
         if self.experts is not None:
@@ -161,7 +303,7 @@ class Architecture:
     def matrices(self) -> Mapping[str, tuple[int, int]]:
         """(inputs, outputs) of each matrix of a layer, by its Hugging Face name."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
+        sizes = {
             "q_proj": (self.hidden_size, heads),
             "k_proj": (self.hidden_size, kv_heads),
             "v_proj": (self.hidden_size, kv_heads),
@@ -170,6 +312,31 @@ class Architecture:
             "up_proj": (self.hidden_size, self.ffn_size),
             "down_proj": (self.ffn_size, self.hidden_size),
         }
+        return {name: size for name, size in sizes.items() if name not in self._fused}
+
+    @property
+    def _fused(self) -> tuple[str, ...]:
+        """Matrices that the files do not have by themselves."""
+        blocks = self.blocks
+        qkv = ("q_proj", "k_proj", "v_proj") if blocks.fused_qkv else ()
+        return qkv + (("gate_proj", "up_proj") if blocks.fused_gate_up else ())
+
+    def check_adapters(self, targets: Iterable[str]) -> None:
+        """Raises `UnsupportedModelError` if a matrix is to have an adapter that cannot have one."""
+        if fused := [name for name in targets if name in self._fused]:
+            raise UnsupportedModelError(
+                f"policy.lora.targets has {', '.join(fused)}, which files of {self.model_type} "
+                f"have in one matrix with others: take some of {', '.join(self.matrices)}"
+            )
+
+    def check_sharing(self, mode: SharePrefixes) -> None:
+        """Raises `UnsupportedModelError` if prefixes are to be shared always, but cannot be."""
+        if mode == "always" and not self.attention_is_plain:
+            what = "layers with a sliding window" if self.windows else "capped attention scores"
+            raise UnsupportedModelError(
+                f"policy.share_prefixes=always: {self.model_type} has {what}, for which prefixes "
+                "are not shared; take auto, which shares none here"
+            )
 
     def check_parallel(self, *, tensor: int, pipeline: int) -> None:
         """Raises `UnsupportedModelError` if the model cannot be split into this number of parts."""
@@ -187,8 +354,9 @@ class Architecture:
 
 def _check_type(model_type: object) -> None:
     if model_type not in MODEL_TYPES:
+        why = f": {REFUSED[model_type]}" if model_type in REFUSED else ""  # type: ignore[index]
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported by the Megatron backend; supported: "
+            f"model type {model_type!r} is not supported by the Megatron backend{why}; supported: "
             f"{', '.join(MODEL_TYPES)}"
         )
 
@@ -196,10 +364,60 @@ def _check_type(model_type: object) -> None:
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     for name, accepted in ACCEPTED.items():
         section, _, key = name.rpartition(".")
-        holder = getattr(config, section) if section else vars(config)
-        value = holder.get(key, accepted[0])
-        if value not in accepted:
+        if name == "attention_bias" and MODEL_TYPES[config.model_type].qkv_bias is None:
+            continue
+        holder = _rope_parameters(config)[0] if section else vars(config)
+        value = holder.get(key)
+        if value is not None and value not in accepted:
             raise UnsupportedModelError(
                 f"{config.model_type} with {name}={value!r} is not supported by the Megatron "
                 f"backend, which computes {' or '.join(f'{name}={a!r}' for a in accepted)} only"
             )
+
+
+def _rope_parameters(
+    config: PretrainedConfig,
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Returns those of layers that see all rows, and those of layers with a window if they differ.
+
+    Raises:
+        UnsupportedModelError: Those of layers with a window are scaled.
+    """
+    parameters: Mapping[str, Any] = config.rope_parameters
+    if "full_attention" not in parameters:
+        return parameters, None
+    local = parameters["sliding_attention"]
+    if local["rope_type"] != "default":
+        raise UnsupportedModelError(
+            f"{config.model_type} with rope_parameters.sliding_attention.rope_type="
+            f"{local['rope_type']!r} is not supported by the Megatron backend, which computes "
+            "'default' only in layers with a window"
+        )
+    return parameters["full_attention"], local
+
+
+def _rope_scaling(parameters: Mapping[str, Any]) -> tuple[tuple[str, float | str | bool], ...]:
+    if parameters["rope_type"] == "default":
+        return ()
+    # "type" is an older name of "rope_type".
+    besides = ("rope_theta", "partial_rotary_factor", "type")
+    return tuple(
+        sorted((k, v) for k, v in parameters.items() if k not in besides and v is not None)
+    )
+
+
+def _windows(config: PretrainedConfig, blocks: Blocks) -> tuple[int | None, ...]:
+    """Returns the window of each layer; nothing if no layer has one."""
+    window: int | None = None if blocks.windows == "none" else config.sliding_window
+    if window is None:
+        return ()
+    if blocks.windows == "all":
+        return (window,) * config.num_hidden_layers
+    kinds: dict[str, int | None] = {"sliding_attention": window, "full_attention": None}
+    if unknown := sorted(set(config.layer_types) - kinds.keys()):
+        raise UnsupportedModelError(
+            f"{config.model_type} with layer_types {', '.join(unknown)} is not supported by the "
+            f"Megatron backend, which computes {' and '.join(kinds)} only"
+        )
+    windows = tuple(kinds[kind] for kind in config.layer_types)
+    return windows if any(windows) else ()

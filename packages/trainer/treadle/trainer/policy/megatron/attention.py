@@ -8,12 +8,16 @@ common length and go through one `scaled_dot_product_attention` call: padding si
 a causal mask already hides it, so the result is exact. Segments arrive sorted by length, which
 makes each such group a contiguous slice of the micro-batch.
 
+Where a layer has a window, a segment that fits into it is computed as without. A longer one goes
+through block by block of queries, each with the keys that it may see: the work grows with length
+times window. Scores that are capped are matrix products of our own, in the same blocks, computed
+again in the backward pass; no kernel of torch has them, and they take several times as long.
+
 Shape suffixes: P packed rows, N segments of a group, S rows of its longest, A heads, D head size.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,6 +25,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.experts.routing import Routing
@@ -30,9 +35,27 @@ device.install()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
+_BLOCK: Final = 512
+"""Queries of a block where a window or a cap needs blocks."""
+
 MAX_PADDED_SHARE: Final = 1.25
 """Rows of a group after padding, over before: past this a new group is begun. One call costs about
 as much as 20% more rows of a short group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How a layer's attention scores are made.
+
+    Attributes:
+        scale: What products of queries and keys are multiplied by.
+        window: Rows that a row sees, itself included; None: all before it.
+        softcap: c of c tanh(score / c); None: scores are not capped.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +83,12 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     routing: Routing = field(default_factory=Routing)
     """What the routers of layers with experts are told of the rows."""
 
-    def attend(self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: Scores
+    ) -> Tensor:
         """Attends within each segment; returns [P, A * D]."""
         rows = (query_PAD, key_PAD, value_PAD)
-        outputs = [_attend_group(rows, group, scale) for group in self.groups]
+        outputs = [_attend_group(rows, group, scores) for group in self.groups]
         padding = query_PAD.shape[0] - self.groups[-1].stop
         if padding:
             outputs.append(outputs[-1].new_zeros(padding, outputs[-1].shape[1]))
@@ -133,18 +158,61 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return rows
 
 
-def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scale: float) -> Tensor:
+def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scores: Scores) -> Tensor:
     query, key, value = (_spread(x[group.start : group.stop], group) for x in rows)
-    out_NASD = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    if scores.softcap is None and (scores.window is None or group.longest <= scores.window):
+        out_NASD = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scores.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    else:
+        out_NASD = _attend_in_blocks(query, key, value, scores)
     out = out_NASD.transpose(1, 2).reshape(group.count * group.longest, -1)
     return out if group.slots_P is None else take_rows(out, group.slots_P)
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Returns [N, A, S, D], a block of queries at a time, each with the keys that it sees."""
+    length = query.shape[2]
+    at = torch.arange(length, device=query.device)
+    outputs = []
+    for start in range(0, length, _BLOCK):
+        stop = min(start + _BLOCK, length)
+        first = 0 if scores.window is None else max(0, start - scores.window + 1)
+        distance = at[start:stop, None] - at[first:stop]
+        seen = distance >= 0
+        if scores.window is not None:
+            seen &= distance < scores.window
+        block = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop])
+        if scores.softcap is None:
+            out = F.scaled_dot_product_attention(
+                *block,
+                attn_mask=seen,
+                scale=scores.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            out = checkpoint(
+                _capped, *block, seen, scores, use_reentrant=False, preserve_rng_state=False
+            )
+        outputs.append(out)
+    return torch.cat(outputs, 2)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Returns the attention of one block with capped scores, as matrix products."""
+    assert scores.softcap is not None
+    num, heads, rows, size = query.shape
+    # The queries of a key-value head side by side, so that no key is repeated.
+    folded = query.reshape(num, key.shape[1], -1, size)
+    products = (folded @ key.transpose(2, 3)).float() * (scores.scale / scores.softcap)
+    capped = products.tanh().view(num, heads, rows, -1) * scores.softcap
+    weights = capped.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype)
+    return (weights.view(*folded.shape[:3], -1) @ value).view_as(query)
 
 
 def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
@@ -158,18 +226,10 @@ def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
     """The `core_attention` of a Megatron layer spec, by torch's scaled dot-product attention."""
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        """Called by Megatron, with more than is needed."""
+    def __init__(self, config: Any, layer_number: int, *, scores: Sequence[Scores], **_: Any):
+        """Called by Megatron, with more than is needed; `scores`, by layer, are from the spec."""
         super().__init__(config=config)
-        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._scores = scores[layer_number - 1]
 
     def forward(
         self,
@@ -184,7 +244,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is unty
     ) -> Tensor:
         """Attends as the packing says; returns [P, 1, A * D]."""
         query, key, value = (x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD))
-        return packed_seq_params.attend(query, key, value, self._scale).unsqueeze(1)
+        return packed_seq_params.attend(query, key, value, self._scores).unsqueeze(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing: attention has no state."""

@@ -89,6 +89,7 @@ class MegatronPolicy:
         """As in the configuration; may be changed between steps."""
         self._model_path = model_path
         self.architecture = Architecture.from_folder(model_path)
+        self.architecture.check_sharing(config.share_prefixes)
         self.world = parallel.start(
             config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
         )
@@ -171,7 +172,7 @@ class MegatronPolicy:
             return logprobs_T.sum()
 
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
-        micro_batches = self.micro_batches(packer, sequences, computed)
+        micro_batches = self.micro_batches(packer, sequences, computed, model)
         pipeline.run(net, micro_batches, collect, forward_only=True)
         dist.all_reduce(values_M)
         return packer.unpack(values_M.tolist())
@@ -264,19 +265,37 @@ class MegatronPolicy:
         return self.world.tensor if self.world.sequence_parallel else 1
 
     def micro_batches(
-        self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
+        self,
+        packer: Packer,
+        sequences: Sequence[TrainSequence],
+        computed: Sequence[int],
+        model: PolicyModel | None = None,
     ) -> list[MicroBatch]:
-        """Returns this data-parallel rank's share; may be empty."""
-        mine = self._share(packer, sequences, computed)
+        """Returns this data-parallel rank's share; may be empty.
+
+        Args:
+            packer: Of the batch.
+            sequences: All of them.
+            computed: Indices of those that go through the model.
+            model: That they go through; None: the policy's, or one of its architecture.
+        """
+        can_share = (model or self._model).attention_is_plain
+        mine = self._share(packer, sequences, computed, can_share=can_share)
         if self.architecture.experts is None or not computed:
             return mine
         shortest = min(computed, key=lambda i: input_length(sequences[i]))
         return experts_plan.prepare(mine, lambda: packer.micro_batch([shortest]), self.world)
 
     def _share(
-        self, packer: Packer, sequences: Sequence[TrainSequence], computed: Sequence[int]
+        self,
+        packer: Packer,
+        sequences: Sequence[TrainSequence],
+        computed: Sequence[int],
+        *,
+        can_share: bool,
     ) -> list[MicroBatch]:
-        ordered = plan.shared(sequences, computed, self.share_prefixes)
+        mode = self.share_prefixes if can_share else "never"
+        ordered = plan.shared(sequences, computed, mode)
         if ordered is not None:
             parts = plan.micro_batches(
                 ordered,
@@ -307,6 +326,7 @@ class MegatronPolicy:
             group=self.world.tensor_group,
             chunk=self._config.logits_chunk_tokens,
             temperature=temperature,
+            softcap=model.logit_softcap,
         )
 
     # --- weights and checkpoints ---------------------------------------------------------------

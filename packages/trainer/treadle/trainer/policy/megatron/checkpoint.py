@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Final
@@ -88,7 +88,10 @@ class PolicyState:
         self._model = model
         self._optimizer = optimizer
         self._adapters_only = adapter is not None
-        self.identity: dict[str, Any] = {**asdict(architecture), **(adapter or {})}
+        # Settings at their defaults are left out: a checkpoint written before there was one fits.
+        defaults = {field.name: field.default for field in fields(architecture)}
+        chosen = {k: v for k, v in asdict(architecture).items() if v != defaults[k]}
+        self.identity: dict[str, Any] = {**chosen, **(adapter or {})}
         """What a checkpoint must have been written with."""
 
     def sharded(self, *, loading: bool) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None,
     chunk: int,
     temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probability of each target and the entropy, in nats, float32.
 
@@ -45,6 +46,7 @@ def logprobs_and_entropy(
         group: The tensor-parallel group; None if this rank has the whole vocabulary.
         chunk: Most rows of logits to hold at a time.
         temperature: Above 0; the distribution is the softmax of logits / temperature.
+        softcap: c, where the model's logits are c tanh(x / c) of the products x; None: x.
 
     Returns:
         Two [T] tensors, the same on every rank of the group.
@@ -54,6 +56,8 @@ def logprobs_and_entropy(
         if group is not None:
             rows_TH = copy_to_tensor_model_parallel_region(rows_TH)
         logits_TV = F.linear(rows_TH.to(head_VH.dtype), head_VH)
+        if softcap is not None:
+            logits_TV = (logits_TV.float() / softcap).tanh() * softcap
         if temperature != 1.0:
             logits_TV = logits_TV.float() / temperature
         return from_logits(logits_TV, ids_T, vocab_size=vocab_size, group=group)

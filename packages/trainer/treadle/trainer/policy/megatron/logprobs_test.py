@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treadle.trainer.policy.megatron.attention import PackedAttention, Segments, take_rows
+from treadle.trainer.policy.megatron import attention
+from treadle.trainer.policy.megatron.attention import (
+    PackedAttention,
+    Scores,
+    Segments,
+    take_rows,
+)
 from treadle.trainer.policy.megatron.logprobs import from_logits, logprobs_and_entropy
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 
@@ -100,17 +106,22 @@ def test_vocabulary_parallel_values_and_gradients() -> None:
     np.testing.assert_allclose(sum(r[3] for r in ranks), head_grad.numpy(), atol=2e-6)
 
 
-def attention() -> PackedAttention:
+def packed_attention(scores: Scores) -> PackedAttention:
     core = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(core)
-    core._scale = 0.5
+    core._scores = scores
     return core
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(0, 3))
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.integers(0, 3),
+    st.sampled_from([None, 1, 4, 9]),
+    st.sampled_from([None, 0.7]),
+)
 def test_packed_attention_is_attention_of_each_segment_alone(
-    lengths: list[int], padding: int
+    lengths: list[int], padding: int, window: int | None, softcap: float | None
 ) -> None:
     lengths = sorted(lengths)
     rows = sum(lengths) + padding
@@ -119,14 +130,20 @@ def test_packed_attention_is_attention_of_each_segment_alone(
     key, value = (torch.randn(rows, 1, 2, 4, requires_grad=True) for _ in range(2))
     segments = Segments.of_lengths(lengths, torch.device("cpu"))
     assert segments.groups[-1].stop == sum(lengths)
-    got = attention()(query, key, value, None, packed_seq_params=segments)
+    core = packed_attention(Scores(scale=0.5, window=window, softcap=softcap))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_BLOCK", 5)
+        got = core(query, key, value, None, packed_seq_params=segments)
 
     parts, start = [], 0
     for length in lengths:
         q, k, v = (x[start : start + length, 0].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(2, 0) for x in (k, v))
-        mask = torch.ones(length, length).tril().log()
-        weights = (q @ k.transpose(1, 2) * 0.5 + mask).softmax(-1)
+        seen = torch.ones(length, length).tril()
+        seen = seen if window is None else seen.triu(1 - window)
+        products = q @ k.transpose(1, 2) * 0.5
+        products = products if softcap is None else softcap * (products / softcap).tanh()
+        weights = (products + seen.log()).softmax(-1)
         parts.append((weights @ v).transpose(0, 1).reshape(length, 1, 16))
         start += length
     want = torch.cat([*parts, torch.zeros(padding, 1, 16)])

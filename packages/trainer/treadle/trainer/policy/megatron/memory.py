@@ -18,19 +18,21 @@ R rows of a micro-batch, H hidden, L layers of the stage times the micro-batches
 way (one per stage from it to the last), V the padded vocabulary, T the tensor-parallel size, and n
 the rows whose logits exist at a time. A layer keeps, per row, from forward to backward
 
-    s = b (6 H + (5 F + a A + k K) / T) + 4 c d + (4 - b) 4 (H + (A + K) / 2 T where normed)
+    s = b ((6 + m) H + (5 F + a A + k K) / T) + 4 c d
+        + (4 - b) ((4 + 3 m) H + 2 (A + K) / T where normed)
 
 bytes: H for the input and output of both norms and both residual sums, F for the projections of the
 feed-forward part, A and K for queries and for keys or values of all heads, d for the rotary angles,
-and the float32 copies that norms make of bfloat16; a = 3, k = 3, c = 4 without norms of queries and
-keys, 5, 2, 8 with. Sequence parallelism divides H by T too. Of logits there are four float32
-copies: they, their exponentials, and two in the backward pass. In a layer with experts, of which a
-row goes to N out of E with G columns each, 5 b F is N b (6 G + 2 H) + 16 E, if every rank gets the
-same part of the choices. With `policy.recompute=full` a layer keeps b H; to them comes the larger of the logits' part and one layer with its gradients,
-s + 10 F / T. With `policy.recompute=selective` and `mlp` a layer keeps b 5 F / T less; to them
-comes the larger of the logits' part and one feed-forward part with its gradients,
-(5 b + 10) F / T. `core_attn` leaves out the padding between sequences, which is not in the
-estimate. The measured peak of a step on the CPU is within 5 % of this for the models of the demo
+m for the norms of outputs (2 in GLM-4, Gemma 2 and 3, else 0), and the float32 copies that norms
+make of bfloat16; a = 3, k = 3, c = 4 without norms of queries and keys, 5, 2, 8 with. Sequence
+parallelism divides H by T too. Of logits there are four float32 copies: they, their exponentials,
+and two in the backward pass; a fifth if they are capped. In a layer with experts, of which a row
+goes to N out of E with G columns each, 5 b F is N b (6 G + 2 H) + 16 E, if every rank gets the same
+part of the choices. With `policy.recompute=full` a layer keeps b H; to them comes the larger of the
+logits' part and one layer with its gradients, s + 10 F / T. With `policy.recompute=selective` and
+`mlp` a layer keeps b 5 F / T less; to them comes the larger of the logits' part and one
+feed-forward part with its gradients, (5 b + 10) F / T. `core_attn` leaves out the padding between
+sequences, which is not in the estimate. The measured peak of a step on the CPU is within 5 % of this for the models of the demo
 and for tiny ones, in both dtypes (`memory_test.py` allows 15 %).
 
 Not in the estimate: the process itself (Python, torch and Megatron: 0.5 GB, and a CUDA context on a
@@ -139,7 +141,8 @@ def _stage(
     head = 0.0
     if is_last:
         vocab = padded_vocab(architecture.vocab_size, parallel.tensor) // parallel.tensor
-        logits = 16 * min(loss_rows, policy.logits_chunk_tokens) * vocab
+        copies = 4 + (architecture.logit_softcap is not None)
+        logits = 4 * copies * min(loss_rows, policy.logits_chunk_tokens) * vocab
         head = logits + rows * 4 * architecture.hidden_size * size
     under_way = parallel.pipeline - stage
     if policy.recompute == "full":
@@ -175,7 +178,8 @@ def stage_parameters(architecture: Architecture, policy: PolicyConfig, *, stage:
     queries, keys = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
     split = 2 * hidden * (queries + keys)
     split += (queries + 2 * keys) * architecture.qkv_bias
-    layer = split // tensor + 2 * hidden + 2 * head_dim * architecture.qk_norm
+    norms = architecture.blocks.norms.num * hidden + 2 * head_dim * architecture.qk_norm
+    layer = split // tensor + norms
     table = padded_vocab(architecture.vocab_size, tensor) // tensor * hidden
     layers, sparse = _layers(architecture, policy, stage=stage)
     count = layers * layer + (layers - sparse) * (3 * hidden * architecture.ffn_size // tensor)
@@ -233,8 +237,9 @@ def _kept_by_a_layer(architecture: Architecture, policy: PolicyConfig) -> float:
     normed = architecture.qk_norm
     a, k, c = (5, 2, 8) if normed else (3, 3, 4)
     hidden = _hidden(architecture, policy)
-    elements = 6 * hidden + (a * queries + k * keys) / tensor
-    copies = (4 - size) * (4 * hidden + 2 * (queries + keys) * normed / tensor)
+    after = architecture.blocks.norms.num - 2
+    elements = (6 + after) * hidden + (a * queries + k * keys) / tensor
+    copies = (4 - size) * ((4 + 3 * after) * hidden + 2 * (queries + keys) * normed / tensor)
     return size * elements + 4 * c * architecture.head_dim + copies
 
 

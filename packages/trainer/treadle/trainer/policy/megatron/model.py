@@ -14,7 +14,9 @@ Shape suffixes: P packed rows, H hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,11 @@ from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.architecture import UnsupportedModelError, padded_vocab
-from treadle.trainer.policy.megatron.attention import PackedAttention, Segments
+from treadle.trainer.policy.megatron.attention import PackedAttention, Scores, Segments
 from treadle.trainer.policy.megatron.experts import check
 from treadle.trainer.policy.megatron.experts.layer import layer_spec, mark_experts, settings
 from treadle.trainer.policy.megatron.lora.linears import adapt_layer, freeze_base
+from treadle.trainer.policy.megatron.rotary import frequencies, local_frequencies
 
 device.install()
 
@@ -36,11 +39,14 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
 if TYPE_CHECKING:
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.experts.shape import ExpertShape
     from treadle.trainer.policy.megatron.parallel import World
 
 
@@ -62,6 +68,52 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class OnePlusRMSNorm(RMSNorm):
+    """The norm of Gemma: multiplies by 1 + weight, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        one_plus = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.weight.shape, one_plus, self.eps).to(x.dtype)
+
+
+class NormAndAdd(torch.nn.Module):
+    """The bias-dropout-add slot of a layer whose parts norm their output before it is added."""
+
+    def __init__(self, norm: type[RMSNorm], config: Any) -> None:
+        """Called by Megatron, with what the layer spec holds."""
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Returns the sum of the residual and the normed output, as a function of both."""
+        return self._add
+
+    def _add(
+        self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        output, bias = output_and_bias
+        assert bias is None and not dropout
+        normed: Tensor = self.norm(output)
+        return residual + normed
+
+
+class TwoRotationsAttention(SelfAttention):  # type: ignore[misc]  # megatron is untyped
+    """Self-attention where layers with a window have their own rotary frequencies."""
+
+    def __init__(self, *args: Any, architecture: Architecture, layer_number: int, **kwargs: Any):
+        """Called by Megatron; `architecture` is from the layer spec."""
+        super().__init__(*args, layer_number=layer_number, **kwargs)
+        self._which = int(architecture.window(layer_number - 1) is not None)
+
+    def forward(
+        self, hidden: Tensor, attention_mask: None, *, rotary_pos_emb: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Takes the layer's angles out of [P, 1, 2, D], those of both frequencies."""
+        angles = rotary_pos_emb[:, :, self._which, None]
+        return super().forward(hidden, attention_mask, rotary_pos_emb=angles, **kwargs)  # type: ignore[no-any-return]
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
     """One pipeline stage of the policy, up to and without the output layer."""
 
@@ -69,10 +121,21 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         """`kwargs` are those of Megatron's `GPTModel`; `num_ids` is the vocabulary, not padded."""
         super().__init__(**kwargs)
         self.num_ids = architecture.vocab_size
-        steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
-        self._inverse_frequency = (architecture.rope_theta ** -(steps / architecture.head_dim)).to(
-            device.device()
+        rotary, _ = frequencies(architecture)
+        local = local_frequencies(architecture)
+        # One set of frequencies, or two for `TwoRotationsAttention`.
+        rotary = rotary if local is None else torch.stack((rotary, local))
+        self._frequencies = rotary.to(device.device())
+        self._interleaved = architecture.blocks.interleaved
+        scaled = architecture.blocks.scaled_embeddings
+        # Rounded to the weights' type, as transformers does.
+        self._embedding_scale = (
+            torch.tensor(architecture.hidden_size**0.5, dtype=self.config.params_dtype)
+            if scaled
+            else None
         )
+        self.logit_softcap = architecture.logit_softcap
+        self.attention_is_plain = architecture.attention_is_plain
 
     def forward(self, ids_1P: Tensor, positions_P: Tensor, segments: Segments) -> Tensor:
         """Runs the stage.
@@ -86,15 +149,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
             [P, 1, H] hidden states: normed by the last stage, and whole there even under
             sequence parallelism.
         """
-        angles = positions_P.float()[:, None] * self._inverse_frequency
         embedded: Tensor | None = self.embedding(ids_1P, None) if self.pre_process else None
+        if embedded is not None and self._embedding_scale is not None:
+            embedded = embedded * self._embedding_scale
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # Under LoRA. Recomputed layers get gradients only through an input that has one.
             embedded.requires_grad_()
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=torch.cat((angles, angles), dim=-1)[:, None, None, :],
+            rotary_pos_emb=self._angles(positions_P),
             packed_seq_params=segments,
         )
         if self.post_process and self.config.sequence_parallel:
@@ -102,6 +166,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
             # gather only has to split.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden
+
+    def _angles(self, positions_P: Tensor) -> Tensor:
+        """Returns [P, 1, 1, D] angles of each dimension; [P, 1, 2, D] of two sets of them."""
+        frequencies = self._frequencies.view(-1, self._frequencies.shape[-1])
+        angles = positions_P.float()[:, None, None, None] * frequencies
+        if self._interleaved:
+            return angles.repeat_interleave(2, dim=-1)
+        return torch.cat((angles, angles), dim=-1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -132,18 +204,12 @@ def build(
         for problem in check.training_problems(architecture, config):
             raise UnsupportedModelError(problem)
     megatron = transformer_config(architecture, config, world)
-    dense = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    sparse = of_experts and layer_spec(of_experts, qk_norm=architecture.qk_norm)
-    for layer in (dense, sparse):
-        if layer is None:
-            continue
-        layer.submodules.input_layernorm = RMSNorm
-        layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if architecture.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if config.lora.rank:
+    norm = OnePlusRMSNorm if architecture.blocks.one_plus_norms else RMSNorm
+    dense = _layer_spec(architecture, megatron, norm)
+    sparse = _layer_spec(architecture, megatron, norm, experts=of_experts) if of_experts else dense
+    if config.lora.rank:
+        architecture.check_adapters(config.lora.targets)
+        for layer in (dense, sparse) if of_experts else (dense,):
             adapt_layer(layer, config.lora, architecture)
     num_layers = architecture.num_layers // world.pipeline
     first = world.pipeline_rank * num_layers
@@ -154,7 +220,7 @@ def build(
     model: PolicyModel = (kind or PolicyModel)(
         architecture,
         config=megatron,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
         vocab_size=padded_vocab(architecture.vocab_size, world.tensor),
         max_sequence_length=architecture.max_positions,
         pre_process=world.is_first_stage,
@@ -169,6 +235,62 @@ def build(
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model
+
+
+def _layer_spec(
+    architecture: Architecture,
+    config: TransformerConfig,
+    norm: type[RMSNorm],
+    *,
+    experts: ExpertShape | None = None,
+) -> ModuleSpec:
+    """Returns Megatron's spec of a layer, with the variants of the architecture."""
+    blocks, qk_norm = architecture.blocks, architecture.qk_norm
+    layer = (
+        get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+        if experts is None
+        else layer_spec(experts, qk_norm=qk_norm)
+    )
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = partial(PackedAttention, scores=_scores(architecture))
+    if architecture.qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    if architecture.rope_local_theta is not None:
+        attention.module = TwoRotationsAttention
+        attention.params["architecture"] = architecture
+    for slot, name in (
+        ("self_attn_bda", blocks.norms.after_attention),
+        ("mlp_bda", blocks.norms.after_mlp),
+    ):
+        if name is not None:
+            spec = ModuleSpec(module=NormAndAdd, params={"norm": norm, "config": config})
+            setattr(layer.submodules, slot, spec)
+    return layer
+
+
+def _scores(architecture: Architecture) -> tuple[Scores, ...]:
+    """Returns how each layer scores."""
+    base = architecture.score_scale or architecture.head_dim**-0.5
+    _, factor = frequencies(architecture)
+    windows = [architecture.window(layer) for layer in range(architecture.num_layers)]
+    has_local = architecture.rope_local_theta is not None
+    return tuple(
+        Scores(
+            scale=base if has_local and window is not None else base * factor,
+            window=window,
+            softcap=architecture.score_softcap,
+        )
+        for window in windows
+    )
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Final = {"silu": F.silu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -202,7 +324,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[architecture.activation],
+        rotary_interleaved=architecture.blocks.interleaved,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,

@@ -26,7 +26,7 @@ from treadle.trainer.policy.megatron.lora.linears import adapters_of, is_adapter
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 
 if TYPE_CHECKING:
-    from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.architecture import Architecture, Blocks
     from treadle.trainer.policy.megatron.model import PolicyModel
     from treadle.trainer.policy.megatron.parallel import World
     from treadle.trainer.policy.types import ElementType
@@ -131,6 +131,27 @@ class _GateAndUp(_Same):
         return _cat([s.reshape(2, -1, s.shape[-1]) for s in shards], 1)
 
 
+class _FusedQkv(_Qkv):
+    """The same of one matrix with all queries, all keys and all values."""
+
+    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        rows = [n * model.head_dim for n in (model.num_heads, *[model.num_kv_heads] * 2)]
+        return super().merge(torch.split(parts[0], rows), model)
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        return [torch.cat(super().split(whole, model))]
+
+
+class _FusedGateAndUp(_GateAndUp):
+    """The same of one matrix with all gates above all ups."""
+
+    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        return parts[0].reshape(2, -1, *parts[0].shape[1:])
+
+    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        return [whole.flatten(0, 1)]
+
+
 class _Vocabulary(_Same):
     """Rows of ids, padded with zeros at the end, cut into equal runs."""
 
@@ -147,23 +168,36 @@ class _Vocabulary(_Same):
         return _cat(shards, 0)
 
 
-_SAME, _COLUMNS, _ROWS, _QKV = _Same(), _InputColumns(), _OutputRows(), _Qkv()
-_GATED, _VOCAB = _GateAndUp(), _Vocabulary()
-_LAYER: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
-    "input_layernorm.weight": (_SAME, ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": (
-        _QKV,
-        tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    ),
-    "self_attention.linear_qkv.bias": (_QKV, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
-    "self_attention.q_layernorm.weight": (_SAME, ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": (_SAME, ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": (_COLUMNS, ("self_attn.o_proj.weight",)),
-    "pre_mlp_layernorm.weight": (_SAME, ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": (_GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": (_COLUMNS, ("mlp.down_proj.weight",)),
-    "mlp.router.weight": (_SAME, ("mlp.gate.weight",)),
-}
+_SAME, _COLUMNS, _ROWS, _VOCAB = _Same(), _InputColumns(), _OutputRows(), _Vocabulary()
+_QKV, _FUSED_QKV, _GATED, _FUSED_GATED = _Qkv(), _FusedQkv(), _GateAndUp(), _FusedGateAndUp()
+
+
+def _layer_map(blocks: Blocks) -> dict[str, tuple[Layout, tuple[str, ...]]]:
+    """Returns the layout and the files' names of each parameter that a layer may have."""
+    norms = blocks.norms
+    qkv: tuple[Layout, list[str]] = (_QKV, ["q_proj", "k_proj", "v_proj"])
+    gated: tuple[Layout, list[str]] = (_GATED, ["gate_proj", "up_proj"])
+    qkv = (_FUSED_QKV, ["qkv_proj"]) if blocks.fused_qkv else qkv
+    gated = (_FUSED_GATED, ["gate_up_proj"]) if blocks.fused_gate_up else gated
+    entries: dict[str, tuple[Layout, list[str]]] = {
+        "input_layernorm.weight": (_SAME, [norms.before_attention]),
+        "self_attention.linear_qkv.weight": (qkv[0], [f"self_attn.{x}" for x in qkv[1]]),
+        "self_attention.q_layernorm.weight": (_SAME, ["self_attn.q_norm"]),
+        "self_attention.k_layernorm.weight": (_SAME, ["self_attn.k_norm"]),
+        "self_attention.linear_proj.weight": (_COLUMNS, ["self_attn.o_proj"]),
+        "pre_mlp_layernorm.weight": (_SAME, [norms.before_mlp]),
+        "mlp.linear_fc1.weight": (gated[0], [f"mlp.{x}" for x in gated[1]]),
+        "mlp.linear_fc2.weight": (_COLUMNS, ["mlp.down_proj"]),
+        "mlp.router.weight": (_SAME, ["mlp.gate"]),
+    }
+    for slot, after in (("self_attn_bda", norms.after_attention), ("mlp_bda", norms.after_mlp)):
+        if after is not None:
+            entries[f"{slot}.norm.weight"] = (_SAME, [after])
+    named = {name: (of, tuple(f"{m}.weight" for m in ms)) for name, (of, ms) in entries.items()}
+    biases = tuple(f"self_attn.{x}.bias" for x in qkv[1])
+    return {**named, "self_attention.linear_qkv.bias": (qkv[0], biases)}
+
+
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _WHOLE_MODEL: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "embedding.word_embeddings.weight": (_VOCAB, (_EMBEDDING,)),
@@ -195,7 +229,7 @@ class Entry:
 
 def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
     """Yields every weight of this rank's pipeline stage, in model order, without adapters."""
-    offset = _first_layer(model)
+    offset, layer_map = _first_layer(model), _layer_map(architecture.blocks)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
@@ -206,7 +240,7 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
             if found := _EXPERT_NAME.fullmatch(rest):
                 expert, rest = True, f"mlp.{found[2]}"
                 number = model.decoder.layers[layer].mlp.local_expert_indices[int(found[1])]
-            layout, suffixes = _LAYER[rest]
+            layout, suffixes = layer_map[rest]
             if expert:
                 suffixes = tuple(s.replace("mlp.", f"mlp.experts.{number}.") for s in suffixes)
             hf_names = tuple(place + s for s in suffixes)

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from treadle.rollout_server.engine import (
     ElementType,
@@ -47,20 +41,27 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.3,  # Large enough for distinct logits.
 }
 _MODELS: Any = AutoModelForCausalLM
-_CONFIGS: dict[str, Any] = {
-    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_SIZES,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-    ),
-    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+_WINDOW = {"sliding_window": 9}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mistral": _WINDOW,
+    "phi3": {**_WINDOW, "partial_rotary_factor": 0.75, "pad_token_id": 0},
+    "glm": {"head_dim": 8, "pad_token_id": 0},
+    "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "gemma": {"head_dim": 8, "tie_word_embeddings": True},
+    "gemma2": {**_WINDOW, "head_dim": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**_WINDOW, "head_dim": 8, "sliding_window_pattern": 2},
 }
+TEXT_TYPES = ("llama", *_SETTINGS)
 
 ModelDir = Callable[..., Path]
 
@@ -81,7 +82,8 @@ def named_tensors(path: Path, **changes: torch.Tensor | None) -> list[NamedTenso
 def write_model(directory: Path, architecture: str, seed: int) -> None:
     """Writes a tiny model with random weights."""
     torch.manual_seed(seed)
-    model = _MODELS.from_config(_CONFIGS[architecture]())
+    settings = {"tie_word_embeddings": False, **_SIZES, **_SETTINGS.get(architecture, {})}
+    model = _MODELS.from_config(CONFIG_MAPPING[architecture](**settings))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # Zero by default, which would hide a missing bias.
             torch.nn.init.normal_(parameter, std=0.3)
@@ -157,7 +159,7 @@ async def complete(
 
 def hf(path: Path) -> Any:
     """Returns the same model in transformers."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     return model.eval()
 
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from treadle.trainer.policy.megatron.attention import Segments, end_of_group
+from treadle.trainer.policy.megatron.attention import Scores, Segments, end_of_group
 from treadle.trainer.policy.megatron.prefixes.tree import Run, runs_of
 
 _QUERIES_AT_ONCE: Final = 1024
@@ -89,10 +89,16 @@ class TreeSegments(Segments):
             above=tuple(run for run in runs if run.end > run.stop),
         )
 
-    def attend(self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scale: float) -> Tensor:
-        """Attends along the path of each row; returns [P, A * D], zeros in the padding."""
+    def attend(
+        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: Scores
+    ) -> Tensor:
+        """Attends along the path of each row; returns [P, A * D], zeros in the padding.
+
+        The layer has no window and its scores no cap: nothing is shared where one has.
+        """
+        assert scores.window is None and scores.softcap is None
         out: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-            query_PAD, key_PAD, value_PAD, self, scale
+            query_PAD, key_PAD, value_PAD, self, scores.scale
         )
         return out.flatten(1)
 

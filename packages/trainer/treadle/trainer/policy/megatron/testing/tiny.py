@@ -11,7 +11,7 @@ import torch
 from treadle.trainer.policy.types import TrainSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -20,22 +20,39 @@ VOCAB: Final = 509
 
 LENGTHS: Final = (18, 41, 9, 64, 33, 26, 50, 12)
 
+SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "mistral": {"sliding_window": 24},
+    "phi3": {"sliding_window": 40, "partial_rotary_factor": 0.75},
+    "glm": {"attention_bias": True},
+    "glm4": {"attention_bias": True},
+    "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+}
+"""Settings of tiny models, so that each variant of a block is at work."""
+
 
 def write_model(
-    folder: Path, model_type: str = "qwen2", *, tied: bool = True, **sizes: Any
+    folder: Path, model_type: str = "qwen2", *, tied: bool = True, **others: Any
 ) -> PreTrainedModel:
     """Writes a random model of 4 layers and 64 hidden units, and returns it.
 
-    Norms and biases are random too, so that none of them can be left out unnoticed.
+    Norms and biases are random too, so that none of them can be left out unnoticed. `others` are
+    more settings of its config.
     """
     import transformers
 
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    }[model_type]
+    config = transformers.CONFIG_MAPPING[model_type]
     settings: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 176,
@@ -45,17 +62,15 @@ def write_model(
         "head_dim": 16,
         "vocab_size": VOCAB,
         "max_position_embeddings": 256,
+        "pad_token_id": None,  # transformers gives the padding id no gradient
+        "eos_token_id": 1,
+        **SETTINGS.get(model_type, {}),
+        **others,
     }
-    if model_type == "qwen3_moe":
-        settings |= {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-        }
-    settings |= sizes
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config_class(**settings, tie_word_embeddings=tied))
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+        config(**settings, tie_word_embeddings=tied), attn_implementation="eager"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
