@@ -82,7 +82,7 @@ class Plan:
             f"{updates} of {per_update} trajectories, in micro-batches of "
             f"{config.policy.micro_batch_tokens} tokens per rank",
         )
-        if rollout.context_length > config.policy.micro_batch_tokens:
+        if rollout.context_length > config.policy.micro_batch_tokens * parallel.context:
             yield (
                 "long trajectories",
                 "those of more tokens than a micro-batch train in one of their own, and need the "
@@ -90,9 +90,8 @@ class Plan:
             )
         yield (
             "policy",
-            f"{parallel.num_ranks} processes (tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x data {parallel.data}), {self.policy_threads} threads each, "
-            f"{config.policy.dtype}",
+            f"{parallel.num_ranks} processes ({parallel.sizes}), {self.policy_threads} threads "
+            f"each, {config.policy.dtype}",
         )
         if (critic := config.used_critic) is not None:
             yield "critic", self._critic(critic)

@@ -15,7 +15,7 @@ from treadle.trainer.policy.types import ElementType, SharePrefixes
 
 
 class ParallelConfig(BaseModel):
-    """How the policy is spread over tensor x pipeline x data processes."""
+    """How the policy is spread over tensor x pipeline x context x data processes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -25,6 +25,10 @@ class ParallelConfig(BaseModel):
     pipeline: int = Field(default=1, ge=1)
     """Number of pipeline stages that share the layers, in order. Must divide the number of
     layers."""
+    context: int = Field(default=1, ge=1)
+    """Number of processes that share the tokens of each micro-batch, so that a sequence may be
+    longer than one process has memory for. Each has the same weights; above 1, the optimizer state
+    is sharded over them."""
     data: int = Field(default=1, ge=1)
     """Number of copies of the model, each computing a share of the sequences. Above 1, the
     optimizer state is sharded over the copies."""
@@ -39,7 +43,15 @@ class ParallelConfig(BaseModel):
     @property
     def num_ranks(self) -> int:
         """Total number of processes."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def sizes(self) -> str:
+        """The sizes whose product is that, for people."""
+        return (
+            f"tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} x "
+            f"data {self.data}"
+        )
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> Self:
@@ -171,7 +183,8 @@ class PolicyConfig(BaseModel):
     copy, and gradients are summed in float32."""
     micro_batch_tokens: int = Field(default=8192, ge=2)
     """Maximum number of tokens per forward pass on one rank, those of a shared prefix counted once;
-    bounds activation memory. A longer sequence is its own micro-batch."""
+    bounds activation memory. A micro-batch has at most this number times `parallel.context`, and a
+    longer sequence is its own."""
     share_prefixes: SharePrefixes = "auto"
     """Whether sequences of a micro-batch that begin alike, as those of a group do, go through the
     model once as far as they are alike. always: wherever two of them begin alike. auto: where it

@@ -10,6 +10,7 @@ Each of verl's keys is one of
 Any other key is unknown.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,12 +98,11 @@ def _reward_kl_coef(_: Any, verl: Verl) -> Mapping[str, Any]:
 
 
 def _data_parallel(_: Any, verl: Verl) -> Mapping[str, Any]:
-    """Returns the data-parallel size: all of verl's GPUs, divided by tensor x pipeline."""
+    """Returns the data-parallel size: all of verl's GPUs, divided by the other sizes."""
     total = verl.get("trainer.n_gpus_per_node", 8) * verl.get("trainer.nnodes", 1)
     prefix = "actor_rollout_ref.actor.megatron"
-    model = verl.get(f"{prefix}.tensor_model_parallel_size", 1) * verl.get(
-        f"{prefix}.pipeline_model_parallel_size", 1
-    )
+    kinds = ("tensor_model", "pipeline_model", "context")
+    model = math.prod(verl.get(f"{prefix}.{kind}_parallel_size", 1) for kind in kinds)
     if total % model:
         raise ConfigError(f"{total} processes do not divide into groups of {model}")
     return {"policy.parallel.data": total // model}

@@ -12,6 +12,7 @@ RENAMED = {
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
     "actor_rollout_ref.actor.fsdp_config.seed": "policy.seed",
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss_aggregation",
+    "actor_rollout_ref.actor.megatron.context_parallel_size": "policy.parallel.context",
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "policy.parallel.expert",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "policy.parallel.pipeline",
     "actor_rollout_ref.actor.megatron.seed": "policy.seed",
@@ -112,7 +113,7 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.actor.shuffle": ((False,), "mini-batches follow the batch's order"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
         (1,),
-        "use policy.parallel.tensor with policy.parallel.sequence",
+        "split long sequences by policy.parallel.context",
     ),
     "actor_rollout_ref.model.exclude_modules": (
         (None,),

@@ -67,7 +67,7 @@ def memory_line(
     """
     policy, context = config.policy, config.rollout.context_length
     at_most = -(-num_trajectories * context // policy.parallel.data)
-    rows = min(max(policy.micro_batch_tokens, context), at_most)
+    rows = min(max(policy.micro_batch_tokens * policy.parallel.context, context), at_most)
     found = estimate_memory(
         architecture,
         policy,

@@ -112,6 +112,11 @@ def check_policy_parallel(parallel: ParallelConfig, architecture: Architecture) 
                 architecture.check_parallel(tensor=tensor, pipeline=pipeline)
             except UnsupportedModelError as error:
                 raise SetupError(f"{error}: take a size that does") from error
+    with problems.collected():
+        try:
+            architecture.check_context(parallel.context)
+        except UnsupportedModelError as error:
+            raise SetupError(str(error)) from error
     for problem in split_problems(architecture.experts, parallel):
         with problems.collected():
             raise SetupError(problem)

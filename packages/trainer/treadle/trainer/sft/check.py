@@ -100,9 +100,8 @@ class CheckedSft:
         )
         yield (
             "policy",
-            f"{parallel.num_ranks} processes (tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x data {parallel.data}), {self.policy_threads} threads each, "
-            f"{config.policy.dtype}",
+            f"{parallel.num_ranks} processes ({parallel.sizes}), {self.policy_threads} threads "
+            f"each, {config.policy.dtype}",
         )
         every = "never" if schedule.val_every is None else f"every {schedule.val_every} steps"
         yield "validation", every

@@ -59,7 +59,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ),
     (
         "actor_rollout_ref.actor.megatron.*context_parallel*",
-        "split long sequences by policy.parallel.tensor with policy.parallel.sequence",
+        "every micro-batch is split by policy.parallel.context",
     ),
     (
         "actor_rollout_ref.actor.megatron.use_distributed_optimizer",

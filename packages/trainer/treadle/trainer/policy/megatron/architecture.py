@@ -332,11 +332,23 @@ class Architecture:
     def check_sharing(self, mode: SharePrefixes) -> None:
         """Raises `UnsupportedModelError` if prefixes are to be shared always, but cannot be."""
         if mode == "always" and not self.attention_is_plain:
-            what = "layers with a sliding window" if self.windows else "capped attention scores"
             raise UnsupportedModelError(
-                f"policy.share_prefixes=always: {self.model_type} has {what}, for which prefixes "
-                "are not shared; take auto, which shares none here"
+                f"policy.share_prefixes=always: {self._not_plain}, for which prefixes are not "
+                "shared; take auto, which shares none here"
             )
+
+    def check_context(self, context: int) -> None:
+        """Raises `UnsupportedModelError` if rows cannot be spread over context ranks."""
+        if context > 1 and not self.attention_is_plain:
+            raise UnsupportedModelError(
+                f"policy.parallel.context={context}: {self._not_plain}, which is not computed over "
+                "several context ranks; set it to 1"
+            )
+
+    @property
+    def _not_plain(self) -> str:
+        what = "layers with a sliding window" if self.windows else "capped attention scores"
+        return f"{self.model_type} has {what}"
 
     def check_parallel(self, *, tensor: int, pipeline: int) -> None:
         """Raises `UnsupportedModelError` if the model cannot be split into this number of parts."""

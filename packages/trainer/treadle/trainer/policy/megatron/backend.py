@@ -4,9 +4,9 @@ Every method is collective over the policy's ranks (see `policy/backend.py`): a 
 its first collective operation until the others make the same call. Between calls a rank holds
 parameters and optimizer state, nothing else.
 
-Invariant: the gradient of a step is a plain sum, over micro-batches and data-parallel ranks, of
-per-token losses that were weighted over the whole batch. Parallel sizes, micro-batch size and
-packing order therefore change results only by rounding.
+Invariant: the gradient of a step is a plain sum, over micro-batches, data-parallel and context
+ranks, of per-token losses that were weighted over the whole batch. Parallel sizes, micro-batch
+size and packing order therefore change results only by rounding.
 
 Example, one process::
 
@@ -35,6 +35,7 @@ from treadle.trainer.policy.batch import balance, has_gradient, input_length, pa
 from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.trainer.policy.megatron.architecture import Architecture
+from treadle.trainer.policy.megatron.context.rows import row_multiple
 from treadle.trainer.policy.megatron.experts import load
 from treadle.trainer.policy.megatron.experts import plan as experts_plan
 from treadle.trainer.policy.megatron.logprobs import logprobs_and_entropy
@@ -103,7 +104,7 @@ class MegatronPolicy:
                 )
             if not self.weights_are_finite():
                 raise ValueError(f"model.path={model_path}: its weights are not finite")
-            self._net = pipeline.wrap(self._model, distributed_optimizer=self.world.data > 1)
+            self._net = pipeline.wrap(self._model, distributed_optimizer=self.world.copies > 1)
             self._optimizer = PolicyOptimizer(self._net, config)
         except BaseException:
             self.world.close()
@@ -162,6 +163,7 @@ class MegatronPolicy:
             [0.0] * len(sequences),
             at=device.device(),
             row_multiple=self.row_multiple,
+            context=self.world.context_group,
         )
         values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
 
@@ -219,6 +221,7 @@ class MegatronPolicy:
             token_weights(sequences, aggregation, aggregation_length),
             at=device.device(),
             row_multiple=self.row_multiple,
+            context=self.world.context_group,
         )
         computed = [
             i
@@ -262,7 +265,13 @@ class MegatronPolicy:
     @property
     def row_multiple(self) -> int:
         """What the packed rows of a micro-batch must be a multiple of."""
-        return self.world.tensor if self.world.sequence_parallel else 1
+        of_rank = self.world.tensor if self.world.sequence_parallel else 1
+        return row_multiple(self.world.context, of_rank)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch; context ranks have equal shares of it."""
+        return self._config.micro_batch_tokens * self.world.context
 
     def micro_batches(
         self,
@@ -301,7 +310,7 @@ class MegatronPolicy:
                 ordered,
                 num_shards=self.world.data,
                 shard=self.world.data_rank,
-                max_tokens=self._config.micro_batch_tokens,
+                max_tokens=self.micro_batch_tokens,
                 at_least=self.world.pipeline,
             )
             return [packer.micro_batch(part.indices, part.overlaps) for part in parts]
@@ -309,7 +318,7 @@ class MegatronPolicy:
         share = balance(lengths, self.world.data)[self.world.data_rank]
         packs = pack(
             [lengths[i] for i in share],
-            max_tokens=self._config.micro_batch_tokens,
+            max_tokens=self.micro_batch_tokens,
             at_least=self.world.pipeline,
         )
         return [packer.micro_batch([computed[share[i]] for i in members]) for members in packs]
@@ -318,16 +327,18 @@ class MegatronPolicy:
         self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Returns the [T] log-probabilities and entropies of the loss tokens."""
-        return logprobs_and_entropy(
+        logprobs_K, entropy_K = logprobs_and_entropy(
             micro.at_predictors(hidden_P1H.squeeze(1)),
             model.head_weight,
-            micro.targets_T,
+            micro.targets_K,
             vocab_size=model.num_ids,
             group=self.world.tensor_group,
             chunk=self._config.logits_chunk_tokens,
             temperature=temperature,
             softcap=model.logit_softcap,
         )
+        logprobs_T, entropy_T = micro.of_all_tokens(logprobs_K, entropy_K)
+        return logprobs_T, entropy_T
 
     # --- weights and checkpoints ---------------------------------------------------------------
 

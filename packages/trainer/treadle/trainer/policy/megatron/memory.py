@@ -1,7 +1,7 @@
 """The estimate of a policy rank's memory: what the tensors of a training step take.
 
 With P the parameters of the rank, Q those that are trained (P without an adapter), b the bytes of
-`policy.dtype` and D the data-parallel size:
+`policy.dtype` and D the data-parallel times the context size:
 
 | part | bytes |
 |---|---|
@@ -12,11 +12,12 @@ With P the parameters of the rank, Q those that are trained (P without an adapte
 | another model as the reference | b P' of its own parameters |
 | activations | R L s + R 4 H b + 16 n V / T |
 
-With D above 1, experts have D T / X instead, T the tensor- and X the expert-parallel size.
+With D C above 1, experts have D C T / X instead, T the tensor- and X the expert-parallel size.
 
-R rows of a micro-batch, H hidden, L layers of the stage times the micro-batches that it has under
-way (one per stage from it to the last), V the padded vocabulary, T the tensor-parallel size, and n
-the rows whose logits exist at a time. A layer keeps, per row, from forward to backward
+R rows of a micro-batch, which context ranks have equal shares of, H hidden, L layers of the stage
+times the micro-batches that it has under way (one per stage from it to the last), V the padded
+vocabulary, T the tensor-parallel size, and n the rows whose logits exist at a time. A layer keeps,
+per row, from forward to backward
 
     s = b ((6 + m) H + (5 F + a A + k K) / T) + 4 c d
         + (4 - b) ((4 + 3 m) H + 2 (A + K) / T where normed)
@@ -34,6 +35,10 @@ logits' part and one layer with its gradients, s + 10 F / T. With `policy.recomp
 feed-forward part with its gradients, (5 b + 10) F / T. `core_attn` leaves out the padding between
 sequences, which is not in the estimate. The measured peak of a step on the CPU is within 5 % of this for the models of the demo
 and for tiny ones, in both dtypes (`memory_test.py` allows 15 %).
+
+With context ranks the backward pass of a layer also needs the keys and values of all rows, and
+their float32 gradients twice: (2 b + 16) K / T for each row of the micro-batch. They exist
+beside what the layers keep, and not beside the logits.
 
 Not in the estimate: the process itself (Python, torch and Megatron: 0.5 GB, and a CUDA context on a
 GPU), buffers of communication and of the weight sync, and the rollout servers.
@@ -96,7 +101,7 @@ def estimate_memory(
     Args:
         architecture: Of the model, which the parallel sizes divide.
         policy: Parallel sizes, dtype, recomputation.
-        rows: Tokens of a micro-batch.
+        rows: Tokens of a micro-batch, over all context ranks.
         loss_rows: Those of them that are trained on; None: all.
         reference: Whether there is a reference.
         other_reference: Of the model that is the reference; None: the starting weights are.
@@ -127,6 +132,11 @@ def _stage(
     other_reference: Architecture | None,
 ) -> MemoryEstimate:
     parallel, size = policy.parallel, _BYTES[policy.dtype]
+    gathered = 0.0
+    if parallel.context > 1:
+        keys = architecture.num_kv_heads * architecture.head_dim
+        gathered = rows * (2 * size + 16) * keys / parallel.tensor
+    rows, loss_rows = (-(-count // parallel.context) for count in (rows, loss_rows))
     is_last = stage == parallel.pipeline - 1
     base = stage_parameters(architecture, policy, stage=stage)
     adapters = _adapter_parameters(architecture, policy)
@@ -147,20 +157,21 @@ def _stage(
     under_way = parallel.pipeline - stage
     if policy.recompute == "full":
         inputs = rows * layers * size * _hidden(architecture, policy)
-        activations = under_way * inputs + max(rest + again, head)
+        activations = under_way * inputs + max(rest + again + gathered, head)
     elif policy.recompute == "selective" and "mlp" in policy.recompute_modules:
-        activations = under_way * layers * rest + max(again, head)
+        activations = under_way * layers * rest + max(again, head, gathered)
     else:
         kept = layers * rest + sum(count * parts[n] for n, count in counts)
-        activations = under_way * kept + head
+        activations = under_way * kept + max(head, gathered)
     copied = size * count if reference and not adapters and other_reference is None else 0
     other = 0
     if reference and other_reference is not None:
         other = size * stage_parameters(other_reference, policy, stage=stage)
     experts = 0 if adapters else expert_parameters(architecture, policy, stage=stage)
-    # The optimizer's state is on one of the ranks with the same parameters if data is above 1.
-    copies = parallel.data * parallel.tensor // parallel.expert if parallel.data > 1 else 1
-    held = -(-(trained - experts) // parallel.data) + -(-experts // copies)
+    # The optimizer's state is shared by the ranks with the same parameters, if several have all.
+    sharing = parallel.context * parallel.data
+    copies = sharing * parallel.tensor // parallel.expert if sharing > 1 else 1
+    held = -(-(trained - experts) // sharing) + -(-experts // copies)
     return MemoryEstimate(
         weights=size * count,
         gradients=4 * trained,

@@ -197,6 +197,7 @@ def build(
         UnsupportedModelError: the parallel sizes do not divide the model.
     """
     architecture.check_parallel(tensor=world.tensor, pipeline=world.pipeline)
+    architecture.check_context(world.context)
     of_experts = architecture.experts
     for problem in check.split_problems(of_experts, config.parallel):
         raise UnsupportedModelError(problem)
@@ -337,6 +338,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=world.tensor,
         pipeline_model_parallel_size=world.pipeline,
+        context_parallel_size=world.context,
         sequence_parallel=world.sequence_parallel,
         # Every parameter is read from the model folder. Initialising must stay on all the same: it
         # is where Megatron marks parameters as tensor-parallel, which the gradient norm goes by.

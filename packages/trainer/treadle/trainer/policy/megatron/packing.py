@@ -3,9 +3,10 @@
 Invariant: rows are inputs, and each loss token is named by the row that predicts it; the shift
 between the two happens only here. Rows after a sequence's last loss token are omitted, as nothing
 depends on them. What a sequence has in common with the one before it may be left out too
-(`prefixes/`); its loss tokens then name rows of the other.
+(`prefixes/`); its loss tokens then name rows of the other. With context parallelism a rank has its
+share of the rows, and what is said of loss tokens is of all of them (`context/`).
 
-Shape suffixes: P packed rows, T loss tokens, S samples.
+Shape suffixes: P packed rows of this rank, T loss tokens, K those that its rows predict, S samples.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ from torch import Tensor
 from treadle.trainer.policy.backend import LossInputs
 from treadle.trainer.policy.batch import input_length
 from treadle.trainer.policy.megatron.attention import Segments, take_rows
+from treadle.trainer.policy.megatron.context.attention import ContextSegments
+from treadle.trainer.policy.megatron.context.loss_tokens import LossTokens
+from treadle.trainer.policy.megatron.context.rows import rows_of_ranks
 from treadle.trainer.policy.megatron.experts.routing import Routing
 from treadle.trainer.policy.megatron.prefixes.attention import TreeSegments
-from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths
+from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths, runs_of
 from treadle.trainer.policy.types import LOGPROB_FIELDS
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from treadle.trainer.policy.types import TrainSequence
 
 
@@ -37,11 +43,13 @@ class MicroBatch:
     ids_1P: Tensor
     positions_P: Tensor
     segments: Segments
-    predictors_T: Tensor
+    predictors_K: Tensor
     """The row that predicts each loss token; see `at_predictors`."""
     shared: bool
     """Whether a row may predict loss tokens of several sequences."""
-    targets_T: Tensor
+    targets_K: Tensor
+    spread: LossTokens | None
+    """With context parallelism the loss tokens that are predicted here; None: all."""
     slots_T: Tensor
     """Index of each loss token among the loss tokens of the whole batch."""
     weights_T: Tensor
@@ -55,14 +63,18 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        """Packed rows, padding included."""
-        return self.ids_1P.shape[1]
+        """Packed rows of all context ranks, padding included."""
+        return self.ids_1P.shape[1] * (self.spread.group.size() if self.spread else 1)
 
     def at_predictors(self, x_PH: Tensor) -> Tensor:
-        """Returns the [T, H] rows that predict the loss tokens."""
+        """Returns the [K, H] rows that predict the loss tokens."""
         if self.shared:
-            return x_PH.index_select(0, self.predictors_T)
-        return take_rows(x_PH, self.predictors_T)
+            return x_PH.index_select(0, self.predictors_K)
+        return take_rows(x_PH, self.predictors_K)
+
+    def of_all_tokens(self, *values_K: Tensor) -> tuple[Tensor, ...]:
+        """Returns the [T] values of all loss tokens; collective over the context group."""
+        return values_K if self.spread is None else self.spread.of_all_ranks(values_K)
 
     def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
         """Returns the input of the loss, given the output of the model."""
@@ -90,6 +102,7 @@ class Packer:
         *,
         at: torch.device,
         row_multiple: int = 1,
+        context: ProcessGroup | None = None,
     ) -> None:
         """Takes the whole batch and its token weights.
 
@@ -97,7 +110,9 @@ class Packer:
             sequences: All sequences; slots are numbered in this order.
             weights: Weight of a loss token per sequence.
             at: Device of the tensors.
-            row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size.
+            row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size, and
+                context parallelism equal blocks of rows.
+            context: The context group; None if this rank has all rows.
 
         Raises:
             ValueError: Only some of the sequences have one of the optional log-probabilities, or
@@ -113,6 +128,7 @@ class Packer:
         self._weights = weights
         self._at = at
         self._row_multiple = row_multiple
+        self._context = context
         self._positions = [_loss_positions(sequence) for sequence in sequences]
         self._offsets = [0, *accumulate(len(p) for p in self._positions)]
 
@@ -157,29 +173,50 @@ class Packer:
         own = [range(o, n) for o, n in zip(skipped, lengths, strict=True)]
         positions = list(chain.from_iterable(own))
         ids = [s.ids[t] for (s, _), ts in zip(chosen, own, strict=True) for t in ts]
-        padding = -len(ids) % self._row_multiple
+        padding = [0] * (-len(ids) % self._row_multiple)
+        num_rows = len(ids)
+        real = [True] * num_rows + [False] * len(padding)
+        ids, positions = ids + padding, positions + padding
         rows = [
             path[t - 1]
             for path, (_, ts) in zip(rows_of_paths(lengths, skipped), chosen, strict=True)
             for t in ts
         ]
+        targets = [s.ids[t] for s, ts in chosen for t in ts]
+        segments: Segments
+        spread = None
+        if self._context is not None:
+            parts = rows_of_ranks(positions, self._context.size())
+            mine = list(chain.from_iterable(parts[self._context.rank()]))
+            segments = ContextSegments.of_runs(
+                runs_of(lengths, skipped), parts, self._context, self._at
+            )
+            place = {row: number for number, row in enumerate(mine)}
+            index = [token for token, row in enumerate(rows) if row in place]
+            spread = LossTokens(
+                group=self._context,
+                count=len(rows),
+                index_K=self._tensor(index, torch.int64),
+            )
+            ids, positions = [ids[row] for row in mine], [positions[row] for row in mine]
+            real = [real[row] for row in mine]
+            rows, targets = [place[rows[t]] for t in index], [targets[t] for t in index]
+        elif overlaps is None:
+            segments = Segments.of_lengths(lengths, self._at)
+        else:
+            segments = TreeSegments.of_tree(lengths, overlaps, self._at)
         weights = [self._weights[i] for i in indices for _ in self._positions[i]]
-        segments: Segments = (
-            Segments.of_lengths(lengths, self._at)
-            if overlaps is None
-            else TreeSegments.of_tree(lengths, overlaps, self._at)
-        )
-        real = [True] * len(ids) + [False] * padding
         segments.routing = Routing(
-            num_rows=len(ids), real_P=self._tensor(real, torch.bool) if padding else None
+            num_rows=num_rows, real_P=self._tensor(real, torch.bool) if padding else None
         )
         return MicroBatch(
-            ids_1P=self._tensor(ids + [0] * padding, torch.int64)[None],
-            positions_P=self._tensor(positions + [0] * padding, torch.int64),
+            ids_1P=self._tensor(ids, torch.int64)[None],
+            positions_P=self._tensor(positions, torch.int64),
             segments=segments,
             shared=overlaps is not None,
-            predictors_T=self._tensor(rows, torch.int64),
-            targets_T=self._tensor([s.ids[t] for s, ts in chosen for t in ts], torch.int64),
+            predictors_K=self._tensor(rows, torch.int64),
+            targets_K=self._tensor(targets, torch.int64),
+            spread=spread,
             slots_T=self.slots(indices),
             weights_T=self._tensor(weights, torch.float32),
             advantages_T=self._tensor(

@@ -70,7 +70,7 @@ class Split:
         ranks: Number of its parts.
         rank: Which of them this rank has.
         group: The ranks with the other parts; None if the matrix is whole.
-        copy: Which of the data-parallel copies of its part this rank has.
+        copy: Which of the copies of its part, over context and data ranks, this rank has.
     """
 
     ranks: int
@@ -94,6 +94,8 @@ class World:
     tensor_rank: int
     pipeline: int
     pipeline_rank: int
+    context: int
+    context_rank: int
     data: int
     data_rank: int
     sequence_parallel: bool
@@ -114,8 +116,18 @@ class World:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is the one of its tensor group that reports what all of them know."""
-        return self.is_last_stage and self.tensor_rank == 0
+        """Whether this rank reports what all of its tensor and context groups know."""
+        return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks with the same part of the model, which share the optimizer's state."""
+        return self.context * self.data
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the one of them that reports their part of the model."""
+        return self.context_rank == 0 and self.data_rank == 0
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -125,12 +137,23 @@ class World:
         group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         return group
 
+    @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """The group that shares the rows of a micro-batch, None if this rank has all of them."""
+        if self.context == 1:
+            return None
+        group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        return group
+
     def split(self, *, expert: bool) -> Split:
         """Returns how a matrix is cut over ranks: one of an expert, or any other."""
         if expert:
             return Split(ranks=1, rank=0, group=None, copy=self.expert_data_rank)
         return Split(
-            ranks=self.tensor, rank=self.tensor_rank, group=self.tensor_group, copy=self.data_rank
+            ranks=self.tensor,
+            rank=self.tensor_rank,
+            group=self.tensor_group,
+            copy=self.context_rank + self.context * self.data_rank,
         )
 
     def close(self) -> None:
@@ -148,9 +171,8 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
     """
     if rendezvous.world_size != parallel.num_ranks:
         raise ValueError(
-            f"parallel sizes tensor={parallel.tensor} x pipeline={parallel.pipeline} x "
-            f"data={parallel.data} need {parallel.num_ranks} ranks, but {rendezvous.world_size} "
-            "were started"
+            f"parallel sizes {parallel.sizes} need {parallel.num_ranks} ranks, but "
+            f"{rendezvous.world_size} were started"
         )
     if dist.is_initialized():
         raise RuntimeError("this process already belongs to a policy; close its world first")
@@ -158,6 +180,7 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=rendezvous.timeout_s / 60,
@@ -171,6 +194,8 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline=parallel.pipeline,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel.context,
+        context_rank=parallel_state.get_context_parallel_rank(),
         data=parallel.data,
         data_rank=parallel_state.get_data_parallel_rank(),
         sequence_parallel=parallel.sequence,

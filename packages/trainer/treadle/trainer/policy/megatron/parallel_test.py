@@ -25,8 +25,11 @@ LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
 OF_SAMPLES = policy_loss(AlgorithmConfig(loss="gspo"))
 
 
-def case(model: str, lengths: tuple[int, ...] = LENGTHS, **parallel: Any) -> dict[str, Any]:
-    return {"model": model, "parallel": ParallelConfig(**parallel), "lengths": lengths}
+def case(
+    model: str, lengths: tuple[int, ...] = LENGTHS, recompute: str = "none", **parallel: Any
+) -> dict[str, Any]:
+    sizes = ParallelConfig(**parallel)
+    return {"model": model, "parallel": sizes, "lengths": lengths, "recompute": recompute}
 
 
 # Rounds run one after another in one group of processes; the cases of a round run side by side.
@@ -44,12 +47,20 @@ ROUNDS = [
         case("qwen2", lengths=(20,), data=2),  # one of the ranks has nothing to compute
     ],
     [case("qwen2", tensor=2, pipeline=2, data=2, sequence=True)],
+    [
+        case("qwen2", lengths=(200, 31), context=2),  # most of it is one sequence
+        case("qwen3-untied", recompute="full", tensor=2, context=2, sequence=True),
+    ],
+    [
+        case("llama-untied", recompute="selective", pipeline=2, context=2),
+        case("llama-untied", context=2, data=2),
+    ],
 ]
 
 
 def name_of(case: dict[str, Any]) -> str:
     p = case["parallel"]
-    sizes = f"tp{p.tensor}-pp{p.pipeline}-dp{p.data}{'-sp' if p.sequence else ''}"
+    sizes = f"tp{p.tensor}-pp{p.pipeline}-cp{p.context}-dp{p.data}{'-sp' if p.sequence else ''}"
     return f"{case['model']}-{sizes}-n{len(case['lengths'])}"
 
 
@@ -62,7 +73,7 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
     """
     from treadle.trainer.policy.megatron.backend import MegatronPolicy
 
-    config = CONFIG.model_copy(update={"parallel": case["parallel"]})
+    config = CONFIG.model_copy(update={key: case[key] for key in ("parallel", "recompute")})
     policy = MegatronPolicy(
         config,
         models / case["model"],

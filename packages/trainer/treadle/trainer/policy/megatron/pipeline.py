@@ -1,7 +1,7 @@
 """The way of micro-batches through a model that its pipeline stages share.
 
-Invariant: the gradient that a run leaves is the plain sum over micro-batches and data-parallel
-ranks. The model is the policy or its critic; both are on the same ranks.
+Invariant: the gradient that a run leaves is the plain sum over micro-batches, data-parallel and
+context ranks. The model is the policy or its critic; both are on the same ranks.
 """
 
 from __future__ import annotations

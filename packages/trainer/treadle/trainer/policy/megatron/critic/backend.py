@@ -71,7 +71,7 @@ class MegatronCritic:
             weights.load(weights.entries(model, architecture), reader, architecture, policy.world)
         model.add_head()
         self._model = model
-        self._net = pipeline.wrap(model, distributed_optimizer=policy.world.data > 1)
+        self._net = pipeline.wrap(model, distributed_optimizer=policy.world.copies > 1)
         self._optimizer = PolicyOptimizer(self._net, settings)
         self._step = 0
 
@@ -168,11 +168,17 @@ class MegatronCritic:
 
     def _packer(self, sequences: Sequence[TrainSequence], of_tokens: Sequence[float]) -> Packer:
         return Packer(
-            sequences, of_tokens, at=device.device(), row_multiple=self._policy.row_multiple
+            sequences,
+            of_tokens,
+            at=device.device(),
+            row_multiple=self._policy.row_multiple,
+            context=self._policy.world.context_group,
         )
 
     def _values(self, micro: MicroBatch, hidden_P1H: Tensor) -> Tensor:
-        return self._model.values(micro.at_predictors(hidden_P1H.squeeze(1)))
+        values_K = self._model.values(micro.at_predictors(hidden_P1H.squeeze(1)))
+        (values_T,) = micro.of_all_tokens(values_K)
+        return values_T
 
     def weights_are_finite(self) -> bool:
         """Returns whether no weight is infinite or NaN; the same on every rank."""

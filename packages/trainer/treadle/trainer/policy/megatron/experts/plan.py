@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.parallel import World
 
 _OF_LOSS_TOKENS = (
-    *("predictors_T", "targets_T", "slots_T", "weights_T", "advantages_T", "stale_T"),
+    *("predictors_K", "targets_K", "slots_T", "weights_T", "advantages_T", "stale_T"),
     *("rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "selected_T", "sample_lengths_S"),
 )
 
@@ -36,7 +36,7 @@ def prepare(
     """Completes the routing of each micro-batch, and adds blank ones; collective.
 
     Args:
-        micro_batches: Of this data-parallel rank; may be empty.
+        micro_batches: This rank's; may be empty.
         make: Returns any micro-batch, to make a blank one from.
         world: This rank's position.
     """
@@ -60,4 +60,9 @@ def _blank(micro: MicroBatch) -> MicroBatch:
     nothing = torch.zeros(micro.num_rows, dtype=torch.bool, device=micro.ids_1P.device)
     micro.segments.routing = replace(micro.segments.routing, real_P=nothing, num_rows=0)
     values = {name: getattr(micro, name) for name in _OF_LOSS_TOKENS}
-    return replace(micro, **{n: v if v is None else v[:0] for n, v in values.items()})
+    spread = micro.spread
+    if spread is not None:
+        spread = replace(spread, count=0, index_K=spread.index_K[:0])
+    return replace(
+        micro, spread=spread, **{n: v if v is None else v[:0] for n, v in values.items()}
+    )

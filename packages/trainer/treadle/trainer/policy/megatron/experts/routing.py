@@ -18,7 +18,7 @@ class Routing:
     """What the routers of all layers know about the rows of one micro-batch.
 
     Attributes:
-        num_rows: Rows that are no padding.
+        num_rows: Rows that are no padding, over all context ranks.
         real_P: False for rows that are padding: they are left out of statistics and of the
             load-balancing loss. None: there are none.
         share: The micro-batch's real rows over those of the whole batch, which is the weight of its

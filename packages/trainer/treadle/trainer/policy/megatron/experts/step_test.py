@@ -66,13 +66,16 @@ ROUNDS = [
         case("mixed", tensor=2, sequence=True),
     ],
     [case("mixed", pipeline=2, data=2, expert=2)],
-    [case("sparse", lora=ADAPTERS, data=2, expert=2)],
+    [
+        case("sparse", lora=ADAPTERS, data=2, expert=2),
+        case("mixed", context=2, expert=2),
+    ],
 ]
 
 
 def name_of(case: dict[str, Any]) -> str:
     p = case["settings"]["parallel"]
-    sizes = f"tp{p.tensor}-pp{p.pipeline}-dp{p.data}-ep{p.expert}"
+    sizes = f"tp{p.tensor}-pp{p.pipeline}-cp{p.context}-dp{p.data}-ep{p.expert}"
     lora = "-lora" if case["settings"]["lora"].rank else ""
     return f"{case['model']}-{sizes}-n{len(case['lengths'])}{lora}"
 

@@ -69,13 +69,21 @@ class RunGroup:
         into_PAD.index_copy_(0, self.rows, flat.to(into_PAD.dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class Above:
+    """Keys that some queries see whole."""
+
+    queries: slice
+    keys: slice
+
+
 @dataclass
 class TreeSegments(Segments):
     """What Megatron hands through to `PackedAttention` unread, for a micro-batch with prefixes."""
 
     own: tuple[RunGroup, ...] = ()
-    above: tuple[Run, ...] = ()
-    """The runs that others continue."""
+    above: tuple[Above, ...] = ()
+    """The runs that others continue, with the rows of those."""
 
     @classmethod
     def of_tree(
@@ -85,8 +93,12 @@ class TreeSegments(Segments):
         runs = runs_of(lengths, overlaps)
         return cls(
             qkv_format="sbhd",
-            own=tuple(_groups(runs, at)),
-            above=tuple(run for run in runs if run.end > run.stop),
+            own=tuple(groups_of(runs, at)),
+            above=tuple(
+                Above(slice(run.stop, run.end), slice(run.start, run.stop))
+                for run in runs
+                if run.end > run.stop
+            ),
         )
 
     def attend(
@@ -102,8 +114,20 @@ class TreeSegments(Segments):
         )
         return out.flatten(1)
 
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values that the ranges of `above` count: here this rank's rows."""
+        return key, value
 
-def _groups(runs: Sequence[Run], at: torch.device) -> Iterator[RunGroup]:
+    def reduce(self, grads: Tensor) -> Tensor:
+        """Returns this rank's rows of [P, 2, B, D] gradients of what `gather` returned.
+
+        Not called where that is what it was given.
+        """
+        raise NotImplementedError
+
+
+def groups_of(runs: Sequence[Run], at: torch.device) -> Iterator[RunGroup]:
+    """Yields runs of similar length together, padded."""
     by_length = sorted(runs, key=lambda run: run.stop - run.start)  # stable: by row where equal
     lengths = [run.stop - run.start for run in by_length]
     first = 0
@@ -144,15 +168,16 @@ class _TreeAttention(torch.autograd.Function):
             )
             group.put(out_PAD, out)
             group.put(lse_PA, lse)
+        keys, values = tree.gather(key, value)
         for run in tree.above:
             out, lse = _forward(
-                _heads_first(query[run.stop : run.end]),
-                _heads_first(key[run.start : run.stop]),
-                _heads_first(value[run.start : run.stop]),
+                _heads_first(query[run.queries]),
+                _heads_first(keys[run.keys]),
+                _heads_first(values[run.keys]),
                 False,
                 scale,
             )
-            _join(out_PAD[run.stop : run.end], lse_PA[run.stop : run.end], out[0], lse[0])
+            _join(out_PAD[run.queries], lse_PA[run.queries], out[0], lse[0])
         result = out_PAD.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse_PA)
         ctx.tree, ctx.scale = tree, scale
@@ -176,20 +201,29 @@ class _TreeAttention(torch.autograd.Function):
             )
             for into, part in zip(grads, parts, strict=True):
                 group.put(into, part)
+        keys, values = tree.gather(key, value)
+        above, gathered = grads[1:], None
+        if keys is not key:
+            gathered = key.new_zeros(len(keys), 2, *key.shape[1:], dtype=torch.float32)
+            above = list(gathered.unbind(1))
         for run in tree.above:
-            after, above = slice(run.stop, run.end), slice(run.start, run.stop)
             parts = _backward(
-                _heads_first(grad[after]),
-                _heads_first(query[after]),
-                _heads_first(key[above]),
-                _heads_first(value[above]),
-                _heads_first(out[after]),
-                _heads_first(lse[after]),
+                _heads_first(grad[run.queries]),
+                _heads_first(query[run.queries]),
+                _heads_first(keys[run.keys]),
+                _heads_first(values[run.keys]),
+                _heads_first(out[run.queries]),
+                _heads_first(lse[run.queries]),
                 False,
                 scale,
             )
-            for into, part, rows in zip(grads, parts, (after, above, above), strict=True):
+            for into, part, rows in zip(
+                (grads[0], *above), parts, (run.queries, run.keys, run.keys), strict=True
+            ):
                 into[rows] += part[0].transpose(0, 1)
+        if gathered is not None:
+            for into, part in zip(grads[1:], tree.reduce(gathered).unbind(1), strict=True):
+                into += part
         q, k, v = (g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True))
         return q, k, v, None, None
 
