@@ -37,8 +37,8 @@ class ParallelConfig(BaseModel):
     sequence, to save memory. Needs `tensor` above 1."""
     expert: int = Field(default=1, ge=1)
     """Number of processes that share the experts of a layer, each having some of them, whole. They
-    are among the tensor x data processes of a pipeline stage, not further ones. Must divide that
-    number and the number of experts."""
+    are among the tensor x context x data processes of a pipeline stage, not further ones. Must
+    divide that number and the number of experts."""
 
     @property
     def num_ranks(self) -> int:
@@ -61,10 +61,11 @@ class ParallelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _experts_have_ranks(self) -> Self:
-        if self.tensor * self.data % self.expert:
+        if self.tensor * self.context * self.data % self.expert:
             raise ValueError(
-                f"expert={self.expert} does not divide tensor={self.tensor} x data={self.data}: "
-                "the experts of a layer are spread over the processes of its pipeline stage"
+                f"expert={self.expert} does not divide tensor={self.tensor} x "
+                f"context={self.context} x data={self.data}: the experts of a layer are spread over "
+                "the processes of its pipeline stage"
             )
         return self
 

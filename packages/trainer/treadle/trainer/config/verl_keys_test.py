@@ -436,6 +436,24 @@ def test_optimizer_and_reward_of_verl() -> None:
             _load(*wrong)
 
 
+def test_the_gpus_of_verl_are_divided_by_the_other_parallel_sizes() -> None:
+    megatron = "actor_rollout_ref.actor.megatron"
+    sizes = (
+        f"{megatron}.tensor_model_parallel_size=2",
+        f"{megatron}.pipeline_model_parallel_size=2",
+        f"{megatron}.context_parallel_size=4",
+        f"{megatron}.dynamic_context_parallel=False",
+    )
+    parallel = _load("trainer.n_gpus_per_node=8", "trainer.nnodes=4", *sizes).config.policy.parallel
+    assert (parallel.context, parallel.data, parallel.num_ranks) == (4, 2, 32)
+    with pytest.raises(ConfigError, match="8 processes do not divide into groups of 16"):
+        _load("trainer.n_gpus_per_node=8", *sizes)
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    for wrong in (f"{megatron}.dynamic_context_parallel=True", f"{ulysses}=2"):
+        with pytest.raises(ConfigError, match=r"by policy\.parallel\.context"):
+            _load(wrong)
+
+
 def test_a_run_is_resumed_as_in_verl() -> None:
     path = "trainer.resume_from_path=runs/a/checkpoints/step-00000007"
     assert _load(path).config.run.resume == "auto"

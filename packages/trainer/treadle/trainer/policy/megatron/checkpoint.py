@@ -5,8 +5,8 @@ name, and rank 0 renames it when every rank has written its part. A failure on a
 ranks with the same message and leaves earlier checkpoints untouched.
 
 The format is Megatron's `torch_dist`: every tensor is stored by its name and its place in the
-whole, so tensor-, pipeline- and data-parallel sizes may all differ at loading. The optimizer state
-has the same names under Megatron's plain and its distributed optimizer, so that may change too.
+whole, so all parallel sizes may differ at loading. The optimizer state has the same names under
+Megatron's plain and its distributed optimizer, so that may change too.
 Nothing in the policy draws random numbers and the learning rate is a function of the step, so the
 step counter is the only state besides tensors.
 

@@ -115,12 +115,13 @@ WRITERS: dict[str, dict[str, int]] = {
     "one": {},
     "tensor x data": {"tensor": 2, "data": 2},
     "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
 }
-READERS: list[dict[str, int]] = [{"data": 2}, {"tensor": 2}]
+READERS: list[dict[str, int]] = [{"context": 2, "data": 2}, {"tensor": 2}]
 
 
 def resharded(task: RankTask) -> dict[str, Any]:
-    """Write at two sizes on ranks 0-3, then read all three checkpoints at two others."""
+    """Write at three sizes on ranks 0-3, then read all four checkpoints at two others."""
     results: dict[str, Any] = {}
     model, places = task.argument
 
@@ -136,8 +137,8 @@ def resharded(task: RankTask) -> dict[str, Any]:
         )
         return MegatronPolicy(settings, model, place)
 
-    for name in ("tensor x data", "pipeline"):
-        policy = world(name, WRITERS[name], 0)
+    for name, first in (("tensor x data", 0), ("pipeline", 0), ("context", 2)):
+        policy = world(name, WRITERS[name], first)
         if policy is not None:
             go_on(policy, 2)
             policy.save(places[name])
@@ -194,7 +195,7 @@ def test_checkpoints_reshard_and_survive_a_full_disk(
     message, *names = everything.pop("full disk")
     assert re.search(r"cannot write .*refused .*disk or a quota full.* MiB are free", message)
     assert names == ["after", "before", "hf"]
-    assert len(everything) == 2 + len(WRITERS) * len(READERS)
+    assert len(everything) == 3 + len(WRITERS) * len(READERS)
     for name in WRITERS:
         alone.load(places[name])
         everything[f"{name} read by one"] = go_on(alone, 2)

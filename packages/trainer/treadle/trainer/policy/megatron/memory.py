@@ -33,8 +33,8 @@ part of the choices. With `policy.recompute=full` a layer keeps b H; to them com
 logits' part and one layer with its gradients, s + 10 F / T. With `policy.recompute=selective` and
 `mlp` a layer keeps b 5 F / T less; to them comes the larger of the logits' part and one
 feed-forward part with its gradients, (5 b + 10) F / T. `core_attn` leaves out the padding between
-sequences, which is not in the estimate. The measured peak of a step on the CPU is within 5 % of this for the models of the demo
-and for tiny ones, in both dtypes (`memory_test.py` allows 15 %).
+sequences, which is not in the estimate. The measured peak of a step on the CPU is within 5 % of
+this for the models of the demo and for tiny ones, in both dtypes (`memory_test.py` allows 15 %).
 
 With context ranks the backward pass of a layer also needs the keys and values of all rows, and
 their float32 gradients twice: (2 b + 16) K / T for each row of the micro-batch. They exist

@@ -10,7 +10,13 @@ from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.demo import MODELS
 from treadle.trainer.policy.megatron.architecture import Architecture
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.megatron.memory import estimate_memory, stage_parameters
+from treadle.trainer.policy.megatron.memory import (
+    MemoryEstimate,
+    estimate_memory,
+    stage_parameters,
+)
+from treadle.trainer.policy.megatron.parallel import Rendezvous
+from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import sequences, write_model
 
 _ROWS = 1024
@@ -30,9 +36,9 @@ def _bytes(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def _peak_of_a_step(policy: MegatronPolicy, rows: int) -> tuple[int, int]:
+def _peak_of_a_step(policy: MegatronPolicy, rows: int, parts: int) -> tuple[int, int]:
     """Returns the most bytes that a step allocates at a time, and its loss tokens."""
-    batch = sequences((65,) * (rows // 64))  # of a sequence of 65 tokens, 64 go through the model
+    batch = sequences((rows // parts + 1,) * parts)  # the last token goes not through the model
     loss = policy_loss(AlgorithmConfig())
     policy.train_step(batch, loss)  # what the first step alone allocates stays
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -81,7 +87,7 @@ def test_the_estimate_is_what_is_allocated(
     )
     policy = MegatronPolicy(config, _model(name, tmp_path), keep_reference=True)
     try:
-        peak, loss_rows = _peak_of_a_step(policy, _ROWS)
+        peak, loss_rows = _peak_of_a_step(policy, _ROWS, _ROWS // 64)
         weights = _bytes(list(policy._model.parameters()))
         buffers = policy._net.buffers + policy._net.expert_parallel_buffers
         gradients = _bytes([buffer.grad_data for buffer in buffers])
@@ -100,6 +106,33 @@ def test_the_estimate_is_what_is_allocated(
     assert found.optimizer == sum(optimizer.values())
     assert found.reference == sum(reference.values())
     assert found.activations == pytest.approx(peak, rel=_TOLERANCE)
+
+
+SPREAD = PolicyConfig(
+    parallel=ParallelConfig(context=2), micro_batch_tokens=_ROWS // 2, logits_chunk_tokens=128
+)
+
+
+def measure(task: RankTask) -> tuple[int, int]:
+    place = Rendezvous(rank=task.rank, world_size=task.num_ranks, shared_file=task.folder / "store")
+    policy = MegatronPolicy(SPREAD, task.argument, place)
+    try:
+        return _peak_of_a_step(policy, _ROWS, 1)
+    finally:
+        policy.close()
+
+
+def test_context_ranks_share_the_activations_of_one_sequence(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen2")
+    architecture = Architecture.from_folder(tmp_path)
+    ranks = run_ranks(f"{__name__}:measure", 2, tmp_path)
+    for peak, loss_rows in ranks:
+        shared, whole = (
+            estimate_memory(architecture, config, rows=_ROWS, loss_rows=loss_rows).activations
+            for config in (SPREAD, SPREAD.model_copy(update={"parallel": ParallelConfig()}))
+        )
+        assert shared == pytest.approx(peak, rel=_TOLERANCE)
+        assert peak < 0.6 * whole
 
 
 QWEN_HALF_BILLION = Architecture(
@@ -130,7 +163,7 @@ def test_the_parameters_of_a_rank() -> None:
     assert 2 * count(tensor=2) == 494_032_768 + norms  # each rank has all norms
     # The last stage has a copy of the tied embedding.
     assert count(0, pipeline=2) + count(1, pipeline=2) == 494_032_768 + table
-    assert count(data=8) == count()
+    assert count(data=8) == count(context=2) == count()
 
 
 def test_the_memory_of_a_rank_by_hand() -> None:
@@ -149,6 +182,20 @@ def test_the_memory_of_a_rank_by_hand() -> None:
     logits = 16 * 1000 * 151936 / 2
     assert found.activations == round(8000 * (24 * layer + 4 * 896 * 2) + logits)
     assert found.total == 11 * parameters + found.activations
+
+
+def test_context_ranks_share_the_rows_and_the_optimizer() -> None:
+    def found(**parallel: int) -> MemoryEstimate:
+        policy = PolicyConfig(
+            parallel=ParallelConfig.model_validate(parallel), logits_chunk_tokens=1000
+        )
+        return estimate_memory(QWEN_HALF_BILLION, policy, rows=8000)
+
+    one, four = found(data=2), found(data=2, context=4)
+    assert (four.weights, four.gradients) == (one.weights, one.gradients)
+    assert 4 * four.optimizer == pytest.approx(one.optimizer, abs=4)
+    head = 16 * 1000 * 151936  # the same chunk of logits
+    assert 4 * (four.activations - head) == pytest.approx(one.activations - head, abs=4)
 
 
 def test_a_stage_holds_the_micro_batches_of_those_after_it() -> None:

@@ -3,8 +3,9 @@
 Invariant: a step with a non-finite gradient changes nothing. The norm is taken over the whole
 model's gradient and reduced over all ranks, so every rank makes the same decision.
 
-With more than one data-parallel rank this is Megatron's distributed optimizer, which keeps the
-state of each parameter on one of them; otherwise its plain one, which checkpoints much faster.
+Where several ranks have the same weights, data-parallel or context ranks, this is Megatron's
+distributed optimizer, which keeps the state of each parameter on one of them; otherwise its plain
+one, which checkpoints much faster.
 """
 
 from __future__ import annotations

