@@ -64,8 +64,8 @@ class ParallelConfig(BaseModel):
         if self.tensor * self.context * self.data % self.expert:
             raise ValueError(
                 f"expert={self.expert} does not divide tensor={self.tensor} x "
-                f"context={self.context} x data={self.data}: the experts of a layer are spread over "
-                "the processes of its pipeline stage"
+                f"context={self.context} x data={self.data}: the experts of a layer are spread "
+                "over the processes of its pipeline stage"
             )
         return self
 
