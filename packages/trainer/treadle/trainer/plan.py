@@ -109,6 +109,8 @@ class Plan:
                 "servers report the distribution that top_p and top_k leave, the policy has the "
                 "whole: rollout/logprob_diff_* and rollout/kl show that too",
             )
+        if offloaded := config.policy.offload.names:
+            yield "policy memory", f"{', '.join(offloaded)} in host memory between its phases"
         if rollout.release_memory:
             yield "server memory", self._memory_offload()
         yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"

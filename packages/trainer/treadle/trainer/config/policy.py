@@ -166,6 +166,28 @@ class MoeConfig(BaseModel):
     reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
 
 
+class OffloadConfig(BaseModel):
+    """What is in host memory while nothing is computed with it, so that others use the device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    parameters: bool = False
+    """Take the weights off the device between the policy's phases (log-probabilities, training,
+    weight sync, checkpoint), and the gradients' memory with them. Policy and critic are then on the
+    device in turn, and neither while servers sample."""
+    optimizer: bool = False
+    """Have the optimizer's state (Adam's moments, and the float32 weights of a bfloat16 model) on
+    the device only while the optimizer steps and while a checkpoint is written or read."""
+    reference: bool = False
+    """Keep the reference of the KL penalties in host memory: the starting weights always, another
+    model (algorithm.reference_path) except while it computes."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What leaves the device."""
+        return tuple(name for name, on in self if on)
+
+
 class PolicyConfig(BaseModel):
     """The settings of the policy backend; the model folder comes in addition."""
 
@@ -200,6 +222,8 @@ class PolicyConfig(BaseModel):
     recompute_modules: tuple[RecomputeModule, ...] = Field(default=("core_attn",), min_length=1)
     """What recompute=selective runs again, as Megatron names it. core_attn: the attention between
     its projections. mlp: the feed-forward part, which keeps the most."""
+    offload: OffloadConfig = OffloadConfig()
+    """What of the policy, and of its critic, is in host memory between its phases."""
     unresponsive_s: float = Field(default=300.0, gt=0)
     """A rank at work gives a sign of life every second. One that gives none for this time, because
     its process or its machine stands still, is dead: the run ends and names it."""

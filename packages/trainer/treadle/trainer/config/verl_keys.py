@@ -225,6 +225,16 @@ def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
     return {"rollout.release_memory": released, "rollout.multi_stage_wake_up": stages}
 
 
+def _parameters_to_host(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """In verl's Megatron engine the reference does as the policy, unless it is told otherwise."""
+    reference = verl.get("actor_rollout_ref.ref.megatron.param_offload", value)
+    follows = isinstance(reference, str)  # it names the policy's key
+    return {
+        "policy.offload.parameters": value,
+        "policy.offload.reference": value if follows else reference,
+    }
+
+
 def _function_tools(value: Any, verl: Verl) -> Mapping[str, Any]:
     """Verl joins a catalogue and a file of functions; here a catalogue may name functions."""
     catalogue = verl.get("actor_rollout_ref.rollout.multi_turn.tool_config_path")
@@ -448,6 +458,7 @@ _CONVERTED: Mapping[str, Converter] = {
         "set algorithm.kl_type",
     ),
     "actor_rollout_ref.actor.megatron.dtype": _DTYPE,
+    "actor_rollout_ref.actor.megatron.param_offload": _parameters_to_host,
     "actor_rollout_ref.actor.megatron.sequence_parallel": _sequence_parallel,
     "actor_rollout_ref.actor.optim.betas": _betas,
     "actor_rollout_ref.actor.optim.clip_grad": _gradient_clip,

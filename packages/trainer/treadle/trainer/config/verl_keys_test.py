@@ -386,6 +386,23 @@ def test_memory_is_released_when_verl_was_asked_to() -> None:
         _load(f"{_ROLLOUT}.multi_stage_wake_up=True", f"{_ROLLOUT}.free_cache_engine=False")
 
 
+def test_what_verl_offloads_is_in_host_memory() -> None:
+    def names(*arguments: str) -> tuple[str, ...]:
+        return _load(*arguments).config.policy.offload.names
+
+    actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+    assert names() == ()
+    assert names(f"{actor}.fsdp_config.param_offload=True") == ("parameters",)
+    assert names(f"{actor}.fsdp_config.optimizer_offload=True") == ("optimizer",)
+    assert names(f"{ref}.fsdp_config.param_offload=True") == ("reference",)
+    assert names(f"{actor}.megatron.optimizer_offload=True") == ("optimizer",)
+    both = f"{actor}.megatron.param_offload=True"
+    assert names(both) == ("parameters", "reference")  # as verl's reference does by default
+    assert names(both, f"{ref}.megatron.param_offload=False") == ("parameters",)
+    (note,) = _load("critic.megatron.param_offload=True").notes
+    assert "the critic leaves the device with the policy" in note
+
+
 def test_a_hugging_face_model_is_saved_when_verl_was_asked_to() -> None:
     key = "actor_rollout_ref.actor.checkpoint.save_contents"
     assert _load(f"{key}=[model,optimizer,extra,hf_model]").config.schedule.save_hf == "every"

@@ -10,10 +10,13 @@ RENAMED = {
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "policy.offload.optimizer",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "policy.offload.parameters",
     "actor_rollout_ref.actor.fsdp_config.seed": "policy.seed",
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss_aggregation",
     "actor_rollout_ref.actor.megatron.context_parallel_size": "policy.parallel.context",
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "policy.parallel.expert",
+    "actor_rollout_ref.actor.megatron.optimizer_offload": "policy.offload.optimizer",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "policy.parallel.pipeline",
     "actor_rollout_ref.actor.megatron.seed": "policy.seed",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "policy.parallel.tensor",
@@ -32,6 +35,8 @@ RENAMED = {
     "actor_rollout_ref.model.lora_rank": "policy.lora.rank",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.nccl_timeout": "policy.collective_timeout_s",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "policy.offload.reference",
+    "actor_rollout_ref.ref.megatron.param_offload": "policy.offload.reference",
     "actor_rollout_ref.rollout.agent.default_agent_loop": "agent.default_loop",
     "actor_rollout_ref.rollout.data_parallel_size": "rollout.data_parallel_size",
     "actor_rollout_ref.rollout.dtype": "rollout.dtype",
@@ -167,7 +172,7 @@ _PACKED = "micro-batches are packed by tokens: policy.micro_batch_tokens"
 _TEXT = "trajectories.jsonl always has the text of every span of tokens"
 
 _KERNELS = "the policy is Megatron's, which has its own kernels"
-_OFFLOAD = "parameters and optimizer stay on the policy's device"
+_LIKE_POLICY = "the critic leaves the device with the policy: see policy.offload"
 _CHUNKED = "logits are computed in chunks of policy.logits_chunk_tokens"
 _FSDP = "the policy is Megatron's: see policy.parallel"
 _NO_WORKERS = "one process reads the rows"
@@ -183,9 +188,9 @@ NOTED = {
     "actor_rollout_ref.actor.fsdp_config.entropy_from_logits_with_chunking": _CHUNKED,
     "actor_rollout_ref.actor.fsdp_config.forward_prefetch": _FSDP,
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": _FSDP,
-    "actor_rollout_ref.actor.fsdp_config.offload_policy": _OFFLOAD,
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": _OFFLOAD,
-    "actor_rollout_ref.actor.fsdp_config.param_offload": _OFFLOAD,
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": (
+        "weights are on the device while the policy computes: see policy.offload"
+    ),
     "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": _FSDP,
     "actor_rollout_ref.actor.fsdp_config.strategy": _FSDP,
     "actor_rollout_ref.actor.fsdp_config.use_orig_params": _FSDP,
@@ -193,9 +198,9 @@ NOTED = {
     "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": _FSDP,
     "actor_rollout_ref.actor.megatron.entropy_from_logits_chunk_size": _CHUNKED,
     "actor_rollout_ref.actor.megatron.entropy_from_logits_with_chunking": _CHUNKED,
-    "actor_rollout_ref.actor.megatron.grad_offload": _OFFLOAD,
-    "actor_rollout_ref.actor.megatron.optimizer_offload": _OFFLOAD,
-    "actor_rollout_ref.actor.megatron.param_offload": _OFFLOAD,
+    "actor_rollout_ref.actor.megatron.grad_offload": (
+        "gradients leave the device with the weights: see policy.offload.parameters"
+    ),
     "actor_rollout_ref.actor.ppo_micro_batch_size": _PACKED,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _PACKED,
     "actor_rollout_ref.actor.use_prefix_grouper": (
@@ -204,15 +209,15 @@ NOTED = {
     "actor_rollout_ref.actor.strategy": "the policy is Megatron's",
     "actor_rollout_ref.actor.use_fused_kernels": _KERNELS,
     "actor_rollout_ref.actor.use_torch_compile": _KERNELS,
-    "actor_rollout_ref.model.enable_activation_offload": _OFFLOAD,
+    "actor_rollout_ref.model.enable_activation_offload": (
+        "activations stay on the device: see policy.recompute"
+    ),
     "actor_rollout_ref.model.fused_kernel_options.impl_backend": _KERNELS,
     "actor_rollout_ref.model.use_fused_kernels": _KERNELS,
     "actor_rollout_ref.model.use_liger": _KERNELS,
     "actor_rollout_ref.model.use_shm": _SAME_FOLDER,
-    "actor_rollout_ref.ref.fsdp_config.param_offload": _OFFLOAD,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _PACKED,
-    "actor_rollout_ref.ref.megatron.optimizer_offload": _OFFLOAD,
-    "actor_rollout_ref.ref.megatron.param_offload": _OFFLOAD,
+    "actor_rollout_ref.ref.megatron.optimizer_offload": "the reference has no optimizer",
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _PACKED,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _PACKED,
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _PACKED,
@@ -245,6 +250,10 @@ NOTED = {
     ),
     "data.dataloader_num_workers": _NO_WORKERS,
     "critic.forward_max_token_len_per_gpu": _PACKED,
+    "critic.fsdp.optimizer_offload": _LIKE_POLICY,
+    "critic.fsdp.param_offload": _LIKE_POLICY,
+    "critic.megatron.optimizer_offload": _LIKE_POLICY,
+    "critic.megatron.param_offload": _LIKE_POLICY,
     "critic.ppo_max_token_len_per_gpu": _PACKED,
     "critic.ppo_micro_batch_size": _PACKED,
     "critic.ppo_micro_batch_size_per_gpu": _PACKED,

@@ -38,11 +38,13 @@ __all__ = [
     "LogprobSums",
     "MeasureReference",
     "MeasuredReference",
+    "OffloadReport",
     "OpenGroup",
     "OpenRendezvous",
     "Push",
     "PushSharedMemory",
     "PushTarget",
+    "ReportOffload",
     "Save",
     "SaveAdapter",
     "SaveCritic",
@@ -414,6 +416,28 @@ class LoadCritic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOffload:
+    """Answer: the `OffloadReport` of this rank's models since the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """What one rank has off its device, and what moving it took.
+
+    Attributes:
+        release_s: Seconds in which device memory was released.
+        restore_s: Seconds in which it was filled again.
+        freed_bytes: Of device memory that is released now.
+        host_bytes: Of host memory that holds what was in it.
+    """
+
+    release_s: float
+    restore_s: float
+    freed_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Leave the other ranks and exit. Answer: None."""
 
@@ -440,6 +464,7 @@ Command = (
     | SaveAdapter
     | Load
     | LoadCritic
+    | ReportOffload
     | Stop
 )
 

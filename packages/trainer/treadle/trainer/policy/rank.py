@@ -35,10 +35,12 @@ from treadle.trainer.policy.commands import (
     LoadCritic,
     LogprobSums,
     MeasureReference,
+    OffloadReport,
     OpenGroup,
     OpenRendezvous,
     Push,
     PushSharedMemory,
+    ReportOffload,
     Save,
     SaveAdapter,
     SaveCritic,
@@ -86,7 +88,19 @@ class PolicyRank:
         self._delta: DeltaSender | None = None
 
     def execute(self, command: Command) -> object:
-        """Returns the command's answer."""
+        """Returns the command's answer; the parts of `policy.offload` are off the device then."""
+        answer = self._execute(command)
+        for model in self._models() if not isinstance(command, Stop) else ():
+            model.release_memory()
+        return answer
+
+    def _models(self) -> "Iterator[MegatronPolicy | MegatronCritic]":
+        if self._policy is not None:
+            yield self._policy
+        if self._critic is not None:
+            yield self._critic
+
+    def _execute(self, command: Command) -> object:
         match command:
             case OpenRendezvous():
                 self._listener = socket.create_server((self._host, 0))
@@ -169,6 +183,8 @@ class PolicyRank:
             case Load():
                 policy.load(command.directory)
                 return policy.step
+            case ReportOffload():
+                return _sum_of([model.take_offload_report() for model in self._models()])
 
     def _execute_with_critic(
         self, command: Values | UpdateCritic | SaveCritic | LoadCritic
@@ -240,6 +256,15 @@ class PolicyRank:
                 self._policy, command.critic, command.config, command.model_path
             )
         return self._policy.step
+
+
+def _sum_of(reports: Sequence[OffloadReport]) -> OffloadReport:
+    return OffloadReport(
+        release_s=sum(report.release_s for report in reports),
+        restore_s=sum(report.restore_s for report in reports),
+        freed_bytes=sum(report.freed_bytes for report in reports),
+        host_bytes=sum(report.host_bytes for report in reports),
+    )
 
 
 @contextlib.contextmanager

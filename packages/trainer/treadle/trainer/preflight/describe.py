@@ -15,7 +15,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt
 from treadle.trainer.data.load_data import Inputs
 from treadle.trainer.own_code import OwnCode
-from treadle.trainer.policy.megatron.memory import estimate_memory
+from treadle.trainer.policy.megatron.memory import estimate_memory, rank_memory
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.architecture import Architecture
@@ -75,22 +75,28 @@ def memory_line(
         reference=config.algorithm.needs_reference,
         other_reference=reference,
     )
-    critic = 0
+    critic, kept = None, 0
     if config.algorithm.needs_critic:
         # It trains all weights, and has no output layer: as many as a tied model.
         tied = replace(architecture, tied=True)
         whole = policy.model_copy(update={"lora": LoraConfig()})
-        model = estimate_memory(tied, whole, rows=rows)
-        critic = model.weights + model.gradients + model.optimizer
+        critic = estimate_memory(tied, whole, rows=rows)
+        kept = critic.weights + critic.gradients + critic.optimizer
+    memory = rank_memory(policy.offload, found, critic)
     parts = [
         f"weights {_size(found.weights)}",
         f"gradients {_size(found.gradients)}",
         f"optimizer {_size(found.optimizer)}",
         *([f"reference {_size(found.reference)}"] if found.reference else []),
-        *([f"critic {_size(critic)}"] if critic else []),
+        *([f"critic {_size(kept)}"] if kept else []),
         f"{rows} tokens of a micro-batch {_size(found.activations)}",
     ]
-    return f"about {_size(found.total + critic)} and the process itself: {', '.join(parts)}"
+    line = f"about {_size(memory.peak)} and the process itself: {', '.join(parts)}"
+    if policy.offload.names:
+        line += (
+            f"; {_size(memory.between)} between its phases, then {_size(memory.host)} on the host"
+        )
+    return line
 
 
 def _sources(prompt: Prompt) -> list[str]:

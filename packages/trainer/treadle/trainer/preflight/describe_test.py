@@ -16,6 +16,14 @@ def test_the_line_of_the_plan() -> None:
     assert f"{config.policy.micro_batch_tokens} tokens of a micro-batch" in longer
 
 
+def test_the_line_says_what_offload_leaves_where() -> None:
+    arguments = ["algorithm.kl_coef=0.1", "policy.offload.parameters=true"]
+    config = load_config([DEMO], [*arguments, "policy.offload.optimizer=true"]).config
+    architecture = Architecture.from_folder(MODELS["demo:calculator"])
+    line = memory_line(config, architecture, 8)
+    assert line.endswith("; 3.68 MB between its phases, then 11 MB on the host")
+
+
 def test_a_critic_keeps_a_second_model_with_its_optimizer() -> None:
     config = load_config([DEMO], ["algorithm.advantage=gae"]).config
     architecture = Architecture.from_folder(MODELS["demo:calculator"])

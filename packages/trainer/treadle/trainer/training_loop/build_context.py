@@ -84,7 +84,12 @@ async def build_context(
             launcher, secured, publish=publisher.publish, weights_directory=weights_directory
         )
         with progress.phase("start"):
-            await concurrently(stack.enter_async_context(part) for part in (policy, servers))
+            if config.policy.offload.names and config.rollout.release_memory:
+                # The servers measure how much of the devices is free when they start.
+                await stack.enter_async_context(policy)
+                await stack.enter_async_context(servers)
+            else:
+                await concurrently(stack.enter_async_context(part) for part in (policy, servers))
         for note in inputs.notes:
             progress.note(note)
         if checkpoint is not None:

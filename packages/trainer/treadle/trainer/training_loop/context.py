@@ -27,6 +27,8 @@ from treadle.trainer.own_code import OnStep
 from treadle.trainer.policy.commands import (
     MeasuredReference,
     MeasureReference,
+    OffloadReport,
+    ReportOffload,
     Save,
     SaveCritic,
     SaveHf,
@@ -340,6 +342,22 @@ class TrainingContext:
             "weights/bytes": float(report.num_bytes),
             "sync/bytes": float(report.sent_bytes),
             "sync/delta_ratio": report.sent_bytes / max(1, report.num_bytes),
+        }
+
+    async def offload_metrics(self) -> dict[str, float]:
+        """Returns what `policy.offload` moved since the last call, of the rank with the most.
+
+        Raises:
+            PolicyError: A policy rank failed.
+        """
+        if not self.config.policy.offload.names:
+            return {}
+        reports: Sequence[OffloadReport] = await self.policy.call(ReportOffload())
+        return {
+            "offload/release_s": max(report.release_s for report in reports),
+            "offload/restore_s": max(report.restore_s for report in reports),
+            "offload/freed_bytes": float(max(report.freed_bytes for report in reports)),
+            "offload/host_bytes": float(max(report.host_bytes for report in reports)),
         }
 
     async def step_done(self, step: int, metrics: Mapping[str, float]) -> None:

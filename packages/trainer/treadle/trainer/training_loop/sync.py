@@ -96,6 +96,7 @@ async def _train_step(context: TrainingContext, step: int) -> None:
         **updated,
         "weights/version": float(context.version),
         **sync_metrics,
+        **await context.offload_metrics(),
         "data/epoch": float(context.order.epoch(context.batches)),
         **found.metrics,
     }

@@ -2,7 +2,8 @@
 
 Every method is collective over the policy's ranks (see `policy/backend.py`): a rank blocks in
 its first collective operation until the others make the same call. Between calls a rank holds
-parameters and optimizer state, nothing else.
+parameters and optimizer state, nothing else. What `policy.offload` takes off the device is restored
+by the call that needs it, and leaves at `release_memory`.
 
 Invariant: the gradient of a step is a plain sum, over micro-batches, data-parallel and context
 ranks, of per-token losses that were weighted over the whole batch. Parallel sizes, micro-batch
@@ -42,6 +43,7 @@ from treadle.trainer.policy.megatron.logprobs import logprobs_and_entropy
 from treadle.trainer.policy.megatron.lora import adapter
 from treadle.trainer.policy.megatron.lora.linears import switched_off
 from treadle.trainer.policy.megatron.model import PolicyModel, build
+from treadle.trainer.policy.megatron.offload import copied, offload_of
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
 from treadle.trainer.policy.megatron.prefixes import plan
@@ -55,6 +57,7 @@ from treadle.trainer.policy.types import (
 if TYPE_CHECKING:
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.backend import LossOutput
+    from treadle.trainer.policy.commands import OffloadReport
     from treadle.trainer.policy.types import TrainSequence
 
 
@@ -102,7 +105,7 @@ class MegatronPolicy:
                 adapter.start(
                     self._model, config.lora, self.architecture, self.world, seed=config.seed
                 )
-            if not self.weights_are_finite():
+            if not weights.are_finite(self._model):
                 raise ValueError(f"model.path={model_path}: its weights are not finite")
             self._net = pipeline.wrap(self._model, distributed_optimizer=self.world.copies > 1)
             self._optimizer = PolicyOptimizer(self._net, config)
@@ -111,11 +114,16 @@ class MegatronPolicy:
             raise
         # With LoRA the model without its adapters is the reference, if there is no other.
         self._reference: PolicyModel | list[Tensor] | None = None
-        if keep_reference and reference_path is not None:
-            self._reference = self._load_reference(reference_path)
-        elif keep_reference and not config.lora.rank:
-            self._reference = [p.detach().clone() for p in self._model.parameters()]
+        if keep_reference and reference_path is None and not config.lora.rank:
+            self._reference = [self._copied(p) for p in self._model.parameters()]
+        self._offload = offload_of(
+            config.offload, self._net, self._optimizer, reference=self._other_reference
+        )
         self._step = 0
+        if keep_reference and reference_path is not None:
+            self.release_memory()  # the reference may need it
+            self._reference = self._load_reference(reference_path)
+        self.release_memory()
 
     def _load_reference(self, path: Path) -> PolicyModel:
         try:
@@ -141,6 +149,21 @@ class MegatronPolicy:
         """Leaves the policy's ranks; the object cannot be used afterwards."""
         self.world.close()
 
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        self._offload.release_all()
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        return self._offload.take_report()
+
+    def _copied(self, parameter: Tensor) -> Tensor:
+        return copied(parameter, to_host=self._config.offload.reference)
+
+    def _other_reference(self) -> Iterator[Tensor]:
+        if isinstance(self._reference, PolicyModel):
+            yield from self._reference.parameters()
+
     # --- computing ---------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -148,6 +171,7 @@ class MegatronPolicy:
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.logprobs`."""
+        self._offload.restore("parameters")
         return self._logprobs(self._model, self._net, sequences, temperature)
 
     def _logprobs(
@@ -185,14 +209,19 @@ class MegatronPolicy:
     ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.reference_logprobs`."""
         if isinstance(self._reference, PolicyModel):
-            return self._logprobs(self._reference, self._reference, sequences, temperature)
+            self._offload.restore("reference")
+            try:
+                return self._logprobs(self._reference, self._reference, sequences, temperature)
+            finally:
+                self._offload.release("reference")
         if self._config.lora.rank:
             with switched_off(self._model):
                 return self.logprobs(sequences, temperature=temperature)
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
+        self._offload.restore("parameters")
         parameters = list(self._model.parameters())
-        current = [p.detach().clone() for p in parameters]
+        current = [self._copied(p) for p in parameters]
         try:
             for parameter, reference in zip(parameters, self._reference, strict=True):
                 parameter.copy_(reference)
@@ -239,11 +268,14 @@ class MegatronPolicy:
             return (output.loss_T * micro.weights_T).sum()
 
         load.reset(self._model)
+        self._offload.restore("parameters", "gradients")
         self._net.zero_grad_buffer()
         self._optimizer.zero_grad()
         pipeline.run(self._net, micro_batches, weighted, forward_only=False)
         lr = learning_rate(self._config.optimizer, self._step)
+        self._offload.restore("optimizer")
         applied = self._optimizer.apply(lr)
+        self._offload.release("optimizer")
         self._step += 1
         collected = collector.reduce(micro_batches)
         return StepStats(
@@ -344,6 +376,7 @@ class MegatronPolicy:
 
     def weights_are_finite(self) -> bool:
         """See `PolicyBackend.weights_are_finite`."""
+        self._offload.restore("parameters")
         return weights.are_finite(self._model)
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
@@ -354,6 +387,7 @@ class MegatronPolicy:
 
     def export_weights(self) -> Iterator[NamedTensor]:
         """See `PolicyBackend.export_weights`."""
+        self._offload.restore("parameters")
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         return weights.export(self._weights(), self.architecture, self.world, dtype=dtype)
 
@@ -383,11 +417,13 @@ class MegatronPolicy:
         """Returns the adapter, whole on rank 0, None without LoRA; collective."""
         if not self._config.lora.rank:
             return None
+        self._offload.restore("parameters")
         return adapter.collect(
             self._model, self._config, self.architecture, self.world, base=self._model_path
         )
 
     def _state(self) -> checkpoint.PolicyState:
+        self._offload.restore("parameters", "optimizer")
         lora = self._config.lora
         return checkpoint.PolicyState(
             self._model,

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,13 +7,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
+from treadle.trainer.config.policy import OffloadConfig, ParallelConfig, PolicyConfig
 from treadle.trainer.demo import MODELS
 from treadle.trainer.policy.megatron.architecture import Architecture
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.memory import (
     MemoryEstimate,
+    RankMemory,
     estimate_memory,
+    rank_memory,
     stage_parameters,
 )
 from treadle.trainer.policy.megatron.parallel import Rendezvous
@@ -196,6 +199,29 @@ def test_context_ranks_share_the_rows_and_the_optimizer() -> None:
     assert 4 * four.optimizer == pytest.approx(one.optimizer, abs=4)
     head = 16 * 1000 * 151936  # the same chunk of logits
     assert 4 * (four.activations - head) == pytest.approx(one.activations - head, abs=4)
+
+
+def test_offload_leaves_the_moments_that_need_most() -> None:
+    policy = MemoryEstimate(
+        weights=20, gradients=40, optimizer=120, reference=20, activations=50, exchanged=20
+    )
+    critic = replace(policy, weights=30, reference=0, exchanged=0, activations=30)
+    off, everything = (
+        OffloadConfig(),
+        OffloadConfig(parameters=True, optimizer=True, reference=True),
+    )
+    assert rank_memory(off, policy) == RankMemory(peak=policy.total, between=200, host=0)
+    both = policy.total + 30 + 40 + 120
+    assert rank_memory(off, policy, critic) == RankMemory(peak=both, between=390, host=0)
+    # Weights and gradients with the larger of activations and the optimizer's state.
+    assert rank_memory(everything, policy) == RankMemory(peak=180, between=0, host=160)
+    assert rank_memory(everything, policy, critic) == RankMemory(peak=190, between=0, host=310)
+    only = rank_memory(OffloadConfig(optimizer=True), policy, critic)
+    assert only == RankMemory(peak=150 + 120, between=150, host=240)
+    # Another model as the reference, larger than all that training needs.
+    other = replace(policy, reference=500, exchanged=0)
+    assert rank_memory(everything, other).peak == 520
+    assert rank_memory(off, other).peak == other.total
 
 
 def test_a_stage_holds_the_micro_batches_of_those_after_it() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from treadle.trainer.policy.megatron import device
 
@@ -125,6 +126,16 @@ class PolicyOptimizer:
             )
         optimizer.step_with_ready_grads()
         return Applied(grad_norm=norm, skipped=False)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields what Adam updates and its moments; some may be views of the model's parameters.
+
+        Adam's counters of steps are not among them: they are numbers, and always on the host.
+        """
+        for group in self._groups():
+            yield from group["params"]
+        for state in self.adam_state.values():
+            yield from (value for value in state.values() if value.dim())
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""

@@ -29,6 +29,7 @@ from treadle.trainer.policy.hf_weights import WeightsReader
 from treadle.trainer.policy.megatron import checkpoint, device, pipeline, weights
 from treadle.trainer.policy.megatron.critic.model import CriticModel
 from treadle.trainer.policy.megatron.model import build
+from treadle.trainer.policy.megatron.offload import offload_of
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
 from treadle.trainer.policy.types import LossAggregation, StepStats
@@ -36,6 +37,7 @@ from treadle.trainer.policy.types import LossAggregation, StepStats
 if TYPE_CHECKING:
     from treadle.trainer.config.critic import CriticConfig
     from treadle.trainer.config.policy import PolicyConfig
+    from treadle.trainer.policy.commands import OffloadReport
     from treadle.trainer.policy.megatron.backend import MegatronPolicy
     from treadle.trainer.policy.types import TrainSequence
 
@@ -73,12 +75,22 @@ class MegatronCritic:
         self._model = model
         self._net = pipeline.wrap(model, distributed_optimizer=policy.world.copies > 1)
         self._optimizer = PolicyOptimizer(self._net, settings)
+        self._offload = offload_of(like.offload, self._net, self._optimizer)
         self._step = 0
+        self.release_memory()
 
     @property
     def step(self) -> int:
         """Optimizer steps taken, skipped ones included."""
         return self._step
+
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        self._offload.release_all()
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        return self._offload.take_report()
 
     @torch.no_grad()
     def values(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
@@ -87,6 +99,7 @@ class MegatronCritic:
         Returns:
             One [L] tuple per sequence, the same on every rank.
         """
+        self._offload.restore("parameters")
         packer = self._packer(sequences, [0.0] * len(sequences))
         values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
 
@@ -137,11 +150,14 @@ class MegatronCritic:
                 sums.add_(torch.stack([part.sum(dtype=torch.float64) for part in parts]))
             return weighted_T.sum()
 
+        self._offload.restore("parameters", "gradients")
         self._net.zero_grad_buffer()
         self._optimizer.zero_grad()
         pipeline.run(self._net, micro_batches, weighted, forward_only=False)
         lr = learning_rate(self._config.optimizer, self._step)
+        self._offload.restore("optimizer")
         applied = self._optimizer.apply(lr)
+        self._offload.release("optimizer")
         self._step += 1
         count = torch.tensor(len(micro_batches), device=sums.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
@@ -182,6 +198,7 @@ class MegatronCritic:
 
     def weights_are_finite(self) -> bool:
         """Returns whether no weight is infinite or NaN; the same on every rank."""
+        self._offload.restore("parameters")
         return weights.are_finite(self._model)
 
     def save(self, directory: Path) -> None:
@@ -204,6 +221,7 @@ class MegatronCritic:
             raise CheckpointError(f"the weights in {directory} are not finite")
 
     def _state(self) -> checkpoint.PolicyState:
+        self._offload.restore("parameters", "optimizer")
         return checkpoint.PolicyState(self._model, self._optimizer, self._architecture)
 
 
