@@ -45,7 +45,7 @@ from treadle.trainer.policy.megatron.lora.linears import switched_off
 from treadle.trainer.policy.megatron.model import PolicyModel, build
 from treadle.trainer.policy.megatron.offload import copied, offload_of
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
-from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
+from treadle.trainer.policy.megatron.packing import MicroBatch, MicroBatches, Packer
 from treadle.trainer.policy.megatron.prefixes import plan
 from treadle.trainer.policy.types import (
     LossAggregation,
@@ -311,7 +311,7 @@ class MegatronPolicy:
         sequences: Sequence[TrainSequence],
         computed: Sequence[int],
         model: PolicyModel | None = None,
-    ) -> list[MicroBatch]:
+    ) -> MicroBatches:
         """Returns this data-parallel rank's share; may be empty.
 
         Args:
@@ -325,7 +325,7 @@ class MegatronPolicy:
         if self.architecture.experts is None or not computed:
             return mine
         shortest = min(computed, key=lambda i: input_length(sequences[i]))
-        return experts_plan.prepare(mine, lambda: packer.micro_batch([shortest]), self.world)
+        return experts_plan.prepare(mine, self.world, shortest=shortest)
 
     def _share(
         self,
@@ -334,7 +334,7 @@ class MegatronPolicy:
         computed: Sequence[int],
         *,
         can_share: bool,
-    ) -> list[MicroBatch]:
+    ) -> MicroBatches:
         mode = self.share_prefixes if can_share else "never"
         ordered = plan.shared(sequences, computed, mode)
         if ordered is not None:
@@ -345,7 +345,7 @@ class MegatronPolicy:
                 max_tokens=self.micro_batch_tokens,
                 at_least=self.world.pipeline,
             )
-            return [packer.micro_batch(part.indices, part.overlaps) for part in parts]
+            return MicroBatches(packer, [(part.indices, part.overlaps) for part in parts])
         lengths = [input_length(sequences[i]) for i in computed]
         share = balance(lengths, self.world.data)[self.world.data_rank]
         packs = pack(
@@ -353,7 +353,9 @@ class MegatronPolicy:
             max_tokens=self.micro_batch_tokens,
             at_least=self.world.pipeline,
         )
-        return [packer.micro_batch([computed[share[i]] for i in members]) for members in packs]
+        return MicroBatches(
+            packer, [([computed[share[i]] for i in members], None) for members in packs]
+        )
 
     def _head(
         self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
@@ -491,7 +493,7 @@ class _StatsCollector:
             self._gaps_M[micro.slots_T] = gaps_T
 
     @torch.no_grad()
-    def reduce(self, micro_batches: Sequence[object]) -> _Collected:
+    def reduce(self, micro_batches: MicroBatches) -> _Collected:
         """Collective: the sums over all ranks."""
         count = torch.tensor(len(micro_batches), device=self._sums.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)

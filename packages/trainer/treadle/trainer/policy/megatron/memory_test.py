@@ -1,5 +1,7 @@
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from treadle.trainer.policy.megatron.memory import (
     rank_memory,
     stage_parameters,
 )
+from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
 from treadle.trainer.policy.megatron.parallel import Rendezvous
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import sequences, write_model
@@ -136,6 +139,38 @@ def test_context_ranks_share_the_activations_of_one_sequence(tmp_path: Path) -> 
         )
         assert shared == pytest.approx(peak, rel=_TOLERANCE)
         assert peak < 0.6 * whole
+
+
+def test_the_batch_may_be_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the tokens take four micro-batches, one after the other, in the same memory."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def counted(packer: Packer, *args: Any) -> MicroBatch:
+        nonlocal most
+        made = micro_batch(packer, *args)
+        alive.append(weakref.ref(made.ids_1P))
+        most = max(most, sum(tensor() is not None for tensor in alive))
+        return made
+
+    micro_batch = Packer.micro_batch
+    monkeypatch.setattr(Packer, "micro_batch", counted)
+    policy = MegatronPolicy(
+        PolicyConfig(micro_batch_tokens=_ROWS, share_prefixes="never"), _model("qwen2", tmp_path)
+    )
+    try:
+        once, _ = _peak_of_a_step(policy, _ROWS)
+        alive.clear()
+        four_times, _ = _peak_of_a_step(policy, 4 * _ROWS)
+        assert len(alive) == 2 * 4
+        # A sequence longer than a micro-batch is one by itself, and needs the memory for it.
+        stats = policy.train_step(sequences((200, 2 * _ROWS, 300)), policy_loss(AlgorithmConfig()))
+    finally:
+        policy.close()
+    assert four_times == pytest.approx(once, rel=0.02)
+    assert most <= 2  # the one that is computed, and the next while it is made
+    assert stats.num_micro_batches == 2
+    assert not stats.skipped
 
 
 QWEN_HALF_BILLION = Architecture(

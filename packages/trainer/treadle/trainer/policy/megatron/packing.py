@@ -11,7 +11,7 @@ Shape suffixes: P packed rows of this rank, T loss tokens, K those that its rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
@@ -156,6 +156,10 @@ class Packer:
         ]
         return self._tensor(flags, torch.bool)
 
+    def num_rows(self, indices: Sequence[int], overlaps: Sequence[int] | None = None) -> int:
+        """Returns the rows of `micro_batch` for these arguments, without padding."""
+        return sum(input_length(self._sequences[i]) for i in indices) - sum(overlaps or ())
+
     def micro_batch(
         self, indices: Sequence[int], overlaps: Sequence[int] | None = None
     ) -> MicroBatch:
@@ -174,8 +178,7 @@ class Packer:
         positions = list(chain.from_iterable(own))
         ids = [s.ids[t] for (s, _), ts in zip(chosen, own, strict=True) for t in ts]
         padding = [0] * (-len(ids) % self._row_multiple)
-        num_rows = len(ids)
-        real = [True] * num_rows + [False] * len(padding)
+        real = [True] * len(ids) + [False] * len(padding)
         ids, positions = ids + padding, positions + padding
         rows = [
             path[t - 1]
@@ -207,7 +210,8 @@ class Packer:
             segments = TreeSegments.of_tree(lengths, overlaps, self._at)
         weights = [self._weights[i] for i in indices for _ in self._positions[i]]
         segments.routing = Routing(
-            num_rows=num_rows, real_P=self._tensor(real, torch.bool) if padding else None
+            num_rows=self.num_rows(indices, overlaps),
+            real_P=self._tensor(real, torch.bool) if padding else None,
         )
         return MicroBatch(
             ids_1P=self._tensor(ids, torch.int64)[None],
@@ -262,6 +266,28 @@ class Packer:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
+
+
+class MicroBatches:
+    """The micro-batches of one rank, each made when it is its turn: only few exist at a time."""
+
+    def __init__(
+        self, packer: Packer, parts: Sequence[tuple[Sequence[int], Sequence[int] | None]]
+    ) -> None:
+        """Args are the packer of the batch, and what its `micro_batch` takes for each of them."""
+        self.packer = packer
+        self.parts = parts
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all of them, over all context ranks, without padding."""
+        return sum(self.packer.num_rows(*part) for part in self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self.packer.micro_batch(*part) for part in self.parts)
 
 
 def _loss_positions(sequence: TrainSequence) -> list[int]:

@@ -6,7 +6,7 @@ context ranks. The model is the policy or its critic; both are on the same ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.model import PolicyModel
-    from treadle.trainer.policy.megatron.packing import MicroBatch
+    from treadle.trainer.policy.megatron.packing import MicroBatch, MicroBatches
 
 
 def wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
@@ -48,7 +48,7 @@ def wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataP
 
 def run(
     net: torch.nn.Module,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: MicroBatches,
     loss: Callable[[MicroBatch, Tensor], Tensor],
     *,
     forward_only: bool,
@@ -77,7 +77,7 @@ def run(
         data_iterator=iter(micro_batches),
         model=[net],
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].num_rows,
+        seq_length=1,  # ignored: each micro-batch has its own (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -7,7 +7,7 @@ statistic and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.trainer.policy.megatron import device
+from treadle.trainer.policy.megatron.packing import MicroBatches
 
 device.install()
 
@@ -30,29 +31,54 @@ _OF_LOSS_TOKENS = (
 )
 
 
-def prepare(
-    micro_batches: Sequence[MicroBatch], make: Callable[[], MicroBatch], world: World
-) -> list[MicroBatch]:
-    """Completes the routing of each micro-batch, and adds blank ones; collective.
+class RoutedMicroBatches(MicroBatches):
+    """Those of a model with experts: each has its weight in the load-balancing loss."""
+
+    def __init__(
+        self, micro_batches: MicroBatches, *, rows: int, shortest: int, num_blank: int
+    ) -> None:
+        """Makes nothing yet.
+
+        Args:
+            micro_batches: Of this data-parallel rank.
+            rows: Of the whole batch.
+            shortest: Index of a sequence, to make blank micro-batches from.
+            num_blank: How many blank ones come last.
+        """
+        super().__init__(micro_batches.packer, micro_batches.parts)
+        self._rows = rows
+        self._shortest = shortest
+        self._num_blank = num_blank
+
+    def __len__(self) -> int:
+        return super().__len__() + self._num_blank
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for micro in super().__iter__():
+            routing = micro.segments.routing
+            micro.segments.routing = replace(routing, share=routing.num_rows / self._rows)
+            yield micro
+        for _ in range(self._num_blank):
+            yield _blank(self.packer.micro_batch([self._shortest]))
+
+
+def prepare(micro_batches: MicroBatches, world: World, *, shortest: int) -> RoutedMicroBatches:
+    """Completes the micro-batches of this data-parallel rank, which may be none; collective.
 
     Args:
-        micro_batches: This rank's; may be empty.
-        make: Returns any micro-batch, to make a blank one from.
+        micro_batches: Of this data-parallel rank.
         world: This rank's position.
+        shortest: Index of the shortest sequence of the batch, from which blank ones are made.
     """
-    rows = sum(micro.segments.routing.num_rows for micro in micro_batches)
-    most = len(micro_batches)
+    rows, most = micro_batches.num_rows, len(micro_batches)
     if world.data > 1:
         group = parallel_state.get_data_parallel_group()
         sums, count = torch.tensor([[rows], [most]], device=device.device())
         dist.all_reduce(sums, group=group)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         rows, most = int(sums), int(count)
-    for micro in micro_batches:
-        routing = micro.segments.routing
-        micro.segments.routing = replace(routing, share=routing.num_rows / rows)
     lacking = most - len(micro_batches) if world.expert > 1 else 0
-    return [*micro_batches, *(_blank(make()) for _ in range(lacking))]
+    return RoutedMicroBatches(micro_batches, rows=rows, shortest=shortest, num_blank=lacking)
 
 
 def _blank(micro: MicroBatch) -> MicroBatch:
