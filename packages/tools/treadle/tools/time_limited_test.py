@@ -145,7 +145,11 @@ def test_a_busy_process_does_not_outlive_a_program_that_is_killed(functions: Pat
     reference = f"{functions}:answer"
     script.write_text(ORPHANS.format(reference=reference, pipe=str(pipe)))
     # The processes keep the standard output of the program: it ends with the last of them.
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as program:
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as program:
         child = int(pipe.read_text())
         assert is_alive(child)
         program.send_signal(signal.SIGKILL)
