@@ -6,10 +6,12 @@
 
 Invariant: every answer is OpenAI's JSON, including errors. If an agent hangs up, its request is
 cancelled at once, down to the engine. Every request needs `Authorization: Bearer <session key>`.
+No request is parsed whose values would hold the others up; a long one is parsed by a thread.
 
 Requests are tasks of the HTTP server. They wait for the generator, and for a disconnect.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -24,7 +26,7 @@ from starlette.routing import Route
 from treadle.agent_loop.proxy.body import SMALL, Bodies
 from treadle.agent_loop.proxy.errors import ApiError
 from treadle.agent_loop.proxy.messages import read_object
-from treadle.agent_loop.proxy.request import read_request
+from treadle.agent_loop.proxy.request import ChatRequest, read_request
 from treadle.agent_loop.proxy.response import ChatAnswer
 from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions, read_reward
 
@@ -33,6 +35,8 @@ _logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 _TOGETHER = 8
 """Largest bodies that may be under way at one time."""
+_LONG = 1 << 16
+"""Number of bytes from which on a request is parsed beside the event loop."""
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -84,7 +88,7 @@ class _Endpoint:
             )
             # Only now: agents that send slowly take no place of the others.
             with self._sessions.slot():
-                asked = read_request(body)
+                asked = await _read(session, body)
                 turn = await session.complete(asked, gone=lambda: _disconnected(request))
         if turn is None:
             return Response(status_code=_CLIENT_GONE)
@@ -120,6 +124,12 @@ class _Endpoint:
         return self._sessions.find(
             request.path_params["session_id"], request.headers.get("authorization", "")
         )
+
+
+async def _read(session: EndpointSession, body: bytes) -> ChatRequest:
+    if len(body) < _LONG:
+        return read_request(body)
+    return await session.while_open(asyncio.to_thread(read_request, body))
 
 
 async def _disconnected(request: Request) -> None:

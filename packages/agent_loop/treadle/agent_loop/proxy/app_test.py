@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,8 +13,7 @@ import pytest
 
 from treadle.agent_loop import AgentTask, LoopLimits, Message, SamplingParams, Services
 from treadle.agent_loop.capture import CapturedSession
-from treadle.agent_loop.proxy import AgentSampling, body
-from treadle.agent_loop.proxy.app import make_app
+from treadle.agent_loop.proxy import AgentSampling, app, body
 from treadle.agent_loop.proxy.server import SharedServer
 from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
@@ -75,8 +75,8 @@ async def serving() -> AsyncIterator[Endpoint]:
         )
         sessions.add(session)
         both.append(session)
-    app = make_app(sessions, model="policy", max_body_bytes=1000)
-    async with SharedServer(app, host="127.0.0.1", port=0) as address:
+    served = app.make_app(sessions, model="policy", max_body_bytes=1000)
+    async with SharedServer(served, host="127.0.0.1", port=0) as address:
         yield Endpoint(address=address, slow=both[0], other=both[1])
 
 
@@ -97,6 +97,25 @@ async def test_a_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert b"only 1 bytes of the request came in 0.2 s" in await reader.read(2000)
         assert not endpoint.slow._in_flight
         writer.close()
+
+
+async def test_a_long_request_is_parsed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    read_request = app.read_request
+
+    def slow(body: bytes) -> app.ChatRequest:
+        begun.set()
+        assert go_on.wait(20)
+        return read_request(body)
+
+    monkeypatch.setattr(app, "read_request", slow)
+    monkeypatch.setattr(app, "_LONG", 10)
+    async with serving() as endpoint:
+        asking = asyncio.create_task(endpoint.ask("POST", "chat/completions", json=ASK))
+        assert await asyncio.to_thread(begun.wait, 20)
+        await endpoint.models()
+        go_on.set()
+        assert (await asking).status_code == 200
 
 
 async def test_a_client_that_leaves_within_its_body_is_no_error(

@@ -11,7 +11,7 @@ a retry may succeed. A retry is safe, because a failed request leaves no trace i
 | 400 | turn_limit_reached | a limit on turns; the session is used up |
 | 401 | invalid_api_key | the session's own key is required |
 | 404 | session_not_found | the session was never opened, or is over |
-| 413 | request_too_large | the body is too large |
+| 413 | request_too_large | the body is too large, or has too many values |
 | 429 | rate_limit_exceeded | too many in-flight requests, here or at the servers |
 | 500 | internal_error | a bug of the endpoint |
 | 502, 503, 504 | engine_failed, unavailable, timeout | a failure of the rollout servers |

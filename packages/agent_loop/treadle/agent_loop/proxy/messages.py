@@ -10,11 +10,14 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from treadle.agent_loop.proxy.errors import bad_value, unsupported
+from treadle.agent_loop.json_values import has_more_values
+from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, Role, ToolCall
 
+MAX_VALUES = 1 << 18
+"""Most brackets and commas in a request, and in the arguments of its calls: a second's work."""
 _SURROGATE = re.compile(rb"\\u[dD]")
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -35,10 +38,13 @@ def read_messages(value: object) -> tuple[Message, ...]:
     """Parses `messages`.
 
     Raises:
-        ApiError: They cannot be rendered, or the last one is the assistant's.
+        ApiError: They cannot be rendered, or the last one is the assistant's, or the arguments of
+            their calls have more than `MAX_VALUES`.
     """
     if not isinstance(value, list) or not value:
         raise bad_value("messages", "it must be a list with at least one message")
+    # One that hides the next ones, for it lacks a quote, is refused before they are parsed.
+    _check_values(",".join(_arguments(value)).encode(), "the arguments of the calls have")
     messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
     if messages[-1].role == "assistant":
         raise unsupported(
@@ -124,8 +130,9 @@ def read_object(body: bytes) -> dict[str, object]:
     """Parses a JSON object.
 
     Raises:
-        ApiError: The body is not a JSON object.
+        ApiError: The body is not a JSON object, or has more than `MAX_VALUES`.
     """
+    _check_values(body, "the request has")
     try:
         data = loads(body)
     except (ValueError, RecursionError) as error:
@@ -133,6 +140,24 @@ def read_object(body: bytes) -> dict[str, object]:
     if not isinstance(data, dict):
         raise bad_value("body", "it must be a JSON object")
     return data
+
+
+def _check_values(text: bytes, who: str) -> None:
+    if has_more_values(text, MAX_VALUES):
+        raise ApiError(
+            f"{who} more than {MAX_VALUES} JSON values", status=413, code="request_too_large"
+        )
+
+
+def _arguments(messages: Sequence[object]) -> Iterator[str]:
+    """Yields the arguments of all calls, as far as these have the right form."""
+    for message in messages:
+        match message:
+            case {"tool_calls": [*calls]}:
+                for call in calls:
+                    match call:
+                        case {"function": {"arguments": str(text)}}:
+                            yield text
 
 
 def _refuse(constant: str) -> object:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from treadle.agent_loop import AgentTask, Image, Message, ToolCall, ToolSpec
 from treadle.agent_loop.proxy.errors import ApiError
-from treadle.agent_loop.proxy.messages import read_messages, written, written_task
+from treadle.agent_loop.proxy.messages import MAX_VALUES, read_messages, written, written_task
 from treadle.agent_loop.proxy.request import NEUTRAL, ChatRequest, read_request
 
 USER = {"role": "user", "content": "u"}
@@ -310,3 +310,28 @@ def test_tools_are_compared_once_each() -> None:
     assert time.process_time() - began < 0.5  # Each with each, it took 1.5 s.
     twice = refusal(tools=tools([*names[:3], names[1]]))
     assert "more than one tool with the name 'a_tool_with_number_1'" in str(twice)
+
+
+def test_a_request_of_too_many_values_is_not_parsed() -> None:
+    body = b'{"messages": [' + b"[]," * MAX_VALUES + b"[]]}"
+    began = time.process_time()
+    with pytest.raises(ApiError, match="the request has more than 262144 JSON values") as caught:
+        read_request(body)
+    assert caught.value.status == 413
+    assert time.process_time() - began < 0.2  # Parsed, it took 0.3 s and 30 MiB.
+
+
+def test_calls_of_too_many_values_are_not_parsed() -> None:
+    """Within a string, values do not count as the request's."""
+    half = json.dumps({"a": [[]] * (MAX_VALUES // 2)})
+    calls = [{"id": i, "function": {"name": "f", "arguments": half}} for i in ("a", "b")]
+    user, assistant = {"role": "user", "content": ","}, {"role": "assistant", "tool_calls": calls}
+    body = json.dumps({"messages": [assistant, user]}).encode()
+    with pytest.raises(ApiError, match="the arguments of the calls have more than") as caught:
+        read_request(body)
+    assert caught.value.status == 413
+
+
+def test_a_text_may_look_like_any_number_of_values() -> None:
+    text = '"[{,\\' * MAX_VALUES
+    assert read(messages=[{"role": "user", "content": text}]).messages[0].content == text

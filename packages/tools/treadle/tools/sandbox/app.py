@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Final
@@ -29,6 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from treadle.agent_loop.json_values import has_more_values
 from treadle.tools.sandbox.execution import (
     Execution,
     Program,
@@ -52,7 +52,6 @@ _TOGETHER: Final = 8  # of the largest bodies; far more of those that are usual
 _BODY_S: Final = 60.0
 _LARGE: Final = 1 << 16
 _OTHER_VALUES: Final = 64  # beside the names and contents of files
-_STRING_OR_MORE: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)
 
 
 def make_app(sandbox: LocalSandbox) -> Starlette:
@@ -140,7 +139,7 @@ class _Bodies:
 
 
 def _decode(body: bytearray, most_values: int) -> Program:
-    if _has_more_values(body, most_values):
+    if has_more_values(body, most_values):
         raise InvalidRequestError(
             "body", f"more than {most_values} JSON values, which suffice for all files allowed here"
         )
@@ -149,18 +148,6 @@ def _decode(body: bytearray, most_values: int) -> Program:
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("body", f"not JSON: {error}") from None
     return decode_request(value)
-
-
-def _has_more_values(body: bytearray, most: int) -> bool:
-    """Returns whether a JSON text has more values than that; makes none of them."""
-    if sum(map(body.count, (b"[", b"{", b","))) <= most:  # far faster, and counts those in strings
-        return False
-    found = 0
-    for part in _STRING_OR_MORE.finditer(body):
-        found += body[part.start()] != ord('"')
-        if found > most:
-            return True
-    return False
 
 
 class _Run(Response):

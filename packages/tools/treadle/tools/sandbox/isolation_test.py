@@ -313,10 +313,10 @@ async def test_nobody_elses_limits_or_priority_change(sandbox: LocalSandbox) -> 
         "               lambda: os.setpriority(os.PRIO_PGRP, 0, 19)):\n"
         "    try: change(); print('CHANGED')\n"
         "    except OSError: pass\n"
-        "os.setpriority(os.PRIO_PROCESS, 0, 9)\n"
+        "os.setpriority(os.PRIO_PROCESS, 0, 19)\n"
         "print(os.getpriority(os.PRIO_PROCESS, 1), os.getpriority(os.PRIO_PROCESS, 0))",
     )
-    assert execution.stdout == f"{os.nice(0)} 9\n", execution.stderr
+    assert execution.stdout == f"{os.nice(0)} 19\n", execution.stderr
 
 
 async def test_signals_reach_nobody_outside(sandbox: LocalSandbox) -> None:
