@@ -375,8 +375,11 @@ def _open(
     has_hf = hf.is_dir()
     checked = None
     if (directory / MANIFEST).exists():
-        tensors = HF if has_hf and to == "read the model" else POLICY
-        checked = check_manifest(directory, parts=(_STATE, CONFIG, tensors), contents=contents)
+        if to == "resume":
+            tensors = {POLICY, CRITIC}
+        else:
+            tensors = {HF if has_hf else POLICY}
+        checked = check_manifest(directory, parts={_STATE, CONFIG, *tensors}, contents=contents)
     state = _json_object(directory / _STATE)
     written = state.get("format")
     if isinstance(written, int) and written > _FORMAT:

@@ -13,6 +13,7 @@ from treadle.agent_loop import SetupError
 from treadle.trainer.checkpoint.begin_or_resume import ResumePoint, find_resume_point
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
+    CRITIC,
     HF,
     POLICY,
     Checkpoints,
@@ -30,11 +31,12 @@ Damage = Callable[[Path], object]
 
 
 async def _write(directory: Path) -> None:
-    """Writes files with the names that the policy's have, and something in them."""
+    """Writes files with the names that those of policy and critic have, and something in them."""
 
     def write() -> None:
         for name in ("__0_0.distcp", ".metadata", "common.pt", "metadata.json"):
-            _file(directory / POLICY / name, f"{directory.name} {name} " * 500)
+            for part in (POLICY, CRITIC):
+                _file(directory / part / name, f"{directory.name} {name} " * 500)
         _file(directory / HF / "config.json", "{}")
         _file(directory / HF / "model.safetensors", "weights " * 500)
 
@@ -144,6 +146,11 @@ _FALLS_BACK: dict[str, tuple[Damage, str]] = {
     ".metadata deleted": (_delete(f"{_AT}/{POLICY}/.metadata"), "policy/.metadata is missing"),
     ".metadata flipped": (_flip(f"{_AT}/{POLICY}/.metadata"), "policy/.metadata has changed"),
     "metadata.json deleted": (_delete(f"{_AT}/{POLICY}/metadata.json"), "metadata.json is missing"),
+    "critic flipped": (
+        _flip(f"{_AT}/{CRITIC}/__0_0.distcp"),
+        "the content of critic/__0_0.distcp has changed",
+    ),
+    "critic deleted": (lambda run: shutil.rmtree(run / _AT / CRITIC), "is missing"),
     "policy deleted": (lambda run: shutil.rmtree(run / _AT / POLICY), "is missing"),
     "state.json deleted": (_delete(_STATE), "state.json is missing"),
     "state.json {}": (_put(_STATE, "{}"), "state.json has 2 bytes"),
@@ -185,6 +192,10 @@ _GOES_ON: dict[str, tuple[Damage, str]] = {
     "config.json a list": (_put("config.json", "[]"), "config.json is damaged: it holds no JSON"),
     "metrics.jsonl deleted": (_delete("metrics.jsonl"), ""),
     "the older checkpoint damaged": (_flip(f"{CHECKPOINTS}/{_OLDER}/state.json"), ""),
+    "the critic of the older checkpoint damaged": (
+        _flip(f"{CHECKPOINTS}/{_OLDER}/{CRITIC}/common.pt"),
+        "",
+    ),
     "the exported model damaged": (_flip(f"{_AT}/{HF}/model.safetensors"), ""),
 }
 
