@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
@@ -17,6 +17,7 @@ from treadle.tools.rewards.judge import Judge
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, check_each
+from treadle.trainer.data.own_reader import imports_verl
 from treadle.trainer.own_code import NOTHING, OwnCode
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ __all__ = [
     "model_context",
     "read_model_config",
 ]
+
+_VERL_REWARDS: Final = (
+    "verl is not needed here, and its rewards are built in. Leave the custom function out: a row's "
+    "data_source then chooses its reward, and reward.name=retool is that of recipe/retool. A "
+    "function of your own with verl's arguments goes to a file that does not import verl"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +71,17 @@ def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> 
     if own.reward is not None:
         return own.reward
     settings = config.reward
-    reward = rewards.resolve(
-        settings.name,
-        mode=settings.mode,
-        timeout_s=settings.timeout_s,
-        timeout_score=settings.timeout_score,
-    )
+    try:
+        reward = rewards.resolve(
+            settings.name,
+            mode=settings.mode,
+            timeout_s=settings.timeout_s,
+            timeout_score=settings.timeout_score,
+        )
+    except SetupError as error:
+        if settings.name is not None and imports_verl(settings.name):
+            raise SetupError(f"{error}: {_VERL_REWARDS}") from error.__cause__
+        raise
     if settings.name is None:
         sources = (row.columns.get("data_source") for row in rows)
         rewards.check_data_sources(sources, mode=settings.mode)

@@ -73,3 +73,14 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SetupError, match=r"holds no tokenizer\.json"):
         _prepare(f"model.path={tmp_path}")
+
+
+def test_a_reward_that_is_code_for_verl_is_refused_with_the_built_in_ones(tmp_path: Path) -> None:
+    file = tmp_path / "retool.py"
+    file.write_text(
+        "import verl.a_part_that_is_not_here\n"
+        "def compute_score(data_source, solution_str, ground_truth):\n"
+        "    return 0.0\n"
+    )
+    with pytest.raises(SetupError, match=r"No module named 'verl.*reward\.name=retool is that of"):
+        _prepare(f"reward.name={file}:compute_score")

@@ -10,23 +10,35 @@ rows are checked as those of files are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from treadle.agent_loop import SetupError, load_import_path
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.data.files import Placed
 
-__all__ = ["Reader", "load_reader"]
+__all__ = ["Reader", "imports_verl", "load_reader"]
 
 Reader = Callable[[Path], Iterator[Placed]]
 """From a path to its rows, each with its place."""
 
-_BUILT_IN = (
+_IMPORT_OF_VERL: Final = re.compile(r"^\s*(?:from|import)\s+verl\b", re.MULTILINE)
+_BUILT_IN: Final = (
     "a data set class of verl is not needed here. Leave data.custom_cls out: rows are read from "
     "files and directories, and `treadle data dapo_math` and `treadle data aime` write those that "
     "recipe/retool's CustomRLHFDataset makes"
 )
+
+
+def imports_verl(reference: str) -> bool:
+    """Returns whether the file of "path.py:name" is code for verl, whatever else it imports."""
+    try:
+        text = Path(reference.rpartition(":")[0]).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return _IMPORT_OF_VERL.search(text) is not None
 
 
 def load_reader(reference: str) -> Reader:
@@ -42,9 +54,8 @@ def load_reader(reference: str) -> Reader:
     try:
         made = load_import_path(reference, "reader")
     except SetupError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and (cause.name or "").startswith("verl"):
-            raise SetupError(f"{error}: {_BUILT_IN}") from cause
+        if imports_verl(reference):
+            raise SetupError(f"{error}: {_BUILT_IN}") from error.__cause__
         raise
     if not callable(made):
         raise SetupError(f"the reader {reference!r} is {made!r:.80}, which cannot be called")

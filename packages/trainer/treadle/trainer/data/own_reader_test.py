@@ -87,12 +87,13 @@ def test_a_class_that_does_not_load_is_refused(code: str) -> None:
 
 
 def test_a_data_set_class_of_verl_is_refused_with_what_does_the_same(tmp_path: Path) -> None:
-    # How recipe/retool/retool.py begins.
+    # As recipe/retool/retool.py begins: another package may be missing before verl is.
     file = tmp_path / "retool.py"
     file.write_text(
+        "import a_package_that_is_not_here\n"
         "from verl.utils.dataset import RLHFDataset\n"
         "class CustomRLHFDataset(RLHFDataset):\n"
         "    pass\n"
     )
-    with pytest.raises(SetupError, match=r"No module named 'verl'.*treadle data dapo_math"):
+    with pytest.raises(SetupError, match=r"No module named 'a_package.*treadle data dapo_math"):
         load_reader(f"{file}:CustomRLHFDataset")
