@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +48,7 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     write_vision_model,
 )
 from treadle.rollout_server.testing.serving import serve_in_process
+from treadle.trainer.main import main
 
 SPECIALS = [
     "<|endoftext|>",
@@ -215,6 +218,28 @@ async def test_a_tool_shows_the_model_an_image(directory: Path) -> None:
     for place, (sampled, logprob) in enumerate(zip(tokens.loss_mask, tokens.logprobs, strict=True)):
         if sampled:
             assert logprob == pytest.approx(reference[place - 1], abs=1e-4)
+
+
+def test_an_evaluation_shows_the_images_of_its_rows(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {
+            "data_source": "drawn",
+            "prompt": [{"role": "user", "content": "See <image>!"}],
+            "reward_model": {"ground_truth": "1"},
+            "images": [{"bytes": picture(*size).data, "path": None}],
+        }
+        for size in ((48, 24), (40, 40))
+    ]
+    data, out = tmp_path / "rows.parquet", tmp_path / "out"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    settings = ("reward.name=gsm8k", "rollout.prompt_length=100", "rollout.response_length=8")
+    status = main(["eval", str(directory), "--data", str(data), "--out", str(out), *settings])
+    assert status == 0, capsys.readouterr().err
+    logged = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+    assert [t["messages"][0]["images"] for t in logged] == [["image/png"]] * 2
+    assert json.loads((out / "results.json").read_text())["scores"][-1]["failed"] == 0
 
 
 @pytest.mark.asyncio

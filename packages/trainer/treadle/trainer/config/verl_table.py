@@ -260,7 +260,7 @@ NOTED = {
     "critic.strategy": "the critic is Megatron's",
     "critic.use_dynamic_bsz": _PACKED,
     "data.filter_overlong_prompts_workers": _NO_WORKERS,
-    "data.image_key": "rows are text; a column `images` is refused",
+    "data.image_key": "images are in the column `images`, which `treadle eval` reads",
     "data.return_multi_modal_inputs": "rows are text",
     "data.use_shm": _NO_WORKERS,
     "data.val_batch_size": "all validation rows run at once, within rollout.max_in_flight",

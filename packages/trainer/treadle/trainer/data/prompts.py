@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Final, overload
 
 from treadle.agent_loop import (
     AgentTask,
@@ -23,10 +23,14 @@ from treadle.agent_loop import (
     derive_seed,
 )
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.images import row_messages
 from treadle.trainer.data.row import Row
 from treadle.trainer.data.rows_in_files import RowsInFiles
 from treadle.trainer.data.rules import PromptRules, check_rows
 from treadle.trainer.data.shorten import shorten
+
+_OF_MESSAGES: Final = ("prompt", "images")
+"""Columns that a task has in its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class Prompt:
                 rollout_index=rollout_index,
                 loop=self.loop,
                 messages=self.messages,
-                fields={k: v for k, v in self.row.columns.items() if k != "prompt"},
+                fields={k: v for k, v in self.row.columns.items() if k not in _OF_MESSAGES},
                 seed=derive_seed(seed, self.split, step, self.row.index, rollout_index),
             )
             for rollout_index in range(samples)
@@ -138,7 +142,7 @@ class PromptsInFiles(Sequence[Prompt]):
         """Keeps where a prompt comes from, which is made of the row after the last one."""
         self._kept.append(prompt.row.index)
         self._num_tokens.append(prompt.num_tokens)
-        if prompt.messages != _messages(prompt.row):
+        if prompt.messages != row_messages(prompt.row.columns):
             self._shortened.add(prompt.row.index)
 
     def __len__(self) -> int:
@@ -178,7 +182,7 @@ class PromptsInFiles(Sequence[Prompt]):
             row=row,
             split=self._split,
             loop=self._rules.loop_of(row),
-            messages=_messages(row),
+            messages=row_messages(row.columns),
             num_tokens=num_tokens,
         )
 
@@ -187,7 +191,7 @@ def _prepare(
     row: Row, split: str, rules: PromptRules, renderer: ChatRenderer
 ) -> tuple[Prompt | None, int]:
     """Returns the prompt of a row, None if it is too long, and how long the row's messages are."""
-    messages = _messages(row)
+    messages = row_messages(row.columns)
     specs = tuple(tool.spec for tool in rules.tools_of(row).values())
 
     def count(prompt: Sequence[Message]) -> int:
@@ -199,6 +203,12 @@ def _prepare(
             if rules.overlong == "error" or rules.overlong == "drop":
                 return None, length
             limit = rules.max_prompt_tokens
+            if any(message.images for message in messages):
+                raise DataError(
+                    f"{row.place}: the prompt has images and {num_tokens} tokens, and one with "
+                    f"images is not cut to rollout.prompt_length={limit}: raise it, or set "
+                    "data.overlong_prompts=drop"
+                )
             short = shorten(messages, rules.overlong, limit=limit, count=count)
             if short is None:
                 raise DataError(
@@ -211,12 +221,6 @@ def _prepare(
     loop = rules.loop_of(row)
     made = Prompt(row=row, split=split, loop=loop, messages=messages, num_tokens=num_tokens)
     return made, length
-
-
-def _messages(row: Row) -> tuple[Message, ...]:
-    prompt = row.columns["prompt"]
-    assert isinstance(prompt, list), "read_rows has checked it"
-    return tuple(Message(role=item["role"], content=item["content"]) for item in prompt)
 
 
 def _overlong_notes(

@@ -46,8 +46,10 @@ def prepare(
     default_loop: str = "single_turn_agent",
     max_prompt_tokens: int = 10_000,
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error",
+    images: bool = False,
 ) -> PromptSet:
     rules = PromptRules(
+        images=images,
         loops=default_loops(),
         default_loop=default_loop,
         max_prompt_tokens=max_prompt_tokens,
@@ -246,6 +248,22 @@ def test_rows_with_images_are_refused_by_name() -> None:
         DataError, match=r"line 2: the column 'images' holds 2 of them, and the pol"
     ):
         prepare(make_row(), make_row(1, images=[{"bytes": b"1"}, {"bytes": b"2"}]))
+
+
+def test_where_nothing_is_trained_images_are_shown_and_checked() -> None:
+    png = b"\x89PNG\r\n\x1a\n."
+    (prompt,) = prepare(make_row(images=[{"bytes": png}]), images=True).prompts
+    assert [image.data for image in prompt.messages[0].images] == [png]
+    (task,) = prompt.tasks(samples=1, seed=0, step=0)
+    assert "images" not in task.fields  # they are in its messages
+    with pytest.raises(DataError, match=r"line 1: images\[0\] begins with b'GIF'"):
+        prepare(make_row(images=[{"bytes": b"GIF"}]), images=True)
+    with pytest.raises(DataError, match="the column 'videos' holds 1 of them, and only images"):
+        prepare(make_row(videos=[{}]), images=True)
+    with pytest.raises(DataError, match=r"the prompt has images and .* tokens, .* is not cut"):
+        prepare(
+            make_row(images=[{"bytes": png}]), images=True, overlong="left", max_prompt_tokens=3
+        )
 
 
 def test_settings_for_a_tool_that_is_not_there_are_noted() -> None:

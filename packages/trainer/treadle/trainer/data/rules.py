@@ -24,6 +24,7 @@ from treadle.agent_loop import (
     selected_tools,
 )
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.images import row_messages
 from treadle.trainer.data.row import Row
 from treadle.trainer.data.row_problems import RowProblems
 
@@ -39,6 +40,7 @@ class PromptRules:
         overlong: What to do with a longer prompt.
         tools: By name; empty if no tools are configured.
         interactions: By name.
+        images: Whether rows may have images: where nothing is trained.
     """
 
     loops: LoopRegistry
@@ -47,6 +49,7 @@ class PromptRules:
     overlong: Literal["error", "drop", "left", "right", "middle"]
     tools: Mapping[str, Tool] = field(default_factory=dict)
     interactions: Mapping[str, Interaction] = field(default_factory=dict)
+    images: bool = False
 
     def loop_of(self, row: Row) -> str:
         """Returns the name of the loop that runs a row."""
@@ -96,9 +99,9 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
 
     Raises:
         DataError: A row names an unknown loop, tool or interaction, or tools or an interaction
-            that its loop does not have; lacks what one of them needs; has images or videos; or
-            names no loop although tools are configured and the default loop calls none. Or tools
-            are configured and no row reaches them.
+            that its loop does not have; lacks what one of them needs; has videos, or images that
+            are not allowed or cannot be read; or names no loop although tools are configured and
+            the default loop calls none. Or tools are configured and no row reaches them.
         SeveralProblems: There are several such reasons.
     """
     loops = _ResolvedLoops(rules.loops)
@@ -174,7 +177,7 @@ def _problems_of(
                 opened.check_task(_probe(row))
             except SetupError as error:
                 yield str(error), error
-    for problem in _what_is_no_text(row):
+    for problem in _what_is_no_text(row, images=rules.images):
         yield problem, None
 
 
@@ -200,15 +203,21 @@ def _selects_tools(row: Row) -> bool:
     return isinstance(extra, Mapping) and bool(extra.get("tool_selection"))
 
 
-def _what_is_no_text(row: Row) -> Iterator[str]:
-    for column in ("images", "videos"):
+def _what_is_no_text(row: Row, *, images: bool) -> Iterator[str]:
+    if images:
+        try:
+            row_messages(row.columns)
+        except ValueError as error:
+            yield str(error)
+    for column in ("videos",) if images else ("images", "videos"):
         value = row.columns.get(column)
         if value is None or (isinstance(value, Sequence) and not value):
             continue
         count = len(value) if isinstance(value, Sequence) and not isinstance(value, str) else 1
         yield (
-            f"the column {column!r} holds {count} of them, and the policy has no vision support: "
-            "remove such rows, or the column if the question can be answered without it"
+            f"the column {column!r} holds {count} of them, and "
+            + ("only images are read: " if images else "the policy has no vision support: ")
+            + "remove such rows, or the column if the question can be answered without it"
         )
 
 

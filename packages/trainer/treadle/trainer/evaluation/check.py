@@ -95,7 +95,7 @@ class _Checks:
             reader = None if data.reader is None else load_reader(data.reader)
             self._rows = read_rows(data.val_files, limit=data.max_val_rows, reader=reader)
         with check():
-            self._rules = prompt_rules(self.config)
+            self._rules = prompt_rules(self.config, images=True)
         with check():
             self._reward = load_reward(self.config, self._rows or ())
         if self._rows is not None:

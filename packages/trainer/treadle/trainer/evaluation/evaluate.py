@@ -108,11 +108,13 @@ async def _start(stack: contextlib.AsyncExitStack, checked: CheckedEvaluation) -
 
 
 def _requirements(checked: CheckedEvaluation) -> Requirements:
-    renderer = checked.inputs.renderer
+    renderer, prompts = checked.inputs.renderer, checked.inputs.val
+    shown = any(message.images for prompt in prompts for message in prompt.messages)
     return Requirements(
         tokenizer_sha256=renderer.tokenizer_sha256,
         vocab_size=renderer.vocab_size,
         context_length=checked.config.rollout.context_length,
+        capabilities=frozenset({"sampled_logprobs", *(("images",) if shown else ())}),
     )
 
 

@@ -28,12 +28,13 @@ from treadle.trainer.problems import Problems
 __all__ = ["load_loops", "loop_limits", "prompt_rules", "sampling_params"]
 
 
-def prompt_rules(config: Config, own: OwnCode = NOTHING) -> PromptRules:
+def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False) -> PromptRules:
     """Returns what the rows of a run may ask for.
 
     Args:
         config: The run's configuration.
         own: The user's objects beside the configuration.
+        images: Whether rows may have images.
 
     Raises:
         SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, or one of its
@@ -59,6 +60,7 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING) -> PromptRules:
         overlong=config.data.overlong_prompts,
         tools=tools,
         interactions=interactions,
+        images=images,
     )
 
 

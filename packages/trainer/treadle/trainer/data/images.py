@@ -1,0 +1,89 @@
+"""The images of a row: its column `images`, and the messages of its prompt with them.
+
+Invariant: every image has one place, where the prompt says `<image>`; a row in which the numbers
+differ is an error and not a guess. The bytes go on as they are in the row or its file.
+
+The column is a list of mappings as verl and the library `datasets` write them: `bytes` with those
+of a PNG, JPEG or WebP file, or `path` of such a file, for formats without bytes as JSONL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from treadle.agent_loop import IMAGE_MARK, Image, Message
+
+__all__ = ["row_messages"]
+
+_SIGNATURES: Final[Mapping[str, tuple[bytes, bytes]]] = {
+    "image/png": (b"\x89PNG\r\n\x1a\n", b""),
+    "image/jpeg": (b"\xff\xd8\xff", b""),
+    "image/webp": (b"RIFF", b"WEBP"),
+}
+"""What a file of each type begins with, and what is at its ninth byte."""
+
+
+def row_messages(columns: Mapping[str, object]) -> tuple[Message, ...]:
+    """Returns the messages of a row's prompt, with the images at their marks.
+
+    Where no message has a mark, the images come before the text of the first message of the user.
+
+    Args:
+        columns: Of a row whose prompt has been checked.
+
+    Raises:
+        ValueError: The column `images` has another form, an image cannot be read, or the prompt
+            has no place for it.
+    """
+    prompt = columns["prompt"]
+    assert isinstance(prompt, list), "read_rows has checked it"
+    images = _images(columns.get("images"))
+    if not images:
+        return tuple(Message(role=item["role"], content=item["content"]) for item in prompt)
+    counts = [item["content"].count(IMAGE_MARK) for item in prompt]
+    if not any(counts):
+        of_user = [index for index, item in enumerate(prompt) if item["role"] == "user"]
+        if not of_user:
+            raise ValueError("the prompt has no message of the user that could show the images")
+        counts[of_user[0]] = len(images)
+    if sum(counts) != len(images):
+        raise ValueError(
+            f"the prompt has {sum(counts)} {IMAGE_MARK} marks for {len(images)} images: write one "
+            "for each image, or none, which puts the images before the text"
+        )
+    messages: list[Message] = []
+    begin = 0
+    for item, count in zip(prompt, counts, strict=True):
+        own = images[begin : begin + count]
+        messages.append(Message(role=item["role"], content=item["content"], images=own))
+        begin += count
+    return tuple(messages)
+
+
+def _images(column: object) -> tuple[Image, ...]:
+    if column is None:
+        return ()
+    if not isinstance(column, Sequence) or isinstance(column, str | bytes):
+        raise ValueError(f"the column 'images' must be a list, got {column!r:.80}")
+    return tuple(_image(item, f"images[{index}]") for index, item in enumerate(column))
+
+
+def _image(item: object, where: str) -> Image:
+    given = item if isinstance(item, Mapping) else {}
+    data, path = given.get("bytes"), given.get("path")
+    if not isinstance(data, bytes) and isinstance(path, str):
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ValueError(f"{where}: cannot read {path}: {error.strerror}") from None
+    if not isinstance(data, bytes):
+        raise ValueError(
+            f"{where} must be a mapping with the bytes of an image's file or its path, got "
+            f"{item!r:.80}"
+        )
+    for mime, (first, ninth) in _SIGNATURES.items():
+        if data.startswith(first) and data[8:].startswith(ninth):
+            return Image(data=data, mime=mime)
+    raise ValueError(f"{where} begins with {data[:12]!r}: it is none of PNG, JPEG and WebP")
