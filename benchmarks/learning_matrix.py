@@ -1,12 +1,12 @@
 """Trains the calculator demo with each advantage and each loss, over several seeds.
 
     python benchmarks/learning_matrix.py --directory RUNS [--seeds 0 1 2] [--steps 40]
-        [--cases PATTERN ...] [--write docs]
+        [--cases PATTERN ...] [--finished] [--write docs]
 
 Each run is a process of its own, `treadle.trainer.main` with the arguments of its case, one after
 another. A run that the directory holds already is not made again, so that the matrix can be made in
-several sittings. `--write` puts one table and one picture of the finished runs there, `results.md`
-(between its two marks) and `results.png`.
+several sittings; with `--finished` none is made. `--write` puts one table and one picture of the
+finished runs there, `results.md` (between its two marks) and `results.png`.
 
 The advantages are compared with one update per step, as the demo has it. The losses are compared
 with four, since with one they are all the policy gradient: nothing is clipped while the policy is
@@ -27,19 +27,17 @@ BEGIN, END = "<!-- learning_matrix.py: begin -->", "<!-- end -->"
 _FOUR_UPDATES = ("algorithm.mini_batches=4",)
 
 ADVANTAGES: Mapping[str, Sequence[str]] = {
-    name: (f"algorithm.advantage={name}",)
-    for name in (
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "grpo_passk",
-        "gpg",
-        "maxrl",
-    )
+    "grpo": (),
+    "gae": ("critic.optimizer.lr=3e-4",),  # as docs/critic.md has it for the demo
+    "dr_grpo": (),
+    "rloo": (),
+    "reinforce_plus_plus": (),
+    "reinforce_plus_plus_baseline": (),
+    "remax": (),
+    "opo": (),
+    "grpo_passk": (),
+    "gpg": (),
+    "maxrl": (),
 }
 """The advantages of docs/algorithms.md, each with the default loss."""
 
@@ -54,8 +52,10 @@ LOSSES: Mapping[str, Sequence[str]] = {
     "kl_cov": (),
     "dppo_tv": (),
     "dppo_kl": (),
+    "distillation": ("algorithm.reference_path={runs}/advantage-grpo-0",),
 }
-"""The losses of docs/losses.md, each with grpo. Distillation reads no reward."""
+"""The losses of docs/losses.md, each with grpo. Distillation reads no reward but a teacher: the
+model that the first seed of advantage-grpo ended with, which must be there before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Case:
     Attributes:
         kind: advantage or loss.
         name: As in the configuration.
-        arguments: Of the trainer, besides the seed.
+        arguments: Of the trainer, besides the seed; `{runs}` stands for the folder of the runs.
     """
 
     kind: str
@@ -107,7 +107,10 @@ class Curve:
 def cases(patterns: Sequence[str]) -> list[Case]:
     """Returns the cases whose key matches one of the shell patterns."""
     every = [
-        *(Case(kind="advantage", name=n, arguments=a) for n, a in ADVANTAGES.items()),
+        *(
+            Case(kind="advantage", name=n, arguments=(f"algorithm.advantage={n}", *a))
+            for n, a in ADVANTAGES.items()
+        ),
         *(
             Case(kind="loss", name=n, arguments=(f"algorithm.loss={n}", *_FOUR_UPDATES, *a))
             for n, a in LOSSES.items()
@@ -116,19 +119,22 @@ def cases(patterns: Sequence[str]) -> list[Case]:
     return [case for case in every if any(fnmatch.fnmatch(case.key, p) for p in patterns)]
 
 
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """Returns whether a run of this many steps has come to its end."""
+    return (run_dir / "report.html").exists() and _lines(run_dir)[-1]["step"] == steps
+
+
 def train(case: Case, seed: int, steps: int, directory: Path) -> None:
-    """Makes one run, unless it is finished.
+    """Makes one run, or what is left of it.
 
     Raises:
         SystemExit: It failed; its output is printed.
     """
     run_dir = directory / f"{case.key}-{seed}"
-    if (run_dir / "report.html").exists() and _lines(run_dir)[-1]["step"] == steps:
-        return
     command = [
         *(sys.executable, "-m", "treadle.trainer.main", f"run.dir={run_dir}", f"run.seed={seed}"),
         *(f"schedule.total_steps={steps}", "schedule.val_every=5", f"schedule.save_every={steps}"),
-        *case.arguments,
+        *(argument.format(runs=directory) for argument in case.arguments),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -229,14 +235,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--cases", nargs="+", default=["*"], help="patterns, as 'loss-*'")
+    parser.add_argument("--finished", action="store_true", help="make no more runs")
     parser.add_argument("--write", type=Path, help="the folder of results.md")
     arguments = parser.parse_args()
     found: dict[Case, list[Curve]] = {}
     # Seed by seed, so that a matrix that is cut short has a seed of every case first.
     for seed in arguments.seeds:
         for case in cases(arguments.cases):
-            train(case, seed, arguments.steps, arguments.directory)
-            curve = read_curve(arguments.directory / f"{case.key}-{seed}")
+            run_dir = arguments.directory / f"{case.key}-{seed}"
+            if not is_finished(run_dir, arguments.steps):
+                if arguments.finished:
+                    continue
+                train(case, seed, arguments.steps, arguments.directory)
+            curve = read_curve(run_dir)
             found.setdefault(case, []).append(curve)
             shown = " ".join(f"{100 * value:.0f}" for value in curve.accuracy)
             print(f"{case.key:40} seed {seed}: {shown} %", flush=True)
