@@ -32,7 +32,8 @@ def case(
     return {"model": model, "parallel": sizes, "lengths": lengths, "recompute": recompute}
 
 
-# Rounds run one after another in one group of processes; the cases of a round run side by side.
+# Rounds run one after another in one group of processes; the cases of a round run side by side, and
+# have work for each of the processes.
 ROUNDS = [
     [
         case("qwen2", tensor=2),
@@ -48,6 +49,7 @@ ROUNDS = [
     ],
     [case("qwen2", tensor=2, pipeline=2, data=2, sequence=True)],
     [
+        case("qwen2", context=2),
         case("qwen2", lengths=(200, 31), context=2),  # most of it is one sequence
         case("qwen3-untied", recompute="full", tensor=2, context=2, sequence=True),
     ],
