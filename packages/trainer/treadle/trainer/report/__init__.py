@@ -6,6 +6,7 @@ While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `roll
 
 from treadle.trainer.report.metrics import MetricsLog, last_saved_step, read_metrics
 from treadle.trainer.report.notes import NotesLog
+from treadle.trainer.report.pace import Pace
 from treadle.trainer.report.page.files import write_page, write_reports
 from treadle.trainer.report.page.live import LiveReport, live_report
 from treadle.trainer.report.rollout import rollout_metrics, validation_metrics
@@ -20,6 +21,7 @@ __all__ = [
     "LiveReport",
     "MetricsLog",
     "NotesLog",
+    "Pace",
     "Progress",
     "Summary",
     "TrajectoryLog",

@@ -1,4 +1,4 @@
-"""The state of a run: `status.json`, written by the trainer when the run begins and when it ends.
+"""The state of a run: `status.json`, written by the trainer at its begin, its end and each step.
 
 Invariant: "running" is written only by a trainer that holds the run directory's lock. So a run
 that says it is running while the lock is free was killed.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import fcntl
 import json
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from treadle.trainer.report.pace import Expected
 
 State = Literal["running", "finished", "failed", "interrupted", "killed", "unknown"]
 STATUS = "status.json"
@@ -25,10 +29,29 @@ class Status:
         state: "killed" and "unknown" are never written: the trainer ended without a word, or it was
             of a version that wrote no state.
         error: Why it failed.
+        step: While it runs, the last step that has ended; None before.
+        step_s: Then the seconds that a step is expected to take, without validation and checkpoint.
+        ends_at: Then when the run is expected to end, as ISO 8601 in UTC.
     """
 
     state: State
     error: str | None = None
+    step: int | None = None
+    step_s: float | None = None
+    ends_at: str | None = None
+
+
+def running(step: int, expected: Expected | None) -> Status:
+    """Returns the state of a run after a step, now."""
+    if expected is None:
+        return Status(state="running", step=step)
+    ends_at = datetime.now(UTC) + timedelta(seconds=expected.left_s)
+    return Status(
+        state="running",
+        step=step,
+        step_s=round(expected.step_s, 3),
+        ends_at=ends_at.isoformat(timespec="seconds"),
+    )
 
 
 def write_status(run_dir: Path, status: Status) -> None:
@@ -58,8 +81,13 @@ def read_status(run_dir: Path) -> Status:
         state, problem = values["state"], values["error"]
         if state not in get_args(State) or not isinstance(problem, str | None):
             raise ValueError(f"there is no such state: {state!r:.80}")
-        status = Status(state=state, error=problem)
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        step, step_s, ends_at = map(values.get, ("step", "step_s", "ends_at"))
+        if not isinstance(step, int | None) or not isinstance(step_s, float | None):
+            raise ValueError(f"step {step!r:.80} of {step_s!r:.80} s is no step")
+        if ends_at is not None:
+            datetime.fromisoformat(ends_at)
+        status = Status(state=state, error=problem, step=step, step_s=step_s, ends_at=ends_at)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if status.state == "running" and not _is_locked(run_dir / _LOCK):
         return replace(status, state="killed")

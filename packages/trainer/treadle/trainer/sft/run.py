@@ -39,6 +39,7 @@ from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.report import (
     LiveReport,
     MetricsLog,
+    Pace,
     Progress,
     Summary,
     final_numbers,
@@ -80,7 +81,11 @@ async def run_sft(run: CheckedSft) -> Summary:
         directory.write_config(config.model_dump(mode="json"))
         first = resume.first_step
         with (
-            open_progress(total_steps=total, first_step=first) as display,
+            open_progress(
+                total_steps=total,
+                first_step=first,
+                pace=Pace.of(config.schedule, total_steps=total),
+            ) as display,
             run_log(run_dir / "logs" / "trainer.log", display),
             open_metrics(run_dir, resume) as metrics_log,
         ):
@@ -88,7 +93,9 @@ async def run_sft(run: CheckedSft) -> Summary:
             progress.note(f"run directory  {run_dir}\n{run.plan()}")
             for note in (*run.notes, *resume.notes):
                 progress.note(note)
-            async with live_report(run_dir) as report:
+            async with live_report(
+                run_dir, pace=Pace.of(config.schedule, total_steps=total)
+            ) as report:
                 if first > total:
                     progress.note(f"nothing to train: step {total} has been reached")
                 else:
@@ -200,6 +207,7 @@ class _Steps:
         self._metrics_log.append(step, metrics)
         self._loggers.metrics(step, metrics)
         self._progress.step_done(step, metrics)
+        self._report.step_done(step, metrics)
         if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
             self._report.update()
 

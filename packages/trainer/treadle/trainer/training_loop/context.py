@@ -365,6 +365,7 @@ class TrainingContext:
         self.metrics_log.append(step, metrics)
         self.loggers.metrics(step, metrics)
         self.progress.step_done(step, metrics)
+        self.report.step_done(step, metrics)
         if step > 0:
             for sign in self.watch.step(metrics):
                 self.note(step, sign)

@@ -21,6 +21,7 @@ from treadle.trainer.loggers.loggers import open_loggers
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.preflight import CheckedRun
 from treadle.trainer.report import (
+    Pace,
     Summary,
     final_numbers,
     live_report,
@@ -60,7 +61,11 @@ async def run_training(run: CheckedRun) -> Summary:
         directory.write_config(given.model_dump(mode="json"))
         first_step = resume.first_step
         with (
-            open_progress(total_steps=plan.total_steps, first_step=first_step) as display,
+            open_progress(
+                total_steps=plan.total_steps,
+                first_step=first_step,
+                pace=Pace.of(config.schedule, total_steps=plan.total_steps),
+            ) as display,
             run_log(run_dir / "logs" / "trainer.log", display),
             run_tracing(config, run_dir),
             open_metrics(run_dir, resume) as metrics_log,
@@ -71,7 +76,9 @@ async def run_training(run: CheckedRun) -> Summary:
                 progress.note(note)
             if first_step <= plan.total_steps:
                 async with (
-                    live_report(run_dir) as report,
+                    live_report(
+                        run_dir, pace=Pace.of(config.schedule, total_steps=plan.total_steps)
+                    ) as report,
                     open_loggers(
                         given,
                         run_dir,

@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from treadle.trainer.report.metrics import Record
+from treadle.trainer.report.pace import Pace
 from treadle.trainer.report.page.files import REPORT, write_page, write_reports
-from treadle.trainer.report.status import Status, write_status
+from treadle.trainer.report.status import STATUS, Status, running, write_status
 
 _log = logging.getLogger(__name__)
 
@@ -21,11 +23,20 @@ _log = logging.getLogger(__name__)
 class LiveReport:
     """Rewrites the report when asked."""
 
-    def __init__(self, run_dir: Path, *, curves: bool = True) -> None:
+    def __init__(self, run_dir: Path, *, pace: Pace | None = None, curves: bool = True) -> None:
         self._run_dir = run_dir
+        self._pace = pace
         self._curves = curves
         self._writing: asyncio.Task[None] | None = None
         self._outdated = False
+
+    def step_done(self, step: int, values: Record) -> None:
+        """Writes into `status.json` that a step has ended, and when the run will end."""
+        expected = None if self._pace is None else self._pace.step_done(step, values)
+        try:
+            write_status(self._run_dir, running(step, expected))
+        except OSError as error:
+            _log.warning("%s was not written: %s", self._run_dir / STATUS, error)
 
     def update(self) -> None:
         """Rewrites the report soon: now, or after the one that is being written."""
@@ -47,14 +58,17 @@ class LiveReport:
 
 
 @asynccontextmanager
-async def live_report(run_dir: Path, *, curves: bool = True) -> AsyncIterator[LiveReport]:
+async def live_report(
+    run_dir: Path, *, pace: Pace | None = None, curves: bool = True
+) -> AsyncIterator[LiveReport]:
     """Gives the report of the run in this block, whose end it records; the caller has the lock.
 
     Args:
         run_dir: The run directory.
+        pace: Says when the run will end. None: nothing does.
         curves: Whether `curves.png` is drawn at the end.
     """
-    report = LiveReport(run_dir, curves=curves)
+    report = LiveReport(run_dir, pace=pace, curves=curves)
     await asyncio.to_thread(_write, run_dir, Status(state="running"), curves=False)
     try:
         yield report

@@ -1,10 +1,11 @@
 import asyncio
 import fcntl
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from treadle.trainer.report import MetricsLog, live_report, read_status
+from treadle.trainer.report import MetricsLog, Pace, live_report, read_status
 from treadle.trainer.report.status import Status, write_status
 
 
@@ -62,6 +63,34 @@ def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert "The run was interrupted." in page(tmp_path)
+
+
+def test_a_running_run_says_when_it_will_end(tmp_path: Path) -> None:
+    async def run() -> None:
+        with (tmp_path / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            async with live_report(tmp_path, pace=Pace(total_steps=5)) as report:
+                assert read_status(tmp_path) == Status(state="running")
+                report.step_done(0, {"time/validate_s": 7.0})
+                assert read_status(tmp_path) == Status(state="running", step=0)
+                report.step_done(1, {"time/step_s": 600.0})
+                found = read_status(tmp_path)
+                assert (found.step, found.step_s) == (1, 600.0)
+                assert found.ends_at is not None
+                left = datetime.fromisoformat(found.ends_at) - datetime.now(UTC)
+                assert 2390 < left.total_seconds() <= 2400
+
+    asyncio.run(run())
+    assert read_status(tmp_path) == Status(state="finished")
+
+
+def test_a_status_that_is_damaged_is_said_to_be(tmp_path: Path) -> None:
+    for text in ('{"state": "running"}', '{"state": "finished", "error": null, "ends_at": "soon"}'):
+        (tmp_path / "status.json").write_text(text)
+        with pytest.raises(ValueError, match=r"status\.json is damaged"):
+            read_status(tmp_path)
+    (tmp_path / "status.json").write_text('{"state": "finished", "error": null}')  # of release 0.1
+    assert read_status(tmp_path) == Status(state="finished")
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(

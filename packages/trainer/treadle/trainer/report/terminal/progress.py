@@ -36,6 +36,7 @@ from treadle.trainer.report.metrics import (
     VAL_TOOL_RATE,
     Record,
 )
+from treadle.trainer.report.pace import Expected, Pace
 from treadle.trainer.report.summary import format_seconds
 
 if TYPE_CHECKING:
@@ -72,21 +73,28 @@ class Progress(Protocol):
 
 
 def open_progress(
-    *, total_steps: int | None, first_step: int = 1, console: Console | None = None
+    *,
+    total_steps: int | None,
+    first_step: int = 1,
+    pace: Pace | None = None,
+    console: Console | None = None,
 ) -> Progress:
     """Returns the display for where the output goes: live on a terminal, plain lines anywhere else.
 
     Args:
         total_steps: The last step of the run. None: an evaluation, which has phases only.
         first_step: The first step of this process: greater than 1 after a resume.
+        pace: Says what is to come. None: one of a run that neither validates nor saves.
         console: Where to show it. None: standard output.
     """
     from rich.console import Console
 
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(total_steps=total_steps, first_step=first_step, console=console)
-    return PlainProgress(total_steps=total_steps, stream=console.file)
+        return LiveProgress(
+            total_steps=total_steps, first_step=first_step, pace=pace, console=console
+        )
+    return PlainProgress(total_steps=total_steps, pace=pace, stream=console.file)
 
 
 def step_line(step: int, total_steps: int, values: Record) -> str:
@@ -114,36 +122,23 @@ def step_line(step: int, total_steps: int, values: Record) -> str:
     return "  ".join(parts)
 
 
-class Eta:
-    """The seconds that the remaining steps will take, at the mean pace of those done so far."""
-
-    def __init__(self, *, total_steps: int) -> None:
-        self._total = total_steps
-        self._left = total_steps
-        self._durations: list[float] = []
-
-    def step_done(self, step: int, values: Record) -> None:
-        """Step `step` has ended; the validation before training has no pace."""
-        self._left = self._total - step
-        seconds = values.get(STEP_S, math.nan)
-        if step > 0 and math.isfinite(seconds):
-            self._durations.append(seconds)
-
-    @property
-    def remaining_s(self) -> float | None:
-        """None before the first step has ended."""
-        if not self._durations:
-            return None
-        return sum(self._durations) / len(self._durations) * self._left
+def _left(expected: Expected | None) -> str:
+    """Returns what is to come, for people; nothing before the first step and after the last."""
+    if expected is None or not expected.left_s:
+        return ""
+    step, left = map(format_seconds, (expected.step_s, expected.left_s))
+    return f"about {left} left, {step} a step"
 
 
 class PlainProgress:
     """One line per note and per step; without steps, one per tenth of a phase."""
 
-    def __init__(self, *, total_steps: int | None, stream: IO[str]) -> None:
+    def __init__(
+        self, *, total_steps: int | None, pace: Pace | None = None, stream: IO[str]
+    ) -> None:
         self._total = total_steps or 0
         self._stream = stream
-        self._eta = Eta(total_steps=self._total)
+        self._pace = pace or Pace(total_steps=self._total)
         self._shows_phases = total_steps is None
         self._phase = ("", 0, 0)  # its name, its parts and how many are done
 
@@ -167,10 +162,9 @@ class PlainProgress:
 
     def step_done(self, step: int, values: Record) -> None:
         """Writes the line of the step, with the time that is left."""
-        self._eta.step_done(step, values)
-        left = self._eta.remaining_s
+        left = _left(self._pace.step_done(step, values))
         line = step_line(step, self._total, values)
-        self._write(line if not left else f"{line}  (about {format_seconds(left)} left)")
+        self._write(f"{line}  ({left})" if left else line)
 
     def _write(self, text: str) -> None:
         with suppress(OSError):  # the reader of the output is gone; the run continues
@@ -192,7 +186,14 @@ class PlainProgress:
 class LiveProgress:
     """A bar for the run, one for the phase, and the last step's numbers, redrawn in place."""
 
-    def __init__(self, *, total_steps: int | None, first_step: int = 1, console: Console) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int | None,
+        first_step: int = 1,
+        pace: Pace | None = None,
+        console: Console,
+    ) -> None:
         from rich.live import Live
         from rich.progress import (
             BarColumn,
@@ -205,7 +206,7 @@ class LiveProgress:
 
         self._console = console
         self._total = total_steps or 0
-        self._eta = Eta(total_steps=self._total)
+        self._pace = pace or Pace(total_steps=self._total)
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -243,10 +244,8 @@ class LiveProgress:
 
     def step_done(self, step: int, values: Record) -> None:
         """Moves the bar of the run; a step that validated leaves its line behind."""
-        self._eta.step_done(step, values)
-        left = self._eta.remaining_s
-        more = f"about {format_seconds(left)} left" if left else ""
-        self._bars.update(self._run, completed=step, more=more)
+        left = _left(self._pace.step_done(step, values))
+        self._bars.update(self._run, completed=step, more=left)
         self._last = step_line(step, self._total, values)
         if VAL_REWARD in values or VAL_LOSS in values:
             self.note(self._last)
