@@ -18,7 +18,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -303,11 +303,24 @@ class Checkpoints:
         metrics: Mapping[str, float],
         write: Callable[[Path], Awaitable[None]],
     ) -> None:
-        """Writes the checkpoint of `step` and makes it the latest.
+        """Writes the checkpoint of `step`, all of it at once, and makes it the latest.
 
         Args:
             step: Number of steps trained.
             metrics: The metrics of `step`.
+            write: See `write_model`.
+
+        Raises:
+            RunDirectoryError: See `write_model`.
+        """
+        await self.write_model(step, write)
+        await self.complete(step, metrics)
+
+    async def write_model(self, step: int, write: Callable[[Path], Awaitable[None]]) -> None:
+        """Writes the model of a checkpoint, which exists when it is completed.
+
+        Args:
+            step: Number of steps trained.
             write: Writes `policy` below the given directory, and `hf` if the checkpoint is to
                 hold the model as a Hugging Face directory. Both are read again for the manifest.
 
@@ -315,14 +328,25 @@ class Checkpoints:
             RunDirectoryError: the disk is full or cannot be written; the previous checkpoint stays
                 the latest.
         """
-        name = _name(step)
-        partial = self._directory / f"{name}.partial"
-        try:
+        with self._writing(step) as partial:
             self._remove_partial()
-            if (self._directory / name).exists():  # from before the run was set back
-                shutil.rmtree(self._directory / name)
+            if (self._directory / _name(step)).exists():  # from before the run was set back
+                shutil.rmtree(self._directory / _name(step))
             partial.mkdir(parents=True)
             await write(partial)
+
+    async def complete(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the rest to the model of a checkpoint, and makes it the latest.
+
+        Args:
+            step: That of `write_model`.
+            metrics: The metrics of `step`.
+
+        Raises:
+            RunDirectoryError: See `write_model`.
+        """
+        name = _name(step)
+        with self._writing(step) as partial:
             config = self._directory.parent / CONFIG
             if config.is_file():
                 shutil.copyfile(config, partial / CONFIG)
@@ -332,6 +356,14 @@ class Checkpoints:
             await asyncio.to_thread(write_manifest, partial)
             partial.rename(self._directory / name)
             self._point_to(name)
+        self._remove_old(name)
+
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[Path]:
+        """Gives the directory in which a checkpoint is built, and removes it after an error."""
+        partial = self._directory / f"{_name(step)}.partial"
+        try:
+            yield partial
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise RunDirectoryError(
@@ -339,7 +371,6 @@ class Checkpoints:
                 f"{error.strerror or error}. Make room and start again with the same run.dir: the "
                 "run resumes from the previous checkpoint"
             ) from error
-        self._remove_old(name)
 
     def _remove_partial(self) -> None:
         if self._directory.exists():

@@ -63,6 +63,21 @@ def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
         checkpoints.at(5)
 
 
+def test_a_model_without_the_rest_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    _save(checkpoints, 5)
+    asyncio.run(checkpoints.write_model(10, _write_policy))
+    assert checkpoints.steps() == (5,)
+    again = Checkpoints(tmp_path, keep=2)  # of a trainer that resumes
+    assert (found := again.latest()) is not None
+    assert found.step == 5
+    asyncio.run(again.write_model(6, _write_policy))
+    asyncio.run(again.complete(6, {"reward/mean": 0.5}))
+    assert again.steps() == (5, 6)
+    assert again.last_good == tmp_path / "step-00000006"
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_full_disk_leaves_the_newest_checkpoint_as_it_was(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     _save(checkpoints, 5)

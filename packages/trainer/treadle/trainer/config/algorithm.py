@@ -134,7 +134,8 @@ class AlgorithmConfig(BaseModel):
     reference_path: Path | None = None
     """Model that is the reference of both KL penalties and the teacher of loss=distillation, as
     model.path takes it, of any size, with the tokenizer of the policy. Null: the weights that the
-    run starts from. Either stays in memory beside the policy, where something reads it."""
+    run starts from. Either stays in memory beside the policy, where something reads it; see
+    policy.offload.reference."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     loss_aggregation: LossAggregation = "token-mean"

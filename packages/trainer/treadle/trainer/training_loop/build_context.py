@@ -83,19 +83,23 @@ async def build_context(
         servers = ServerPool(
             launcher, secured, publish=publisher.publish, weights_directory=weights_directory
         )
+        offloaded = config.policy.offload.names and config.rollout.release_memory
+
+        async def start_policy() -> None:
+            await stack.enter_async_context(policy)
+            if checkpoint is not None:
+                await policy.call(Load(directory=checkpoint.policy_directory))
+                if config.algorithm.needs_critic:
+                    await policy.call(LoadCritic(directory=checkpoint.critic_directory))
+
         with progress.phase("start"):
-            if config.policy.offload.names and config.rollout.release_memory:
-                # The servers measure how much of the devices is free when they start.
-                await stack.enter_async_context(policy)
+            if offloaded:  # the servers measure what is free of their devices, and take it
+                await start_policy()
                 await stack.enter_async_context(servers)
             else:
-                await concurrently(stack.enter_async_context(part) for part in (policy, servers))
+                await concurrently((start_policy(), stack.enter_async_context(servers)))
         for note in inputs.notes:
             progress.note(note)
-        if checkpoint is not None:
-            await policy.call(Load(directory=checkpoint.policy_directory))
-            if config.algorithm.needs_critic:
-                await policy.call(LoadCritic(directory=checkpoint.critic_directory))
         trajectory_log = stack.enter_context(
             TrajectoryLog(
                 run_dir / "trajectories.jsonl",
@@ -148,6 +152,8 @@ async def build_context(
             )
         )
         if checkpoint is not None:
+            if offloaded:  # the policy needs its memory to send the weights
+                await context.release_memory()
             await context.sync_weights(checkpoint.step)
         yield context
 

@@ -378,8 +378,8 @@ class TrainingContext:
         else:
             await asyncio.to_thread(self.on_step, step, metrics)
 
-    async def save(self, step: int, metrics: dict[str, float], *, with_hf: bool) -> None:
-        """Writes the checkpoint of `step`, with the model as a Hugging Face directory if wanted."""
+    async def save_model(self, step: int, *, with_hf: bool) -> None:
+        """Writes the model of the checkpoint, also as a Hugging Face directory if wanted."""
 
         async def write(directory: Path) -> None:
             await self.policy.call(Save(directory=directory / POLICY))
@@ -389,4 +389,9 @@ class TrainingContext:
                 await self.policy.call(SaveHf(directory=directory / HF))
 
         with self.progress.phase("save"):
-            await self.checkpoints.save(step, metrics, write)
+            await self.checkpoints.write_model(step, write)
+
+    async def complete_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+        """Makes the model that was saved a checkpoint, with the metrics of its step."""
+        with self.progress.phase("save"):
+            await self.checkpoints.complete(step, metrics)

@@ -1,6 +1,7 @@
 """The synchronous schedule: the training loop, one step after another.
 
-Each step: rollout, reward, advantage, update, weight sync, validation, checkpoint.
+Each step: rollout, reward, advantage, update, weight sync, validation, checkpoint. The model of the
+checkpoint is written after the update already.
 
 Invariant: step s samples from exactly the weights after step s - 1, so every token is on-policy,
 except in groups that dynamic sampling kept from the step before.
@@ -86,6 +87,14 @@ async def _train_step(context: TrainingContext, step: int) -> None:
         _report_skipped(context, step, stats, "updates")
         updated |= update_metrics(stats)
 
+    # The model is written before the servers that share devices with it take their memory back.
+    last, saves = step == context.total_steps, _saves(context, step)
+    if saves:
+        schedule = config.schedule
+        with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
+        with timer.phase("save"):
+            await context.save_model(step, with_hf=with_hf)
+
     # Weight sync: from here on the servers sample from version `step`.
     with timer.phase("sync"):
         sync_metrics = await context.sync_weights(step)
@@ -103,17 +112,14 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     context.kl_coef = coefficient_after(config.algorithm.reward_kl, metrics)
 
     # Validation
-    last = step == context.total_steps
     if context.val and _due(config.schedule.val_every, step, or_now=last):
         metrics |= await validate(context, step=step, timer=timer)
     metrics |= context.servers.take_metrics()
 
     # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
-    if _saves(context, step):
-        schedule = config.schedule
-        with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
+    if saves:
         with timer.phase("save"):
-            await context.save(step, {**metrics, **timer.metrics()}, with_hf=with_hf)
+            await context.complete_checkpoint(step, {**metrics, **timer.metrics()})
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 
