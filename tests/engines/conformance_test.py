@@ -85,6 +85,11 @@ def test_an_honest_server_holds_everything(weights: Path, tmp_path: Path) -> Non
                 "draws follow the distribution that is reported [hot top_p]",
             },
         ),
+        (
+            "new_rows_only",
+            "experts come",
+            {"experts come for every row that is asked for"},
+        ),
         ("stale_labels", "continue goes on", {"continue goes on with the new weights"}),
         ("swallowed_cancellation", "cancelling frees", {"cancelling frees the sequence"}),
         ("unseeded_draws", "seeds repeat", {"seeds repeat and differ"}),

@@ -32,6 +32,7 @@ from treadle.rollout_server.engine import (
     ModelInfo,
     NamedTensor,
     Sampling,
+    Started,
     TensorSpec,
     Tokens,
 )
@@ -52,7 +53,13 @@ from treadle.rollout_server.updates.weight_update import CurrentUpdate, WeightUp
 from treadle.rollout_server.updates.weight_updater import WeightUpdater
 
 MODEL = ModelInfo(
-    architecture="fake", vocab_size=64, context_length=512, eos_token_ids=frozenset({0, 1})
+    architecture="fake",
+    vocab_size=64,
+    context_length=512,
+    eos_token_ids=frozenset({0, 1}),
+    num_moe_layers=2,
+    num_experts=300,
+    experts_per_token=2,
 )
 PARAMETERS = tuple(
     TensorSpec(name=name, element_type=ElementType.FLOAT32, shape=shape)
@@ -71,6 +78,21 @@ class _WrongFinishReason(FakeEngine):
             async for event in events:
                 stopped = isinstance(event, Finished) and event.reason is FinishReason.STOP
                 yield Finished(FinishReason.LENGTH) if stopped else event
+
+
+class _NewRowsOnly(FakeEngine):
+    """Reports no experts of rows whose keys and values it had cached."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        missing = 0
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Started):
+                    missing = event.cached_prompt_tokens * self.info.model.routed_row_bytes
+                elif isinstance(event, Tokens):
+                    event = replace(event, routed_experts=event.routed_experts[missing:])
+                    missing = 0
+                yield event
 
 
 class _StaleLabels(FakeEngine):
@@ -368,6 +390,7 @@ honest = _factory(FakeEngine)
 breaks_at_pauses = _factory(_BreaksAtPauses)
 lost_aborts = _factory(_LostAborts)
 wrong_finish_reason = _factory(_WrongFinishReason)
+new_rows_only = _factory(_NewRowsOnly)
 stale_labels = _factory(_StaleLabels)
 swallowed_cancellation = _factory(_SwallowedCancellation)
 unseeded_draws = _factory(_UnseededDraws)

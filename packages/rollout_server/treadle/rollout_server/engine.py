@@ -132,6 +132,7 @@ class EngineCapabilities:
     images: bool = False
     collective: bool = False
     split_tensors: bool = False
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,9 @@ class ModelInfo:
         context_length: Prompt plus completion, in tokens.
         eos_token_ids: Sampling one ends a completion unless `Sampling.ignore_eos`.
         tokenizer_sha256: 32 bytes, of ``tokenizer.json``; empty when there is none.
+        num_moe_layers: Number of layers with experts; 0, as the two below, without any.
+        num_experts: Per layer, without those that every token uses.
+        experts_per_token: That a layer chooses for each row.
     """
 
     architecture: str
@@ -151,6 +155,19 @@ class ModelInfo:
     context_length: int
     eos_token_ids: frozenset[int] = frozenset()
     tokenizer_sha256: bytes = b""
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def expert_id_bytes(self) -> int:
+        """Number of bytes of an expert id in `Tokens.routed_experts`."""
+        return 1 if self.num_experts <= 256 else 2
+
+    @property
+    def routed_row_bytes(self) -> int:
+        """Number of bytes of one row in `Tokens.routed_experts`."""
+        return self.num_moe_layers * self.experts_per_token * self.expert_id_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +265,7 @@ class EngineRequest:
         logprobs: Whether `Tokens.logprobs` is wanted.
         priority: Larger runs earlier.
         images: In prompt order; they lie within the prompt and do not overlap.
+        routed_experts_from: First position whose experts are wanted, at most ``P``; None: of none.
     """
 
     request_id: str
@@ -257,6 +275,7 @@ class EngineRequest:
     logprobs: bool = False
     priority: int = 0
     images: tuple[PromptImage, ...] = ()
+    routed_experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +292,17 @@ class Tokens:
     `logprobs` are nats under the distribution drawn from, after penalty, temperature and
     truncation, as long as `token_ids`; empty unless asked for. At temperature 0 that
     distribution is one point and they are 0.0.
+
+    `routed_experts` are expert ids, ``[rows, num_moe_layers, experts_per_token]``, little-endian,
+    of the rows that follow those of earlier events, the first one being
+    `EngineRequest.routed_experts_from`. No row lies after the one that predicts the last token so
+    far, and before `Finished` that one has come.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_version: int
+    routed_experts: bytes = b""
 
 
 class FinishReason(enum.Enum):

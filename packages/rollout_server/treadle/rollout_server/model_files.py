@@ -5,7 +5,9 @@ An engine without torch can so describe a model, and a server can name its token
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from treadle.rollout_server.engine import ModelInfo, TensorSpec
 from treadle.rollout_server.safetensors_file import read_header
@@ -49,7 +51,21 @@ def read_model(directory: Path, *, context_length: int | None = None) -> ModelIn
         context_length=context_length or longest,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         tokenizer_sha256=tokenizer_sha256(directory),
+        **_experts(config),
     )
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the fields of a model with experts, for families whose layers we know."""
+    if config.get("model_type") != "qwen3_moe":
+        return {}
+    dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step", 1)
+    layers = range(int(config["num_hidden_layers"]))
+    return {
+        "num_moe_layers": sum(i not in dense and (i + 1) % step == 0 for i in layers),
+        "num_experts": int(config["num_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+    }
 
 
 def read_parameters(directory: Path) -> tuple[TensorSpec, ...]:

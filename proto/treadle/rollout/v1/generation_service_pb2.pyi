@@ -31,7 +31,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_INTERRUPTED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "session_id", "prompt_token_ids", "sampling", "logprob_mode", "min_weight_version", "priority", "images", "batched")
+    __slots__ = ("request_id", "session_id", "prompt_token_ids", "sampling", "logprob_mode", "min_weight_version", "priority", "images", "batched", "routed_experts_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     BATCHED_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     session_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -50,7 +51,8 @@ class GenerateRequest(_message.Message):
     priority: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
     batched: bool
-    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., logprob_mode: _Optional[_Union[LogprobMode, str]] = ..., min_weight_version: _Optional[int] = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., batched: bool = ...) -> None: ...
+    routed_experts_from: int
+    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., logprob_mode: _Optional[_Union[LogprobMode, str]] = ..., min_weight_version: _Optional[int] = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., batched: bool = ..., routed_experts_from: _Optional[int] = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("data", "media_type", "first_placeholder", "num_placeholders")
@@ -117,14 +119,16 @@ class GenerateStarted(_message.Message):
     def __init__(self, cached_prompt_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "weight_version")
+    __slots__ = ("token_ids", "logprobs", "weight_version", "routed_experts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     weight_version: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., weight_version: _Optional[int] = ...) -> None: ...
+    routed_experts: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., weight_version: _Optional[int] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
     __slots__ = ("reason", "num_tokens", "engine_time")

@@ -65,7 +65,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ..., num_workers: _Optional[int] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding")
+    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding", "routed_experts")
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_CONTINUE_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Capabilities(_message.Message):
     SHARED_MEMORY_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     DELTA_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     sampled_logprobs: bool
     priority: bool
     in_flight_continue: bool
@@ -88,21 +89,28 @@ class Capabilities(_message.Message):
     shared_memory_transport: bool
     in_place_update: bool
     delta_encoding: bool
-    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ...) -> None: ...
+    routed_experts: bool
+    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ..., routed_experts: bool = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256", "eos_token_ids")
+    __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256", "eos_token_ids", "num_moe_layers", "num_experts", "experts_per_token")
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     vocab_size: int
     context_length: int
     tokenizer_sha256: bytes
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., tokenizer_sha256: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_moe_layers: int
+    num_experts: int
+    experts_per_token: int
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., tokenizer_sha256: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_moe_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ...) -> None: ...
 
 class AdmissionLimits(_message.Message):
     __slots__ = ("max_in_flight", "max_queued", "max_request_bytes")

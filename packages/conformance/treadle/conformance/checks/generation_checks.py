@@ -99,6 +99,35 @@ class CheckStream(Checks):
         assert kinds == ["started", *["tokens"] * (len(kinds) - 2), "finished"], kinds
         assert found == token_ids_of(plain)
 
+    async def test_experts_come_for_every_row_that_is_asked_for(self) -> None:
+        async with self.connect() as server:
+            if not server.capabilities.routed_experts:
+                pytest.skip("the server reports no routed experts")
+            model, messages = server.info.model, await server.generate()
+            assert not any(message.tokens.routed_experts for message in messages)
+            prompt = [1, 2, 3] * 12
+            found: list[bytes] = []
+            for first in (0, 0, len(prompt)):  # At the second time the prompt is cached.
+                messages = await server.generate(
+                    prompt_token_ids=prompt,
+                    sampling=_S(max_tokens=40, temperature=0, ignore_eos=True),
+                    routed_experts_from=first,
+                )
+                found.append(b"".join(message.tokens.routed_experts for message in messages))
+                assert len(token_ids_of(messages)) == 40
+        layers, top_k = model.num_moe_layers, model.experts_per_token
+        width = 1 if model.num_experts <= 256 else 2
+        for first, data in zip((0, 0, len(prompt)), found, strict=True):
+            rows = len(prompt) + 40 - 1 - first
+            assert len(data) == rows * layers * top_k * width, f"{len(data)} bytes, {rows} rows"
+        ids = [
+            int.from_bytes(found[0][i : i + width], "little")
+            for i in range(0, len(found[0]), width)
+        ]
+        assert max(ids) < model.num_experts
+        chosen = [ids[i : i + top_k] for i in range(0, len(ids), top_k)]
+        assert all(len(set(experts)) == top_k for experts in chosen), "an expert is there twice"
+
     async def test_no_logprobs_come_unasked(self) -> None:
         async with self.connect() as server:
             messages = await server.generate(logprob_mode=gen.LOGPROB_MODE_NONE)
@@ -243,6 +272,22 @@ class CheckRefusals(Checks):
                 pytest.skip("the server takes images")
             found = await server.refused_generate(images=[image])
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
+    async def test_experts_are_refused_without_the_capability(self) -> None:
+        async with self.connect() as server:
+            if server.capabilities.routed_experts:
+                pytest.skip("the server reports routed experts")
+            found = await server.refused_generate(routed_experts_from=0)
+        assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
+    async def test_experts_from_beyond_the_prompt_are_refused(self) -> None:
+        async with self.connect() as server:
+            if not server.capabilities.routed_experts:
+                pytest.skip("the server reports no routed experts")
+            beyond = len(server.generate_request().prompt_token_ids) + 1
+            found = await server.refused_generate(routed_experts_from=beyond)
+        assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+        assert found.detail(errors_pb2.InvalidField).field == "routed_experts_from"
 
     async def test_bytes_that_are_no_image_are_refused(self) -> None:
         image = gen.PromptImage(data=b"no image", media_type="image/png", num_placeholders=1)

@@ -69,6 +69,7 @@ def read_info(
             release_memory=can.release_memory,
             images=can.images,
             collective=can.collective_transport,
+            routed_experts=can.routed_experts,
         ),
         model=ModelInfo(
             architecture=model.architecture,
@@ -76,6 +77,9 @@ def read_info(
             context_length=model.context_length,
             eos_token_ids=frozenset(model.eos_token_ids),
             tokenizer_sha256=model.tokenizer_sha256,
+            num_moe_layers=model.num_moe_layers,
+            num_experts=model.num_experts,
+            experts_per_token=model.experts_per_token,
         ),
         parameters=parameters,
         num_workers=server.num_workers,
@@ -102,6 +106,7 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
         ),
         logprob_mode=gen.LOGPROB_MODE_SAMPLED if request.logprobs else gen.LOGPROB_MODE_NONE,
         priority=request.priority,
+        routed_experts_from=request.routed_experts_from,
         images=[
             gen.PromptImage(
                 data=image.data,
@@ -125,7 +130,12 @@ def decode_event(response: gen.GenerateResponse) -> EngineEvent:
             return Started(response.started.cached_prompt_tokens)
         case "tokens":
             chunk = response.tokens
-            return Tokens(tuple(chunk.token_ids), tuple(chunk.logprobs), chunk.weight_version)
+            return Tokens(
+                tuple(chunk.token_ids),
+                tuple(chunk.logprobs),
+                chunk.weight_version,
+                chunk.routed_experts,
+            )
         case "finished":
             reason = response.finished.reason
             assert reason in _REASONS, f"finish reason {reason} is not in the contract"

@@ -40,6 +40,7 @@ class Output:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     cached_prompt_tokens: int
+    routed_experts: bytes
     reason: FinishReason
 
 
@@ -77,6 +78,7 @@ class Reader:
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        routed: list[bytes] = []
         started: Started | None = None
         reason: FinishReason | None = None
         async with aclosing(engine.generate(request)) as events:
@@ -88,7 +90,8 @@ class Reader:
                         started = event
                     case Tokens():
                         assert started is not None, "tokens came before Started"
-                        assert event.token_ids, "an event without tokens"
+                        routed.append(event.routed_experts)
+                        assert event.token_ids or routed[-1], "an event without tokens"
                         wanted = len(event.token_ids) if request.logprobs else 0
                         assert len(event.logprobs) == wanted, (
                             f"{len(event.logprobs)} log-probs came with "
@@ -106,6 +109,7 @@ class Reader:
             logprobs=tuple(logprobs),
             versions=tuple(versions),
             cached_prompt_tokens=started.cached_prompt_tokens,
+            routed_experts=b"".join(routed),
             reason=reason,
         )
 
@@ -129,6 +133,7 @@ def request(
     logprobs: bool = True,
     name: str = "r",
     priority: int = 0,
+    routed_experts_from: int | None = None,
     **sampling: object,
 ) -> EngineRequest:
     """Returns a greedy request for 16 tokens that ignores end of sequence; arguments override."""
@@ -139,6 +144,7 @@ def request(
         sampling=Sampling(**values),  # type: ignore[arg-type]
         logprobs=logprobs,
         priority=priority,
+        routed_experts_from=routed_experts_from,
     )
 
 

@@ -1,8 +1,8 @@
 """The coalescer: groups single tokens into messages.
 
-Invariant: the ids, log-probs and versions that are sent or left for `rest` are those that were
-added, in order. A `Tokens` never mixes weight versions. The first tokens of a completion do not
-wait; later ones wait at most `max_wait_s`, and never behind `max_tokens` others.
+Invariant: the ids, log-probs, versions and experts that are sent or left for `rest` are those that
+were added, in order. A `Tokens` never mixes weight versions. The first tokens of a completion do
+not wait; later ones wait at most `max_wait_s`, and never behind `max_tokens` others.
 
 Python grpc.aio sends about ten thousand messages a second whatever their size, so a message per
 token would be the bottleneck. Events that are ready together are sent together, at most `MAX_READY`
@@ -26,7 +26,8 @@ from treadle.rollout_server.engine import EngineEvent, Finished, Tokens
 MAX_READY = 256
 """Maximum number of events sent together.
 
-A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024.
+A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024. Routed experts come on top, and
+`services/generation.py` splits those.
 """
 
 
@@ -59,6 +60,7 @@ class Coalescer:
         self._rest: list[EngineEvent] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._routed: list[bytes] = []
         self._version = 0
         self._first = True
         self._timer: Timer | None = None
@@ -136,15 +138,19 @@ class Coalescer:
             self._timer = self._clock.call_at(self._clock.time() + self._max_wait_s, self._flush)
         self._ids.extend(tokens.token_ids)
         self._logprobs.extend(tokens.logprobs)
+        if tokens.routed_experts:
+            self._routed.append(tokens.routed_experts)
         if len(self._ids) >= self._max_tokens:
             self._flush()
 
     def _flush(self) -> None:
         self._stop_timer()
         if self._ids:
-            self._put(Tokens(tuple(self._ids), tuple(self._logprobs), self._version))
+            routed = b"".join(self._routed)
+            self._put(Tokens(tuple(self._ids), tuple(self._logprobs), self._version, routed))
             self._ids.clear()
             self._logprobs.clear()
+            self._routed.clear()
 
     def _put(self, event: EngineEvent) -> None:
         self._ready.append(event)

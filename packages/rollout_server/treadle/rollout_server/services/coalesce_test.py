@@ -35,7 +35,8 @@ def test_tokens_come_out_as_they_went_in(runs: list[tuple[int, int, bool]]) -> N
         start = sum(len(piece.token_ids) for piece in pieces)
         version = (pieces[-1].weight_version if pieces else 0) + step
         ids = tuple(range(start, start + count))
-        pieces.append(Tokens(ids, tuple(-float(i) for i in ids), version))
+        routed = bytes(ids)[: count - step]  # as many as tokens, or fewer
+        pieces.append(Tokens(ids, tuple(-float(i) for i in ids), version, routed))
 
     async def through() -> list[EngineEvent]:
         sent = Sent()
@@ -64,6 +65,8 @@ def test_tokens_come_out_as_they_went_in(runs: list[tuple[int, int, bool]]) -> N
         for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True)
     ]
     assert sent == given_in
+    routed = b"".join(c.routed_experts for c in chunks if isinstance(c, Tokens))
+    assert routed == b"".join(piece.routed_experts for piece in pieces)
 
 
 @pytest.mark.asyncio

@@ -111,6 +111,15 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         raise CapabilityMissing(info.name, "priority")
     if request.images and not info.capabilities.images:
         raise CapabilityMissing(info.name, "images")
+    routed_experts_from = None
+    if request.HasField("routed_experts_from"):
+        routed_experts_from = request.routed_experts_from
+        if not info.capabilities.routed_experts:
+            raise CapabilityMissing(info.name, "routed_experts")
+        if routed_experts_from > len(prompt):
+            raise InvalidField(
+                "routed_experts_from", routed_experts_from, f"at most the prompt's {len(prompt)}"
+            )
     return EngineRequest(
         request_id=request.request_id,
         session_id=request.session_id,
@@ -119,6 +128,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         logprobs=logprobs,
         priority=request.priority,
         images=_decode_images(request.images, len(prompt)),
+        routed_experts_from=routed_experts_from,
     )
 
 
@@ -183,6 +193,9 @@ def encode_model(model: ModelInfo) -> srv.ModelInfo:
         context_length=model.context_length,
         tokenizer_sha256=model.tokenizer_sha256,
         eos_token_ids=sorted(model.eos_token_ids),
+        num_moe_layers=model.num_moe_layers,
+        num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token,
     )
 
 

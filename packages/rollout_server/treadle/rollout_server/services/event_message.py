@@ -5,11 +5,15 @@ passed as dictionaries, which protobuf reads twice as fast as messages made for 
 messages of a short completion are a tenth of its cost to the server.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from treadle.rollout.v1 import generation_service_pb2 as pb
 from treadle.rollout_server.engine import EngineEvent, Finished, FinishReason, Started, Tokens
+
+MAX_ROUTED_BYTES = 1 << 20
+"""Of the routed experts in one message, which is far below gRPC's limit of 4 MiB."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -46,6 +50,28 @@ def encode_batch(
     return _serialized({"batch": batch})
 
 
+def split_routed(event: EngineEvent, row_bytes: int) -> Iterator[EngineEvent]:
+    """Yields an event in parts of at most `MAX_ROUTED_BYTES`; the last one has the tokens.
+
+    Args:
+        event: Any event; only tokens with many rows are split.
+        row_bytes: See `ModelInfo.routed_row_bytes`.
+    """
+    if isinstance(event, Tokens) and len(event.routed_experts) > MAX_ROUTED_BYTES:
+        step = MAX_ROUTED_BYTES - MAX_ROUTED_BYTES % row_bytes
+        *before, last = range(0, len(event.routed_experts), step)
+        for first in before:
+            rows = event.routed_experts[first : first + step]
+            yield Tokens((), (), event.weight_version, rows)
+        event = replace(event, routed_experts=event.routed_experts[last:])
+    yield event
+
+
+def num_routed_bytes(events: Sequence[EngineEvent]) -> int:
+    """Returns the size of the routed experts in some events."""
+    return sum(len(event.routed_experts) for event in events if isinstance(event, Tokens))
+
+
 def _serialized(event: dict[str, Any]) -> bytes:
     return pb.GenerateResponse(**event).SerializeToString()
 
@@ -60,6 +86,7 @@ def _fields(
                 "token_ids": event.token_ids,
                 "logprobs": event.logprobs,
                 "weight_version": event.weight_version,
+                "routed_experts": event.routed_experts,
             }
         case Started():
             return "started", {

@@ -21,7 +21,14 @@ from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.coalesce import Coalescer
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.services.errors import reason_name
-from treadle.rollout_server.services.event_message import Numbers, encode_batch, encode_event
+from treadle.rollout_server.services.event_message import (
+    MAX_ROUTED_BYTES,
+    Numbers,
+    encode_batch,
+    encode_event,
+    num_routed_bytes,
+    split_routed,
+)
 from treadle.rollout_server.services.methods import Methods
 
 _log = logging.getLogger(__name__)
@@ -49,11 +56,15 @@ class GenerationServicer:
         replica = self._replica
         with _Call(self._stats, replica.clock.time) as call:
             wanted = decode_generate(request, replica.engine.info)
+            row_bytes = replica.engine.info.model.routed_row_bytes
 
             def messages(events: Sequence[EngineEvent]) -> list[bytes]:
                 call.note(events, len(wanted.prompt))
                 assert call.num_tokens <= wanted.sampling.max_tokens, "the engine went on"
                 numbers = call.numbers()
+                if num_routed_bytes(events) > MAX_ROUTED_BYTES:
+                    parts = (part for event in events for part in split_routed(event, row_bytes))
+                    return [encode_event(part, **numbers) for part in parts]
                 if request.batched and len(events) > 1:
                     return [encode_batch(events, **numbers)]
                 return [encode_event(event, **numbers) for event in events]

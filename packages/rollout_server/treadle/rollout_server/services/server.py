@@ -70,6 +70,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     in_place_update=True,
                     delta_encoding=delta.available(),
                     shared_memory_transport=True,
+                    routed_experts=info.capabilities.routed_experts,
                 )
             )
         return response

@@ -49,6 +49,7 @@ from treadle.rollout_server.engines.fake.model import (
     fingerprint_of,
     image_digest,
     logits,
+    routed_experts,
     sample,
 )
 from treadle.rollout_server.errors import CapabilityMissing
@@ -119,6 +120,7 @@ class FakeEngine:
                 release_memory=True,
                 images=True,
                 split_tensors=True,
+                routed_experts=model.num_moe_layers > 0,
             ),
             model=model,
             parameters=parameters,
@@ -188,6 +190,8 @@ class FakeEngine:
         digests = [await asyncio.to_thread(image_digest, image.data) for image in request.images]
         cached = self._read_prompt(prefix, request, digests)
         yield Started(cached)
+        routes = request.routed_experts_from is not None
+        rows = request.prompt[request.routed_experts_from :] if routes else ()
         uncached_s = (len(request.prompt) - cached) * self._latency.prefill_s_per_token
         await self._simulate(sequence, uncached_s)
         for _ in range(sampling.max_tokens):
@@ -202,7 +206,9 @@ class FakeEngine:
             for block in prefix.extend((token_id,)):
                 self._cache_block(block)
             shown = (logprob,) if request.logprobs else ()
-            yield Tokens((token_id,), shown, self._weight_version)
+            routed = routed_experts(rows, self.info.model)
+            yield Tokens((token_id,), shown, self._weight_version, routed)
+            rows = (token_id,) if routes else ()
             if token_id in stops:
                 yield Finished(FinishReason.STOP)
                 return

@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 
-from treadle.rollout_server.engine import NamedTensor, Sampling
+from treadle.rollout_server.engine import ModelInfo, NamedTensor, Sampling
 
 BLOCK_TOKENS = 16
 """Tokens in a prefix-cache block."""
@@ -118,6 +118,16 @@ def sample(
             drawn = token_id
             break
     return drawn, min(0.0, math.log(weights[drawn] / total))
+
+
+def routed_experts(token_ids: Iterable[int], model: ModelInfo) -> bytes:
+    """Returns experts for rows, as `Tokens.routed_experts`: neighbours, from id plus layer on."""
+    return b"".join(
+        ((token_id + layer + choice) % model.num_experts).to_bytes(model.expert_id_bytes, "little")
+        for token_id in token_ids
+        for layer in range(model.num_moe_layers)
+        for choice in range(model.experts_per_token)
+    )
 
 
 def _penalised(logit: float, penalty: float) -> float:

@@ -12,6 +12,9 @@ When weights change under a running sequence (`InFlightPolicy.CONTINUE`), it kee
 values that the old weights computed, and its next tokens carry the new version. Such a row is
 never shared with another sequence.
 
+A model with experts reports those that it chose for each row. They are kept with the keys and
+values, so that a row that is copied from the prefix cache has the experts that made it.
+
 The vision tower encodes an image (`vision.py`) in the step that reads its placeholders; an
 image that a cached prefix covers is not encoded again. Sequences with and without images run
 in one batch.
@@ -23,6 +26,7 @@ thread-safe; the compute thread owns it.
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +56,13 @@ _STEP_TOKENS = 2048
 _FLUSH_S = 0.02  # Maximum wait of a token; tokens are emitted in groups to save callbacks.
 
 
+class _Retained(NamedTuple):
+    """What is kept of a row whose sequence ended."""
+
+    kv: torch.Tensor
+    routed_experts: bytes
+
+
 class EngineCore:
     """See the module docstring.
 
@@ -74,7 +85,7 @@ class EngineCore:
         self.counters = EngineCounters()
         self._model = model
         self._kv = KvCache(model.kv_shape(max_rows=max_num_seqs))
-        self._prefixes: PrefixCache[Sequence | torch.Tensor] = PrefixCache(prefix_cache_bytes)
+        self._prefixes: PrefixCache[Sequence | _Retained] = PrefixCache(prefix_cache_bytes)
         self._scheduler = Scheduler(
             max_rows=max_num_seqs, max_step_tokens=max(_STEP_TOKENS, max_num_seqs)
         )
@@ -248,8 +259,10 @@ class EngineCore:
         if cached and isinstance(holder, Sequence):
             assert holder.row is not None
             self._kv.copy_row(holder.row, sequence.row, cached)
-        elif cached and isinstance(holder, torch.Tensor):
-            self._kv.restore(sequence.row, holder, cached)
+        elif cached and isinstance(holder, _Retained):
+            self._kv.restore(sequence.row, holder.kv, cached)
+        if cached and holder is not None:
+            sequence.routed_experts += holder.routed_experts[: cached * self._model.row_bytes]
         sequence.num_cached = cached
         sequence.epoch = self._epoch
         self._started += 1
@@ -279,7 +292,14 @@ class EngineCore:
         vision_inputs = None
         if any(sequence.images for sequence, _ in work):
             vision_inputs = self._vision_inputs([sequence for sequence, _ in work], spans)
-        return self._model.forward(ids, layout, wanted, vision_inputs), sampling
+        logits_BV = self._model.forward(ids, layout, wanted, vision_inputs)
+        if routed := self._model.take_routed_experts():
+            first = 0
+            for sequence, num_ids in work:
+                last = first + num_ids * self._model.row_bytes
+                sequence.routed_experts += routed[first:last]
+                first = last
+        return logits_BV, sampling
 
     def _vision_inputs(self, sequences: list[Sequence], spans: list[RowSpan]) -> VisionInputs:
         """Returns the positions of all ids of a step and the embeddings of its images."""
@@ -352,11 +372,13 @@ class EngineCore:
         self._batch = None
         self._prefixes.remove_live(sequence.prompt_key, sequence)
         cached = sequence.num_cached
-        num_bytes = cached * self._kv.shape.bytes_per_token
+        num_bytes = cached * (self._kv.shape.bytes_per_token + self._model.row_bytes)
         if cached and sequence.epoch == self._epoch:
             key = sequence.prefix_key(cached)
             if self._prefixes.wants(key, num_bytes):
-                self._prefixes.retain(key, self._kv.snapshot(sequence.row, cached), num_bytes)
+                kv = self._kv.snapshot(sequence.row, cached)
+                retained = _Retained(kv, bytes(sequence.routed_experts))
+                self._prefixes.retain(key, retained, num_bytes)
         for move in self._scheduler.remove(sequence):
             length = self._scheduler.running[move.target].num_cached
             self._kv.copy_row(move.source, move.target, length)
@@ -369,9 +391,17 @@ class EngineCore:
     def _flush_sequence(self, sequence: Sequence) -> None:
         if sequence.unsent_ids:
             ids, logprobs = tuple(sequence.unsent_ids), tuple(sequence.unsent_logprobs)
-            self._emit(sequence, Tokens(ids, logprobs, self.weight_version))
+            routed = self._unsent_routed(sequence)
+            self._emit(sequence, Tokens(ids, logprobs, self.weight_version, routed))
             sequence.unsent_ids.clear()
             sequence.unsent_logprobs.clear()
+
+    def _unsent_routed(self, sequence: Sequence) -> bytes:
+        if sequence.request.routed_experts_from is None:
+            return b""
+        first, sequence.num_routed_sent = sequence.num_routed_sent, sequence.num_cached
+        row_bytes = self._model.row_bytes
+        return bytes(sequence.routed_experts[first * row_bytes : sequence.num_cached * row_bytes])
 
     def _emit(self, sequence: Sequence, event: EngineEvent) -> None:
         self._outbox.append(partial(sequence.sink, event))

@@ -72,6 +72,7 @@ class TorchEngine:
                 images=model.images is not None,
                 collective=True,
                 split_tensors=True,
+                routed_experts=model.row_bytes > 0,
             ),
             model=model.info,
             parameters=model.parameters,

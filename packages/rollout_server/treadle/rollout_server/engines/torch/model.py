@@ -58,6 +58,7 @@ _TEXT_TYPES = (
 _MODEL_TYPES = (*_TEXT_TYPES, *_VISION_TYPES)
 # Module prefix -> checkpoint prefix, for vision models.
 _PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_ROUTER = "TopKRouter"  # How transformers ends the name of a router's class.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
@@ -93,6 +94,7 @@ class CachedModel:
 
     Attributes:
         images: Decodes the images of prompts; None for text-only models.
+        row_bytes: Number of bytes of a row's routed experts; 0 for a model without experts.
 
     Raises:
         ValueError: The model is not supported, or the device is not available.
@@ -135,6 +137,12 @@ class CachedModel:
             )
             tower = self._model.get_submodule("model.visual")
             self._tower = VisionTower(tower, self.images.processor, self.device)
+        self.row_bytes = self.info.routed_row_bytes
+        self._routed: list[torch.Tensor] = []
+        routers = [m for m in self._model.modules() if type(m).__name__.endswith(_ROUTER)]
+        assert len(routers) == self.info.num_moe_layers, f"{len(routers)} routers"
+        for router in routers:
+            router.register_forward_hook(self._capture)
         self.num_layers: int = text_config.num_hidden_layers
         self.num_kv_heads: int = text_config.num_key_value_heads
         heads: int = text_config.num_attention_heads
@@ -207,6 +215,17 @@ class CachedModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+    def _capture(self, router: torch.nn.Module, args: object, output: Sequence[Any]) -> None:
+        self._routed.append(output[-1])  # [T, K]; logits and scores come before it
+
+    def take_routed_experts(self) -> bytes:
+        """Returns the experts of the last step's rows, ``[T, layers, K]``; see `engine.Tokens`."""
+        if not self._routed:
+            return b""
+        experts_TLK = torch.stack(self._routed, dim=1).cpu().numpy()
+        self._routed.clear()
+        return experts_TLK.astype(f"<u{self.info.expert_id_bytes}").tobytes()
 
     def write(self, tensor: NamedTensor) -> None:
         """Overwrites a parameter or a part of it; converts the element type."""

@@ -36,6 +36,9 @@ class Sequence:
         image_embeddings: Embeddings of images that are only partly read, by start index.
         ended: Whether no event follows.
         unsent_ids: Sampled ids that are not yet emitted.
+        routed_experts: Experts of the first `num_cached` ids, as `Tokens.routed_experts`; empty
+            for a model without experts.
+        num_routed_sent: Position of the first row whose experts are not yet emitted.
     """
 
     request: EngineRequest
@@ -53,9 +56,12 @@ class Sequence:
     ended: bool = False
     unsent_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[float] = field(default_factory=list)
+    routed_experts: bytearray = field(default_factory=bytearray)
+    num_routed_sent: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt)
+        self.num_routed_sent = self.request.routed_experts_from or 0
         self.prompt_key = self.prefix_key(len(self.ids))
         if self.images:
             self.positions = ImagePositions.of(self.images, len(self.ids))
