@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -20,12 +20,14 @@ from treadle.agent_loop import (
     RequestContext,
     SamplingParams,
     SetupError,
+    Transcript,
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, RpcDeadlines, connect
 from treadle.agent_loop.testing.generator_contract import GeneratorContract, GeneratorSubject
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import InFlightPolicy, ModelInfo
 from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.model import routed_experts
 from treadle.rollout_server.testing.serving import serve_in_process
 
 pytestmark = pytest.mark.asyncio
@@ -178,6 +180,51 @@ async def test_a_completion_that_an_update_interrupts_is_the_undisturbed_one() -
         resumed = await call
     assert resumed.chunks == undisturbed.chunks
     assert engine.counters.started == 3
+
+
+async def test_each_row_reports_its_experts_once_through_turns_and_interruptions() -> None:
+    model = replace(MODEL, num_moe_layers=2, num_experts=8, experts_per_token=2)
+    clock = HeldClock()
+    engine = make_engine(clock, model)
+    transcript = Transcript(PROMPT)
+
+    async def turn(name: str) -> Completion:
+        request = RequestContext(
+            request_id=name,
+            session_id="s",
+            deadline=math.inf,
+            routed_experts_from=transcript.num_routed_rows,
+        )
+        params = replace(PARAMS, max_tokens=20)
+        return await generator.generate(transcript.ids, params, request=request)
+
+    needs = Requirements(capabilities=frozenset({"routed_experts"}))
+    async with (
+        serve_in_process(engine) as server,
+        connect([server.address], requirements=needs) as generator,
+    ):
+        clock.hold(after=7)
+        call = asyncio.create_task(turn("interrupted"))
+        await clock.until(lambda: clock.stalled == 1)
+        await engine.pause(InFlightPolicy.INTERRUPT)
+        await engine.resume()
+        clock.release()
+        completion = await call
+        assert completion.num_interruptions == 1
+        transcript.sample(completion)
+        transcript.observe((7, 7, 8))
+        again = await turn("after a tool result")
+        assert again.routed_experts is not None
+        assert again.routed_experts.first == len(PROMPT) + 20 - 1
+        transcript.sample(again)
+    frozen = transcript.freeze()
+    assert frozen.routed_experts is not None
+    assert frozen.routed_experts.data == routed_experts(frozen.ids[:-1], model)
+    dense = Requirements(capabilities=needs.capabilities | {"sampled_logprobs"})
+    async with serve_in_process(make_engine(clock)) as server:
+        with pytest.raises(SetupError, match="'fake' lacks the capability 'routed_experts'"):
+            async with connect([server.address], requirements=dense):
+                pass
 
 
 async def test_a_server_that_stops_hands_its_sequences_over_exactly() -> None:

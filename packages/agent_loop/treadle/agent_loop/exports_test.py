@@ -122,6 +122,7 @@ PUBLIC = [
     "Role",
     "RolloutError",
     "RolloutRunner",
+    "RoutedExperts",
     "Router",
     "RunReport",
     "SamplingParams",

@@ -28,6 +28,8 @@ class RequestContext:
         deadline: `loop.time()` seconds; `math.inf` leaves it to the generator's own bound.
         min_weight_version: Oldest weights that may sample; 0 means any.
         priority: Requests with a larger value run earlier; 0 is the default priority.
+        routed_experts_from: First position of the prompt whose experts are wanted, and those of
+            all rows after it; None: of none.
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class RequestContext:
     deadline: float
     min_weight_version: int = 0
     priority: int = 0
+    routed_experts_from: int | None = None
 
     def __post_init__(self) -> None:
         size = len(self.request_id.encode())

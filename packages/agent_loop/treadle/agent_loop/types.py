@@ -7,7 +7,7 @@ nats. Nothing here waits.
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -258,6 +258,68 @@ class TokenChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """The experts that a model chose for consecutive rows of a sequence.
+
+    A row is what the model computes at one position. That of a completion's last token is computed
+    with the next prompt.
+
+    Attributes:
+        first: Position of the first row in the sequence.
+        num_layers: Number of layers with experts.
+        top_k: Number of experts that a layer chooses for a row.
+        id_bytes: Number of bytes of an id, 1 or 2.
+        data: Ids, [rows, num_layers, top_k], row-major, little-endian.
+
+    Raises:
+        ValueError: The data is not a whole number of rows.
+    """
+
+    first: int
+    num_layers: int
+    top_k: int
+    id_bytes: int
+    data: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        size = len(self.data)
+        _require("the size of data", size, size % self.row_bytes == 0, f"n * {self.row_bytes}")
+
+    @property
+    def row_bytes(self) -> int:
+        """Number of bytes of one row."""
+        return self.num_layers * self.top_k * self.id_bytes
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row."""
+        return self.first + len(self.data) // self.row_bytes
+
+    def until(self, position: int) -> "RoutedExperts":
+        """Returns the rows before a position."""
+        size = max(0, position - self.first) * self.row_bytes
+        return self if size >= len(self.data) else replace(self, data=self.data[:size])
+
+    def followed_by(self, parts: "Sequence[RoutedExperts]") -> "RoutedExperts":
+        """Returns these rows and those of parts that continue them.
+
+        Raises:
+            ValueError: A part begins elsewhere, or has another shape.
+        """
+        stop = self.stop
+        for part in parts:
+            if part.first != stop:
+                raise ValueError(
+                    f"experts of rows from {part.first} on do not continue those before {stop}"
+                )
+            stop = part.stop
+        shapes = {(p.num_layers, p.top_k, p.id_bytes) for p in (self, *parts)}
+        if len(shapes) > 1:
+            raise ValueError(f"experts of one sequence have several shapes: {sorted(shapes)}")
+        return replace(self, data=b"".join(part.data for part in (self, *parts)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The result of one `TokenGenerator.generate`.
 
@@ -269,6 +331,8 @@ class Completion:
         engine_s: Seconds in the engine.
         num_interruptions: Number of times that a server interrupted it, for example for new
             weights, before it was resumed.
+        routed_experts: Of the rows from `RequestContext.routed_experts_from` on; None if they were
+            not asked for.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -277,6 +341,7 @@ class Completion:
     queue_s: float = 0.0
     engine_s: float = 0.0
     num_interruptions: int = 0
+    routed_experts: RoutedExperts | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:

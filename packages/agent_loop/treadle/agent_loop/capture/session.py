@@ -219,7 +219,12 @@ class CapturedSession:
         with self._extending(plan):
             async with span("turn", index=number, how=plan.how.value):
                 completion = await self._sampler.sample(
-                    prompt, left=left, images=plan.images, sampling=sampling, seed=seed
+                    prompt,
+                    left=left,
+                    images=plan.images,
+                    num_routed_rows=plan.branch.transcript.num_routed_rows,
+                    sampling=sampling,
+                    seed=seed,
                 )
         self._check_open()
         cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)

@@ -201,7 +201,12 @@ class Conversation:
             raise ValueError("generate() was called after the budget was used up; check answer()")
         self._activity = f"generating as {self._sampler.next_request_id}"
         prompt = transcript.ids
-        completion = await self._sampler.sample(prompt, left=left, images=transcript.images)
+        completion = await self._sampler.sample(
+            prompt,
+            left=left,
+            images=transcript.images,
+            num_routed_rows=transcript.num_routed_rows,
+        )
         transcript.sample(completion)
         parsed = services.renderer.parse(completion.token_ids, tools=self._tools, prompt=prompt)
         self._messages.append(parsed.message)

@@ -74,6 +74,8 @@ class Services:
         reward: Called by the runner on every trajectory that has no reward yet.
         deadline: `loop.time()` seconds at which the trajectory ends; the runner sets it.
         min_weight_version: Oldest weights that may sample.
+        routed_experts: Whether completions report the experts of their rows, for a policy that
+            replays them.
         pulse: Records what the trajectory does, for the runner's watchdog; the runner sets it.
 
     Raises:
@@ -89,6 +91,7 @@ class Services:
     reward: RewardFn | None = None
     deadline: float = math.inf
     min_weight_version: int = 0
+    routed_experts: bool = False
     pulse: Pulse = field(default_factory=Pulse)
 
     def __post_init__(self) -> None:

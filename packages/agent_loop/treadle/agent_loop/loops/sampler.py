@@ -56,6 +56,7 @@ class TurnSampler:
         *,
         left: int,
         images: Sequence[PlacedImage] = (),
+        num_routed_rows: int = 0,
         sampling: SamplingParams | None = None,
         seed: int | None = None,
     ) -> Completion:
@@ -65,6 +66,7 @@ class TurnSampler:
             prompt: [P] ids.
             left: Number of tokens that the budget leaves; at least 1.
             images: Images of the prompt.
+            num_routed_rows: Number of first rows whose experts are known already.
             sampling: Replaces the run's sampling parameters.
             seed: Seed of this completion. None means derived from the task's.
 
@@ -77,6 +79,7 @@ class TurnSampler:
             session_id=self.session_id,
             deadline=self._services.deadline,
             min_weight_version=self._services.min_weight_version,
+            routed_experts_from=num_routed_rows if self._services.routed_experts else None,
         )
         self.num_requests += 1
         self._services.pulse.beat(f"generating as {request.request_id}")

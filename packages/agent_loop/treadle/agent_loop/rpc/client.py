@@ -34,7 +34,12 @@ from treadle.agent_loop.routing.placement import HashedSession, StickySession
 from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
-from treadle.agent_loop.rpc.handshake import Requirements, ServerInfo, check_images_taken
+from treadle.agent_loop.rpc.handshake import (
+    ROUTED_EXPERTS,
+    Requirements,
+    ServerInfo,
+    check_images_taken,
+)
 from treadle.agent_loop.rpc.in_flight_completion import InFlightCompletion
 from treadle.agent_loop.rpc.replica_client import ReplicaClient, RpcDeadlines
 from treadle.agent_loop.rpc.replica_connections import ReplicaConnections
@@ -43,7 +48,7 @@ from treadle.agent_loop.rpc.router.client import RemoteRouter
 from treadle.agent_loop.rpc.router.session_queue import Placement, SessionQueue
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.agent_loop.tokens.renderer import PlacedImage
-from treadle.agent_loop.types import Completion, FinishReason, SamplingParams
+from treadle.agent_loop.types import Completion, FinishReason, RoutedExperts, SamplingParams
 
 
 class GrpcTokenGenerator:
@@ -223,18 +228,23 @@ class GrpcTokenGenerator:
             Why the completion ended, None when it was interrupted, or how the call failed.
         """
         params = in_flight.next_params()
+        prompt = in_flight.next_prompt()
+        experts_from = in_flight.next_routed_experts_from()
         stream = CompletionStream(
             address=replica.info.address,
             params=params,
             vocab_size=replica.info.vocab_size,
             min_weight_version=in_flight.request.min_weight_version,
+            num_prompt_tokens=len(prompt),
+            asked_experts=None if experts_from is None else _no_rows(replica.info, experts_from),
         )
         message = encode_request(
-            in_flight.next_prompt(),
+            prompt,
             params,
             in_flight.request,
             request_id=in_flight.next_request_id(),
             images=in_flight.images,
+            routed_experts_from=experts_from,
         )
         if in_flight.images:
             check_images_taken((replica.info,))  # It may have been added meanwhile.
@@ -338,6 +348,27 @@ async def connect(
             clock=clock,
             max_resumes=max_resumes,
         )
+
+
+def _no_rows(server: ServerInfo, first: int) -> RoutedExperts:
+    """Returns the report of a server's experts, before its first row.
+
+    Raises:
+        SetupError: The server reports none.
+    """
+    if ROUTED_EXPERTS not in server.capabilities:
+        raise SetupError(
+            f"{server.address}: engine {server.engine!r} with {server.architecture} reports no "
+            f"routed experts; ask for the capability {ROUTED_EXPERTS!r} at connect to learn it at "
+            "start"
+        )
+    return RoutedExperts(
+        first=first,
+        num_layers=server.num_moe_layers,
+        top_k=server.experts_per_token,
+        id_bytes=1 if server.num_experts <= 256 else 2,
+        data=b"",
+    )
 
 
 def _check_arguments(

@@ -29,6 +29,7 @@ def encode_request(
     *,
     request_id: str,
     images: Sequence[PlacedImage] = (),
+    routed_experts_from: int | None = None,
 ) -> generation_pb2.GenerateRequest:
     """Returns the message of one Generate call."""
     return generation_pb2.GenerateRequest(
@@ -49,6 +50,7 @@ def encode_request(
             for placed in images
         ],
         batched=True,
+        routed_experts_from=routed_experts_from,
     )
 
 
@@ -110,4 +112,7 @@ def decode_server_info(address: str, info: server_pb2.GetServerInfoResponse) -> 
         max_in_flight=info.limits.max_in_flight,
         max_queued=info.limits.max_queued,
         max_request_bytes=info.limits.max_request_bytes or _GRPC_REQUEST_BYTES,
+        num_moe_layers=info.model.num_moe_layers,
+        num_experts=info.model.num_experts,
+        experts_per_token=info.model.experts_per_token,
     )

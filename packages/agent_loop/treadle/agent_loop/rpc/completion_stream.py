@@ -2,8 +2,8 @@
 
 Invariant: one `started`, then tokens, then one `finished`, then the end. Counts add up; there is
 no token after a stop id or beyond max_tokens; ids are below the vocabulary size; versions are not
-older than requested. Anything else is a `ContractError`, because wrong tokens in the training data
-are worse than none.
+older than requested; the experts of all rows come if they were asked for. Anything else is a
+`ContractError`, because wrong tokens in the training data are worse than none.
 
 `read` is the only place that consumes a stream. It cancels the call in `finally`, because leaving
 `async for` does not, and the server would continue to generate. The reader waits for the server,
@@ -12,13 +12,14 @@ bounded by the call's deadline; HTTP/2 windows slow the server down if the reade
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import grpc.aio
 
 from treadle.agent_loop.errors import ContractError
 from treadle.agent_loop.rpc.codec import decode_finish
-from treadle.agent_loop.types import FinishReason, SamplingParams, TokenChunk
+from treadle.agent_loop.types import FinishReason, RoutedExperts, SamplingParams, TokenChunk
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 
 # A log-softmax in low precision may come out just above 0.
@@ -53,6 +54,8 @@ class CompletionStream:
         params: Sampling parameters of the request.
         vocab_size: Vocabulary size of the server's model.
         min_weight_version: Oldest weight version that the request accepts.
+        num_prompt_tokens: Number of ids in the request's prompt.
+        asked_experts: What the request asks for, without any row; None: no experts.
         chunks: Tokens so far; valid even if the stream fails afterwards.
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
@@ -63,10 +66,13 @@ class CompletionStream:
     params: SamplingParams
     vocab_size: int
     min_weight_version: int
+    num_prompt_tokens: int = 0
+    asked_experts: RoutedExperts | None = None
     chunks: list[TokenChunk] = field(default_factory=list)
     cached_prompt_tokens: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
+    _routed: list[bytes] = field(default_factory=list)
     _num_tokens: int = 0
     _started: bool = False
     _stopped_by: int | None = None
@@ -107,6 +113,13 @@ class CompletionStream:
             self._refuse("the stream ended without finished")
         return self._finish
 
+    def routed_experts(self) -> RoutedExperts | None:
+        """Returns the experts of the tokens so far; None if they were not asked for."""
+        if self.asked_experts is None:
+            return None
+        rows = replace(self.asked_experts, data=b"".join(self._routed))
+        return rows.until(self.num_prompt_tokens + self._num_tokens)
+
     def _check_place(self, event: str, *, started: bool) -> None:
         """Checks that an event may come now; `started` tells whether it follows the start."""
         if self._finished:
@@ -123,6 +136,10 @@ class CompletionStream:
     def _take_tokens(self, tokens: generation_pb2.TokenChunk) -> None:
         self._check_place("tokens", started=True)
         ids = tuple(tokens.token_ids)
+        if tokens.routed_experts:
+            self._take_experts(tokens.routed_experts)
+            if not ids:
+                return
         if not ids:
             self._refuse("a chunk holds no token")
         if len(tokens.logprobs) != len(ids):
@@ -152,15 +169,33 @@ class CompletionStream:
             )
         )
 
+    def _take_experts(self, data: bytes) -> None:
+        if self.asked_experts is None:
+            self._refuse("experts came that were not asked for")
+        if len(data) % self.asked_experts.row_bytes:
+            row_bytes = self.asked_experts.row_bytes
+            self._refuse(f"{len(data)} bytes of experts came; a row has {row_bytes}")
+        self._routed.append(data)
+
+    def _check_experts(self) -> None:
+        """Checks that every row up to the last token's has come."""
+        asked = self.asked_experts
+        if asked is None or not self._num_tokens:
+            return
+        wanted = self.num_prompt_tokens + self._num_tokens - 1 - asked.first
+        if (got := sum(map(len, self._routed)) // asked.row_bytes) != wanted:
+            self._refuse(f"the experts of {got} rows came, {wanted} were asked for")
+
     def _take_finish(self, finished: generation_pb2.GenerateFinished) -> None:
         self._check_place("finished", started=True)
         if finished.num_tokens != self._num_tokens:
             self._refuse(f"{self._num_tokens} tokens came, finished says {finished.num_tokens}")
+        self._check_experts()
         self._finish = decode_finish(finished.reason)
         if self._finish is FinishReason.STOP and self._num_tokens == 0:
             self._refuse("finished says stop, and no token came")
         self.engine_s = finished.engine_time.ToNanoseconds() / 1e9
         self._finished = True
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str) -> NoReturn:
         raise ContractError(f"{self.address} broke the contract of Generate: {problem}")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.agent_loop import ContractError, FinishReason, SamplingParams
+from treadle.agent_loop import ContractError, FinishReason, RoutedExperts, SamplingParams
 from treadle.agent_loop.rpc.completion_stream import CompletionStream
 from treadle.rollout.v1 import generation_service_pb2 as pb
 
@@ -24,13 +24,24 @@ def end(count: int, reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> pb.Gener
     return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
 
 
-def stream() -> CompletionStream:
+def stream(asked_experts: RoutedExperts | None = None) -> CompletionStream:
     return CompletionStream(
         address="h:1",
         params=SamplingParams(max_tokens=4, stop_token_ids=(9,)),
         vocab_size=10,
         min_weight_version=3,
+        num_prompt_tokens=5,
+        asked_experts=asked_experts,
     )
+
+
+def routed(*ids: int, experts: bytes) -> pb.GenerateResponse:
+    event = chunk(*ids)
+    event.tokens.routed_experts = experts
+    return event
+
+
+ROWS = RoutedExperts(first=3, num_layers=1, top_k=2, id_bytes=1, data=b"")
 
 
 @pytest.mark.parametrize(
@@ -125,3 +136,42 @@ def test_a_batch_breaks_no_promise() -> None:
     reader = stream()
     with pytest.raises(ContractError, match="tokens came before started"):
         reader.accept(pb.GenerateResponse(batch=pb.GenerateBatch(tokens=[chunk(1).tokens])))
+
+
+def test_experts_may_come_before_and_after_their_tokens() -> None:
+    reader = stream(ROWS)
+    events = (STARTED, routed(experts=b"ab"), routed(1, experts=b"cd"), chunk(2))
+    for event in (*events, routed(experts=b"efgh"), routed(9, experts=b""), end(3)):
+        reader.accept(event)
+    experts = reader.routed_experts()
+    assert experts is not None
+    assert (experts.first, experts.stop, experts.data) == (3, 7, b"abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("asked", "events", "problem"),
+    [
+        (None, [routed(1, experts=b"ab")], "experts came that were not asked for"),
+        (ROWS, [routed(1, experts=b"a")], "1 bytes of experts came; a row has 2"),
+        (ROWS, [chunk(9), end(1)], "the experts of 0 rows came, 2 were asked for"),
+        (ROWS, [routed(9, experts=b"abcdef"), end(1)], "of 3 rows came, 2 were asked for"),
+    ],
+)
+def test_experts_are_those_that_were_asked_for(
+    asked: RoutedExperts | None, events: list[pb.GenerateResponse], problem: str
+) -> None:
+    reader = stream(asked)
+    reader.accept(STARTED)
+    with pytest.raises(ContractError, match=problem):
+        for event in events:
+            reader.accept(event)
+
+
+def test_a_stream_that_breaks_off_keeps_the_experts_of_its_tokens() -> None:
+    """Rows of tokens that did not arrive belong to nothing."""
+    reader = stream(ROWS)
+    for event in (STARTED, routed(experts=b"abcdefgh"), chunk(1)):
+        reader.accept(event)
+    experts = reader.routed_experts()
+    assert experts is not None
+    assert (experts.stop, experts.data) == (6, b"abcdef")

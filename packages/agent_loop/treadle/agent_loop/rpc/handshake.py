@@ -12,6 +12,9 @@ from treadle.agent_loop.errors import ImageRejectedError, SetupError
 IMAGES = "images"
 """The capability that prompts with images require."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""The capability that `Services.routed_experts` requires."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
@@ -31,6 +34,9 @@ class ServerInfo:
         max_in_flight: Maximum number of running requests.
         max_queued: Maximum number of waiting requests.
         max_request_bytes: Maximum size of a request message.
+        num_moe_layers: Number of layers with experts; 0, as the two below, without any.
+        num_experts: Number of experts of such a layer.
+        experts_per_token: Number of experts that it chooses for a row.
     """
 
     address: str
@@ -46,6 +52,9 @@ class ServerInfo:
     max_in_flight: int
     max_queued: int
     max_request_bytes: int
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +130,7 @@ def _unmet(server: ServerInfo, needs: Requirements) -> list[str]:
 
 def _differences(first: ServerInfo, other: ServerInfo) -> list[str]:
     """Returns the differences that replicas of one model must not have."""
-    names = ("architecture", "vocab_size", "tokenizer_sha256")
+    names = ("architecture", "vocab_size", "tokenizer_sha256", "num_moe_layers", "num_experts")
     return [
         f"{other.address}: {name} is {_show(getattr(other, name))}, at {first.address} it is "
         f"{_show(getattr(first, name))}"

@@ -12,7 +12,13 @@ from treadle.agent_loop.generator import RequestContext
 from treadle.agent_loop.rpc.completion_stream import CompletionStream
 from treadle.agent_loop.rpc.errors import RpcFailure
 from treadle.agent_loop.tokens.renderer import PlacedImage
-from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
+from treadle.agent_loop.types import (
+    Completion,
+    FinishReason,
+    RoutedExperts,
+    SamplingParams,
+    TokenChunk,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +32,7 @@ class InFlightCompletion:
         images: Images of the prompt.
         deadline: Clock seconds.
         chunks: Tokens that have arrived.
+        routed: Experts that have arrived, of consecutive rows.
         failures: Number of failures per address.
         last_failures: The latest failure per address.
         waiting_until: When an address that was overloaded or paused may be asked again; clock
@@ -44,6 +51,7 @@ class InFlightCompletion:
     images: tuple[PlacedImage, ...]
     deadline: float
     chunks: list[TokenChunk] = field(default_factory=list)
+    routed: list[RoutedExperts] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
     last_failures: dict[str, RpcFailure] = field(default_factory=dict)
     waiting_until: dict[str, float] = field(default_factory=dict)
@@ -71,6 +79,10 @@ class InFlightCompletion:
         """
         return replace(self.params, max_tokens=self.params.max_tokens - len(self.token_ids))
 
+    def next_routed_experts_from(self) -> int | None:
+        """Returns the first row whose experts are missing, which an earlier call may have sent."""
+        return self.routed[-1].stop if self.routed else self.request.routed_experts_from
+
     def next_request_id(self) -> str:
         """Returns an id that is unique per call, as the contract requires."""
         self.num_calls += 1
@@ -88,6 +100,8 @@ class InFlightCompletion:
                     weight_version=chunk.weight_version,
                 )
             self.chunks.append(chunk)
+        if (routed := stream.routed_experts()) is not None:
+            self.routed.append(routed)
         if self.cached_prompt_tokens is None:
             self.cached_prompt_tokens = stream.cached_prompt_tokens
         self.queue_s += stream.queue_s
@@ -109,6 +123,7 @@ class InFlightCompletion:
             queue_s=self.queue_s,
             engine_s=self.engine_s,
             num_interruptions=self.num_resumes,
+            routed_experts=self.routed[0].followed_by(self.routed[1:]) if self.routed else None,
         )
 
     def give_up(self, why: str, kind: type[GenerationTimeoutError] | None = None) -> NoReturn:

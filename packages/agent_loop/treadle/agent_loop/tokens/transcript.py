@@ -7,7 +7,9 @@ Invariants, at every moment:
 3. The loss mask is True exactly on SAMPLED spans; elsewhere the log-probability is 0.0.
 4. A SAMPLED span has one weight version; other spans have none.
 5. Images lie completely within PROMPT and OBSERVED spans, in order, without overlap.
-6. Written tokens never change: each state is a prefix of every later one, and the prompt of turn
+6. Experts, if the engine reports them, are those of the first E <= L rows; a row's experts are
+   those with which the engine computed it first.
+7. Written tokens never change: each state is a prefix of every later one, and the prompt of turn
    n+1 begins with all tokens of turn n.
 
 Sampled ids are the truth: text is a view of them, and nothing is retokenised.
@@ -27,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle.agent_loop.tokens.renderer import PlacedImage, Rendering
-from treadle.agent_loop.types import Completion
+from treadle.agent_loop.types import Completion, RoutedExperts
 
 
 class Origin(enum.StrEnum):
@@ -58,6 +60,7 @@ class Tokens:
         logprobs: [L], nats; 0.0 where the mask is False.
         spans: Tile [0, L).
         images: In the order of their positions, which count from the first id.
+        routed_experts: Of the first rows, at most L; None if the engine was not asked for them.
     """
 
     ids: tuple[int, ...]
@@ -65,6 +68,7 @@ class Tokens:
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     images: tuple[PlacedImage, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
     @classmethod
     def empty(cls) -> "Tokens":
@@ -116,6 +120,7 @@ class Transcript:
         self._logprobs = [0.0] * len(prompt)
         self._spans = [Span(origin=Origin.PROMPT, start=0, stop=len(prompt))]
         self._images = list(Rendering(ids=tuple(prompt), images=tuple(images)).images)
+        self._experts: list[RoutedExperts] = []
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -145,10 +150,27 @@ class Transcript:
         """Number of tokens written by `sample`."""
         return sum(s.stop - s.start for s in self._spans if s.origin is Origin.SAMPLED)
 
+    @property
+    def num_routed_rows(self) -> int:
+        """Number of first rows whose experts are known; the next completion reports the rest."""
+        return self._experts[-1].stop if self._experts else 0
+
     def sample(self, completion: Completion) -> None:
-        """Writes a completion, one span per run of tokens with the same weight version."""
+        """Writes a completion, one span per run of tokens with the same weight version.
+
+        Raises:
+            ValueError: The completion's experts do not continue those before them.
+        """
+        experts = completion.routed_experts
+        if experts is not None and experts.first != self.num_routed_rows:
+            raise ValueError(
+                f"the completion reports experts from row {experts.first} on; those of "
+                f"{self.num_routed_rows} rows are known"
+            )
         for chunk in completion.chunks:
             self._write(chunk.token_ids, chunk.logprobs, Origin.SAMPLED, chunk.weight_version)
+        if experts is not None:
+            self._experts.append(experts.until(len(self._ids)))
 
     def observe(self, token_ids: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
         """Writes tokens that the model did not sample: tool results, user turns, template glue.
@@ -203,6 +225,11 @@ class Transcript:
             logprobs=tuple(self._logprobs[:size]),
             spans=tuple(spans),
             images=tuple(image for image in self._images if image.stop <= size),
+            routed_experts=(
+                self._experts[0].followed_by(self._experts[1:]).until(size)
+                if self._experts
+                else None
+            ),
         )
 
     def _write(

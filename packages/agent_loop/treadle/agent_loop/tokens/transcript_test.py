@@ -1,5 +1,6 @@
 """Tests of the token ledger: examples, and its numbered invariants as properties."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from treadle.agent_loop import (
     Origin,
     PlacedImage,
     Rendering,
+    RoutedExperts,
     Span,
     TokenChunk,
     Tokens,
@@ -107,6 +109,47 @@ def test_invariants_hold_after_every_write(
     shown = [r.ids[i.start : i.stop] for r in given for i in r.images]
     assert [final.ids[i.start : i.stop] for i in final.images] == shown
     assert final.num_sampled_tokens == transcript.num_sampled_tokens
+
+
+def experts(first: int, stop: int) -> RoutedExperts:
+    """Two layers, one expert each, of which the first is the row's own number."""
+    data = b"".join(bytes((row % 256, 7)) for row in range(first, stop))
+    return RoutedExperts(first=first, num_layers=2, top_k=1, id_bytes=1, data=data)
+
+
+@settings(deadline=None)
+@given(renderings(min_size=1), writes, st.integers(0, 40), st.data())
+def test_experts_stay_with_their_rows(
+    prompt: Rendering, items: list[Completion | Rendering], limit: int, data: st.DataObject
+) -> None:
+    """Through turns, tool results, completions without tokens and truncation; 6."""
+    transcript = Transcript(prompt.ids, images=prompt.images)
+    for item in items:
+        known = transcript.num_routed_rows
+        assert known <= len(transcript)
+        if isinstance(item, Completion):
+            last = len(transcript) + item.num_tokens
+            # All but the last token's, and that one's if a stop string cut the completion.
+            stop = last if not item.num_tokens else last - data.draw(st.integers(0, 1))
+            item = replace(item, routed_experts=experts(known, max(known, stop)))
+        write(transcript, item)
+    frozen = transcript.freeze(max_response_tokens=limit)
+    rows = transcript.num_routed_rows
+    if any(isinstance(item, Completion) for item in items):
+        assert frozen.routed_experts == experts(0, min(rows, len(frozen.ids)))
+        sampled = [i for i, masked in enumerate(frozen.loss_mask) if masked]
+        assert not sampled or max(sampled) <= rows  # the row before it predicts it
+    else:
+        assert frozen.routed_experts is None
+
+
+def test_experts_that_leave_a_gap_are_refused() -> None:
+    transcript = Transcript([1, 2, 3])
+    chunk = TokenChunk(token_ids=(4,), logprobs=(-1.0,), weight_version=0)
+    late = Completion(chunks=(chunk,), finish=FinishReason.STOP, routed_experts=experts(1, 3))
+    with pytest.raises(ValueError, match="from row 1 on; those of 0 rows are known"):
+        transcript.sample(late)
+    assert len(transcript) == 3
 
 
 @settings(deadline=None)
