@@ -58,7 +58,6 @@ _TEXT_TYPES = (
 _MODEL_TYPES = (*_TEXT_TYPES, *_VISION_TYPES)
 # Module prefix -> checkpoint prefix, for vision models.
 _PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
-_ROUTER = "TopKRouter"  # How transformers ends the name of a router's class.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
@@ -139,7 +138,7 @@ class CachedModel:
             self._tower = VisionTower(tower, self.images.processor, self.device)
         self.row_bytes = self.info.routed_row_bytes
         self._routed: list[torch.Tensor] = []
-        routers = [m for m in self._model.modules() if type(m).__name__.endswith(_ROUTER)]
+        routers = [m for m in self._model.modules() if type(m).__name__.endswith("TopKRouter")]
         assert len(routers) == self.info.num_moe_layers, f"{len(routers)} routers"
         for router in routers:
             router.register_forward_hook(self._capture)
