@@ -164,6 +164,10 @@ class MoeConfig(BaseModel):
     """Weight of the load-balancing loss, which keeps tokens from going to a few experts only: the
     loss of Switch Transformers (arXiv:2101.03961), summed over layers. 0: none, as is usual in
     reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
+    routing_replay: bool = False
+    """Send each token to the experts that the rollout engine chose for it, in the log-probabilities
+    and in the update, instead of choosing anew (R3, arXiv:2510.11370). The engine must report them:
+    rollout.engine=torch does. The reference chooses its own."""
 
 
 class OffloadConfig(BaseModel):

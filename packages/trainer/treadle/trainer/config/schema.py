@@ -629,6 +629,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _routing_is_reported(self) -> Self:
+        if self.policy.moe.routing_replay and self.rollout.name in ("vllm", "sglang"):
+            raise ValueError(
+                "policy.moe.routing_replay=true needs the experts that the engine chose, and "
+                f"rollout.name={self.rollout.name} does not report them: set rollout.name=torch, "
+                "or policy.moe.routing_replay=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _released_memory_keeps_nothing(self) -> Self:
         if self.rollout.release_memory and self.sync.in_flight == "continue":
             raise ValueError(

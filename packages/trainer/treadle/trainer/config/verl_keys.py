@@ -393,6 +393,23 @@ def _aux_loss(_: Any, verl: Verl) -> Mapping[str, Any]:
     return {"policy.moe.aux_loss_coef": coefficient if kind == "aux_loss" else 0.0}
 
 
+_ROUTING_REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_REPLAY_MODES = tuple(
+    f"actor_rollout_ref.actor.{backend}router_replay.mode" for backend in ("", "megatron.")
+)
+
+
+def _routing_replay(_: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl has a mode for the actor, and a switch for the engine that the mode R3 needs."""
+    modes = {verl.get(key, "disabled") for key in _REPLAY_MODES}
+    if other := modes - {"disabled", "R3"}:
+        raise ConfigError(
+            f"{other.pop()!r} is not available (only disabled, R3): the policy replays what the "
+            "rollout engine chose, not what it chose itself"
+        )
+    return {"policy.moe.routing_replay": "R3" in modes or verl.get(_ROUTING_REPLAY, False)}
+
+
 def _lora_targets(value: Any, _: Verl) -> Mapping[str, Any]:
     """Verl takes PEFT's word for all matrices of a layer, one name, or a list."""
     if value == "all-linear":
@@ -484,6 +501,7 @@ _CONVERTED: Mapping[str, Converter] = {
     f"{_MEGATRON_OVERRIDES}.recompute_granularity": _recompute,
     f"{_MEGATRON_OVERRIDES}.recompute_modules": _recompute,
     "actor_rollout_ref.model.target_modules": _lora_targets,
+    **dict.fromkeys((*_REPLAY_MODES, _ROUTING_REPLAY), _routing_replay),
     "actor_rollout_ref.rollout.free_cache_engine": _memory_offload,
     "actor_rollout_ref.rollout.multi_stage_wake_up": _memory_offload,
     "actor_rollout_ref.rollout.multi_turn.format": lambda value, _: {

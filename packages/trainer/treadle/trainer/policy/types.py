@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from treadle.agent_loop import RoutedExperts
+
 ElementType = Literal["float32", "bfloat16"]
 
 LossAggregation = Literal[
@@ -67,6 +69,8 @@ class TrainSequence:
         values: The critic's, of the state before each loss token, at the start of this batch of
             updates; None without a critic.
         returns: What the critic is to estimate; None without a critic.
+        routed_experts: The experts that the rollout engine chose, of rows from 0 on, at most L. The
+            policy replays them; it chooses for the other rows itself. None: for all.
 
     Raises:
         ValueError: Lengths differ, there are fewer than two ids, or the first token is in the loss
@@ -84,6 +88,7 @@ class TrainSequence:
     selected: tuple[bool, ...] | None = None
     values: tuple[float, ...] | None = None
     returns: tuple[float, ...] | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         """Checks the alignment that the docstring promises."""

@@ -20,6 +20,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Protocol, Self
 
 from treadle.agent_loop import (
@@ -107,8 +108,11 @@ class Rollout:
         *,
         min_weight_version: int,
         on_end: Callable[[Trajectory], None],
+        routed_experts: bool = False,
     ) -> list[Trajectory]:
         """Runs every task; calls `on_end` once for each trajectory, when it has ended.
+
+        With `routed_experts`, trajectories have the experts of their rows.
 
         Raises:
             NoServerLeftError: no server is left.
@@ -124,7 +128,13 @@ class Rollout:
                 on_end(trajectory)
 
         async def attempt(some: Sequence[AgentTask], sink: Sink) -> None:
-            await self._run_until_lost(some, sampling, sink, min_weight_version)
+            runner = partial(
+                self._runner,
+                sampling=sampling,
+                min_weight_version=min_weight_version,
+                routed_experts=routed_experts,
+            )
+            await self._run_until_lost(some, runner, sink)
 
         await self.servers.ensure_healthy()
         while waiting:
@@ -221,14 +231,12 @@ class Rollout:
     async def _run_until_lost(
         self,
         tasks: Sequence[AgentTask],
-        sampling: SamplingParams,
+        make_runner: Callable[[TokenGenerator], RolloutRunner],
         sink: Sink,
-        min_weight_version: int,
     ) -> None:
         """Runs the tasks; cancels those in flight and returns early when no server is alive."""
         with _Sessions(self.servers.generator) as generator:
-            runner = self._runner(generator, sampling, min_weight_version)
-            running = asyncio.create_task(runner.run(tasks, sink))
+            running = asyncio.create_task(make_runner(generator).run(tasks, sink))
             lost = asyncio.create_task(self.servers.wait_until_all_ended())
             try:
                 await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -242,7 +250,12 @@ class Rollout:
                 lost.result()
 
     def _runner(
-        self, generator: TokenGenerator, sampling: SamplingParams, min_weight_version: int
+        self,
+        generator: TokenGenerator,
+        *,
+        sampling: SamplingParams,
+        min_weight_version: int,
+        routed_experts: bool,
     ) -> RolloutRunner:
         return RolloutRunner(
             self.rules.loops,
@@ -255,6 +268,7 @@ class Rollout:
                 interactions=self.rules.interactions,
                 reward=self.reward,
                 min_weight_version=min_weight_version,
+                routed_experts=routed_experts,
             ),
             max_in_flight=self.config.rollout.max_in_flight * len(self.servers.live),
             deadline_s=self.config.agent.deadline_s,

@@ -73,6 +73,8 @@ def required_capabilities(config: Config) -> frozenset[str]:
         required.add("in_flight_continue")
     if config.rollout.release_memory:
         required.add("release_memory")
+    if config.policy.moe.routing_replay:
+        required.add("routed_experts")
     return frozenset(required)
 
 

@@ -189,6 +189,7 @@ class TrainingContext:
                 sampling_params(self.config, phase),
                 min_weight_version=self.version,
                 on_end=lambda _: self.progress.advance(),
+                routed_experts=phase == "rollout" and self.config.policy.moe.routing_replay,
             )
         for text in self.first_of_kind.take(trajectories):
             self.note(step, text)

@@ -358,6 +358,7 @@ def _sequence(tokens: Tokens, trajectory: int | None, version: int) -> TrainSequ
         advantages=0.0,
         trajectory=trajectory,
         stale=_stale(tokens, version),
+        routed_experts=tokens.routed_experts,
     )
 
 

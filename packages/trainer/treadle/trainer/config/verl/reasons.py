@@ -21,8 +21,10 @@ REASONS: Sequence[tuple[str, str]] = (
     ("global_profiler.*", _PROFILER),
     ("*.qat.*", "there is no quantization-aware training: train in policy.dtype"),
     ("*.rollout.qat", "there is no quantization-aware training: train in policy.dtype"),
-    ("*.router_replay.*", "routing is not replayed"),
-    ("*.enable_rollout_routing_replay", "routing is not replayed"),
+    (
+        "*.router_replay.*",
+        "only the policy replays, and what its rollout engine chose: see policy.moe.routing_replay",
+    ),
     ("*.moe_load_balance_metrics_interval", "moe/* has the experts' load of every step"),
     ("*.turbo_config.*", _MEGATRON),
     ("*.veomni.*", _MEGATRON),

@@ -1,0 +1,95 @@
+"""The experts that the engine reports, against those that transformers chooses."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.rollout_server.engine import InFlightPolicy, Sampling, Tokens
+from treadle.rollout_server.engines.torch.engine import TorchEngine
+from treadle.rollout_server.engines.torch.testing.text_model import (
+    ModelDir,
+    hf,
+    prompts,
+    request,
+    serving,
+)
+
+SAMPLING = Sampling(max_tokens=20, seed=5, ignore_eos=True)
+
+
+def chosen(path: Path, ids: Sequence[int]) -> torch.Tensor:
+    """What transformers chooses, as sets: [rows, layers with experts, experts], by size."""
+    model = hf(path)
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _m, _args, output: found.append(output[-1]))
+    with torch.no_grad():
+        model(torch.tensor([list(ids)]))
+    return torch.stack(found, dim=1).sort(-1).values
+
+
+async def run(
+    engine: TorchEngine, prompt: Sequence[int], first: int | None, **kwargs: Any
+) -> tuple[list[int], bytes]:
+    ids, routed = list(prompt), b""
+    async for event in engine.generate(
+        request(prompt, SAMPLING, routed_experts_from=first, **kwargs)
+    ):
+        if isinstance(event, Tokens):
+            ids += event.token_ids
+            routed += event.routed_experts
+    return ids, routed
+
+
+def assert_chosen(path: Path, ids: Sequence[int], first: int, routed: bytes) -> None:
+    want = chosen(path, ids)[first:-1]
+    got = torch.frombuffer(bytearray(routed), dtype=torch.uint8).view(want.shape).long()
+    assert torch.equal(got.sort(-1).values, want)
+
+
+@pytest.mark.asyncio
+async def test_they_are_those_of_transformers_also_of_cached_rows(model_dir: ModelDir) -> None:
+    """Rows are copied from running sequences, and from sequences that have ended."""
+    path = model_dir("qwen3_moe")
+    asked = prompts(6, shared=40)
+    async with serving(path, max_num_seqs=3) as engine:
+        info = engine.info
+        assert info.capabilities.routed_experts
+        outputs = await asyncio.gather(*[run(engine, prompt, 0) for prompt in asked])
+        for ids, routed in outputs:
+            assert_chosen(path, ids, 0, routed)
+        ids, routed = outputs[0]
+        # The next turn: the rows of the last token, of a tool result and of the completion.
+        after, more = await run(engine, [*ids, 7, 8, 9], len(ids) - 1)
+        assert_chosen(path, after, len(ids) - 1, more)
+        again, whole = await run(engine, after[:-1], 0)
+        assert_chosen(path, again, 0, whole)
+        assert (await run(engine, asked[0], None))[1] == b""
+        held = await run(engine, asked[1], len(asked[1]))
+        assert_chosen(path, held[0], len(asked[1]), held[1])
+
+
+@pytest.mark.asyncio
+async def test_rows_move_and_continue_with_their_experts(model_dir: ModelDir) -> None:
+    """A long prompt is read in chunks, rows change places, and a pause does not lose any."""
+    path = model_dir("qwen3_moe")
+    asked = [prompt * 6 for prompt in prompts(5)]
+    async with serving(path, max_num_seqs=3, prefix_cache_bytes=0) as engine:
+        engine._core._scheduler.max_step_tokens = 16
+        calls = [asyncio.create_task(run(engine, prompt, 3)) for prompt in asked]
+        for _ in range(3):
+            await engine.pause(InFlightPolicy.CONTINUE)
+            await engine.resume()
+        for ids, routed in await asyncio.gather(*calls):
+            assert_chosen(path, ids, 3, routed)
+
+
+@pytest.mark.asyncio
+async def test_a_dense_model_reports_none(model_dir: ModelDir) -> None:
+    async with serving(model_dir("qwen2")) as engine:
+        assert not engine.info.capabilities.routed_experts
