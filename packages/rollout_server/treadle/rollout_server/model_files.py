@@ -63,7 +63,8 @@ def _experts(config: Mapping[str, Any]) -> dict[str, int]:
     layers = range(int(config["num_hidden_layers"]))
     return {
         "num_moe_layers": sum(i not in dense and (i + 1) % step == 0 for i in layers),
-        "num_experts": int(config["num_experts"]),
+        # transformers 5 writes another name than published files have.
+        "num_experts": int(config.get("num_experts") or config["num_local_experts"]),
         "experts_per_token": int(config["num_experts_per_tok"]),
     }
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,6 +188,7 @@ class MegatronPolicy:
             at=device.device(),
             row_multiple=self.row_multiple,
             context=self.world.context_group,
+            replaying=self._replaying,
         )
         values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
 
@@ -208,6 +209,7 @@ class MegatronPolicy:
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[tuple[float, ...]]:
         """See `PolicyBackend.reference_logprobs`."""
+        sequences = [replace(s, routed_experts=None) for s in sequences]
         if isinstance(self._reference, PolicyModel):
             self._offload.restore("reference")
             try:
@@ -251,6 +253,7 @@ class MegatronPolicy:
             at=device.device(),
             row_multiple=self.row_multiple,
             context=self.world.context_group,
+            replaying=self._replaying,
         )
         computed = [
             i
@@ -291,8 +294,17 @@ class MegatronPolicy:
             num_loss_tokens=packer.num_loss_tokens,
             num_micro_batches=collected.num_micro_batches,
             time_s=time.perf_counter() - began,
-            metrics={**collected.metrics, **load.metrics(self._model, self.architecture)},
+            metrics={
+                **collected.metrics,
+                **load.metrics(
+                    self._model, self.architecture, replaying=self._replaying is not None
+                ),
+            },
         )
+
+    @property
+    def _replaying(self) -> Architecture | None:
+        return self.architecture if self._config.moe.routing_replay else None
 
     @property
     def row_multiple(self) -> int:

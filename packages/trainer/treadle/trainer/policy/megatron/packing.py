@@ -3,8 +3,9 @@
 Invariant: rows are inputs, and each loss token is named by the row that predicts it; the shift
 between the two happens only here. Rows after a sequence's last loss token are omitted, as nothing
 depends on them. What a sequence has in common with the one before it may be left out too
-(`prefixes/`); its loss tokens then name rows of the other. With context parallelism a rank has its
-share of the rows, and what is said of loss tokens is of all of them (`context/`).
+(`prefixes/`); its loss tokens then name rows of the other, which goes to the experts of the other.
+With context parallelism a rank has its share of the rows, and what is said of loss tokens is of all
+of them (`context/`).
 
 Shape suffixes: P packed rows of this rank, T loss tokens, K those that its rows predict, S samples.
 """
@@ -25,6 +26,7 @@ from treadle.trainer.policy.megatron.attention import Segments, take_rows
 from treadle.trainer.policy.megatron.context.attention import ContextSegments
 from treadle.trainer.policy.megatron.context.loss_tokens import LossTokens
 from treadle.trainer.policy.megatron.context.rows import rows_of_ranks
+from treadle.trainer.policy.megatron.experts.replay import replayed_indices
 from treadle.trainer.policy.megatron.experts.routing import Routing
 from treadle.trainer.policy.megatron.prefixes.attention import TreeSegments
 from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths, runs_of
@@ -33,6 +35,7 @@ from treadle.trainer.policy.types import LOGPROB_FIELDS
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.types import TrainSequence
 
 
@@ -103,6 +106,7 @@ class Packer:
         at: torch.device,
         row_multiple: int = 1,
         context: ProcessGroup | None = None,
+        replaying: Architecture | None = None,
     ) -> None:
         """Takes the whole batch and its token weights.
 
@@ -113,6 +117,7 @@ class Packer:
             row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size, and
                 context parallelism equal blocks of rows.
             context: The context group; None if this rank has all rows.
+            replaying: The model, if its routers replay the sequences' experts; None: they choose.
 
         Raises:
             ValueError: Only some of the sequences have one of the optional log-probabilities, or
@@ -129,6 +134,7 @@ class Packer:
         self._at = at
         self._row_multiple = row_multiple
         self._context = context
+        self._replaying = replaying
         self._positions = [_loss_positions(sequence) for sequence in sequences]
         self._offsets = [0, *accumulate(len(p) for p in self._positions)]
 
@@ -186,6 +192,7 @@ class Packer:
             for t in ts
         ]
         targets = [s.ids[t] for s, ts in chosen for t in ts]
+        indices_PLK = self._replayed(chosen, own, len(padding))
         segments: Segments
         spread = None
         if self._context is not None:
@@ -203,6 +210,7 @@ class Packer:
             )
             ids, positions = [ids[row] for row in mine], [positions[row] for row in mine]
             real = [real[row] for row in mine]
+            indices_PLK = None if indices_PLK is None else indices_PLK[mine]
             rows, targets = [place[rows[t]] for t in index], [targets[t] for t in index]
         elif overlaps is None:
             segments = Segments.of_lengths(lengths, self._at)
@@ -212,6 +220,7 @@ class Packer:
         segments.routing = Routing(
             num_rows=self.num_rows(indices, overlaps),
             real_P=self._tensor(real, torch.bool) if padding else None,
+            indices_PLK=indices_PLK,
         )
         return MicroBatch(
             ids_1P=self._tensor(ids, torch.int64)[None],
@@ -233,6 +242,18 @@ class Packer:
             sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
             selected_T=self._at_loss_tokens(chosen, "selected", torch.bool),
         )
+
+    def _replayed(
+        self,
+        chosen: Sequence[tuple[TrainSequence, list[int]]],
+        own: Sequence[range],
+        padding: int,
+    ) -> Tensor | None:
+        if self._replaying is None:
+            return None
+        rows = [(s.routed_experts, places) for (s, _), places in zip(chosen, own, strict=True)]
+        indices_PLK = replayed_indices(rows, self._replaying, padding=padding)
+        return None if indices_PLK is None else indices_PLK.to(self._at, non_blocking=True)
 
     def unpack(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         """Returns values by slot as one [L] tuple per sequence, 0.0 outside the loss mask."""

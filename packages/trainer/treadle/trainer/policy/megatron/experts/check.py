@@ -35,11 +35,12 @@ def training_problems(architecture: Architecture, policy: PolicyConfig) -> Itera
         for setting, value, off in (
             ("policy.parallel.expert", policy.parallel.expert, 1),
             ("policy.moe.aux_loss_coef", policy.moe.aux_loss_coef, 0),
+            ("policy.moe.routing_replay", policy.moe.routing_replay, False),
         ):
             if value > off:
                 yield (
-                    f"{setting}={value} needs a model with experts, but {architecture.model_type} "
-                    f"has none here: set it to {off}"
+                    f"{setting}={str(value).lower()} needs a model with experts, but "
+                    f"{architecture.model_type} has none here: set it to {str(off).lower()}"
                 )
     elif policy.lora.rank and (refused := [t for t in policy.lora.targets if t not in _ATTENTION]):
         yield (

@@ -84,7 +84,9 @@ def prepare(micro_batches: MicroBatches, world: World, *, shortest: int) -> Rout
 def _blank(micro: MicroBatch) -> MicroBatch:
     """Returns the micro-batch without its loss tokens, all rows of which count as padding."""
     nothing = torch.zeros(micro.num_rows, dtype=torch.bool, device=micro.ids_1P.device)
-    micro.segments.routing = replace(micro.segments.routing, real_P=nothing, num_rows=0)
+    micro.segments.routing = replace(
+        micro.segments.routing, real_P=nothing, num_rows=0, indices_PLK=None
+    )
     values = {name: getattr(micro, name) for name in _OF_LOSS_TOKENS}
     spread = micro.spread
     if spread is not None:

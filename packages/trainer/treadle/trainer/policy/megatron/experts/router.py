@@ -57,6 +57,8 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         told: What it knows of the rows that it gets next; the layer sets it.
         load_2E: Per expert, since it was last set to 0 and only where there is a gradient: how many
             times it was chosen, and the sum of its scores. float64.
+        replay_2: Likewise, the rows that were replayed, and how many of their experts it would not
+            have chosen.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None, *, normalised: bool) -> None:
@@ -71,6 +73,7 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         self.told = Routing()
         self._normalised = normalised
         self.load_2E = torch.zeros(2, self.num_experts, dtype=torch.float64, device=device.device())
+        self.replay_2 = torch.zeros(2, dtype=torch.float64, device=device.device())
 
     def gating(self, input: Tensor) -> Tensor:
         """Returns the [P, 1, E] logits of [P, 1, H] rows, in their type."""
@@ -104,8 +107,12 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         own_PK = scores_PE.topk(self.topk, dim=-1).indices
         if self.told.indices_PLK is None:
             return own_PK
-        replayed_PK = self._part(self.told.indices_PLK[:, self.layer_number - 1])
-        return torch.where(replayed_PK[:, :1] < 0, own_PK, replayed_PK)
+        told_PK = self._part(self.told.indices_PLK[:, self.layer_number - 1])
+        replayed_P1 = told_PK[:, :1] >= 0
+        if torch.is_grad_enabled():
+            changed_PK = (told_PK[:, :, None] != own_PK[:, None, :]).all(-1) & replayed_P1
+            self.replay_2 += torch.stack([replayed_P1.sum(), changed_PK.sum()])
+        return torch.where(replayed_P1, told_PK, own_PK)
 
     def _balanced(self, weights_PE: Tensor, scores_PE: Tensor, chosen_PE: Tensor) -> Tensor:
         """Notes the load, and returns the weights with the load-balancing loss attached."""

@@ -23,7 +23,7 @@ class Routing:
             load-balancing loss. None: there are none.
         share: The micro-batch's real rows over those of the whole batch, which is the weight of its
             load-balancing loss.
-        indices_PLK: The experts that each row goes to in each layer, int64, distinct and below
+        indices_PLK: The experts that each row goes to in each layer, integers, distinct and below
             the number of experts; the layer decides the weights. A row whose first index in a layer
             is negative chooses in that layer itself, and layers without experts are not read. None:
             all rows choose. See `router`.

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
+from treadle.agent_loop import RoutedExperts
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import (
@@ -20,15 +20,17 @@ from treadle.trainer.config.policy import (
     PolicyConfig,
 )
 from treadle.trainer.policy.hf_weights import WeightsReader
+from treadle.trainer.policy.megatron.experts.shape import ExpertShape
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import forked_sequences, sequences, write_model
+from treadle.trainer.policy.types import TrainSequence
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 CONFIG = PolicyConfig(
     optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0), micro_batch_tokens=80
 )
 LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
-BALANCED = MoeConfig(aux_loss_coef=0.02)
+BALANCED = MoeConfig(aux_loss_coef=0.02, routing_replay=True)
 LENGTHS = (18, 41, 9, 33, 26)
 
 
@@ -97,23 +99,24 @@ def weights_of(policy: Any) -> dict[str, Any]:
     return {t.name: t.tensor.clone().numpy() for t in policy.export_weights()}
 
 
-def replay(policy: Any) -> Any:
-    """Replays choices that are a function of the ids."""
-    from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
-
-    make, shape = Packer.micro_batch, policy.architecture.experts
-
-    def with_indices(self: Packer, *args: Any) -> MicroBatch:
-        micro = make(self, *args)
-        first = (
-            micro.ids_1P[0, :, None, None] + torch.arange(policy.architecture.num_layers)[:, None]
+def with_experts(batch: list[TrainSequence], shape: ExpertShape) -> list[TrainSequence]:
+    """Each row goes to the experts that its id and its layer say."""
+    choices = list(itertools.product(range(len(shape.layers)), range(shape.per_token)))
+    return [
+        replace(
+            sequence,
+            routed_experts=RoutedExperts(
+                first=0,
+                num_layers=len(shape.layers),
+                top_k=shape.per_token,
+                id_bytes=1,
+                data=bytes(
+                    (i + layer + k) % shape.number for i in sequence.ids for layer, k in choices
+                ),
+            ),
         )
-        indices = (first + torch.arange(shape.per_token)) % shape.number
-        indices[::3] = -1  # these rows choose
-        micro.segments.routing = replace(micro.segments.routing, indices_PLK=indices)
-        return micro
-
-    return patch.object(Packer, "micro_batch", with_indices)
+        for sequence in batch
+    ]
 
 
 def train(
@@ -144,8 +147,6 @@ def train(
         "shared": policy.train_step(forked, LOSS),
         "weights": weights_of(policy),
     }
-    with replay(policy):
-        result["replayed"] = policy.train_step(batch, LOSS)
     policy.close()
 
     alone = {"micro_batch_tokens": 2, "moe": BALANCED, "share_prefixes": "never"}
@@ -154,6 +155,8 @@ def train(
     policy.save(folder)
     result["balanced"].append(policy.train_step(again, LOSS))
     result["moved"] = weights_of(policy)
+    replayed = with_experts(batch, policy.architecture.experts)
+    result["balanced"].append(policy.train_step(replayed, LOSS))
     policy.close()
 
     policy = open_policy(models, case, next(places), **alone)
@@ -272,9 +275,9 @@ def test_a_layout_changes_nothing(
                 assert got.loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
                 assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
                 assert got.metrics == pytest.approx(want.metrics, abs=1e-5)
-        for kind, want in (("replayed", alone["replayed"]), ("resharded", alone["balanced"][1])):
-            assert rank[kind].loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
-            assert rank[kind].grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
+        want = alone["balanced"][1]
+        assert rank["resharded"].loss == pytest.approx(want.loss, rel=1e-6, abs=2e-6)
+        assert rank["resharded"].grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
         assert rank["resumed"].grad_norm == rank["balanced"][1].grad_norm
         assert difference(rank["resumed weights"], rank["moved"]) == 0.0
 
