@@ -406,10 +406,7 @@ def _open(
     has_hf = hf.is_dir()
     checked = None
     if (directory / MANIFEST).exists():
-        if to == "resume":
-            tensors = {POLICY, CRITIC}
-        else:
-            tensors = {HF if has_hf else POLICY}
+        tensors = {POLICY, CRITIC} if to == "resume" else {HF if has_hf else POLICY}
         checked = check_manifest(directory, parts={_STATE, CONFIG, *tensors}, contents=contents)
     state = _json_object(directory / _STATE)
     written = state.get("format")
