@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from treadle.trainer.policy.megatron.attention import Scores
 from treadle.trainer.policy.megatron.context.attention import ContextSegments
 from treadle.trainer.policy.megatron.context.rows import row_multiple, rows_of_ranks
 from treadle.trainer.policy.megatron.prefixes.attention import TreeSegments
 from treadle.trainer.policy.megatron.prefixes.tree import in_order, overlaps_of, runs_of
 
+SCORES = Scores(scale=0.5)
 trees = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple), min_size=1, max_size=6
 )
@@ -66,7 +68,7 @@ def test_the_ranks_of_a_context_group_compute_what_one_computes(
     key, value = (torch.randn(len(positions), 2, 8, requires_grad=True) for _ in range(2))
     upstream = torch.randn(len(positions), 32)
     cpu = torch.device("cpu")
-    want = TreeSegments.of_tree(lengths, overlaps, cpu).attend(query, key, value, 0.5)
+    want = TreeSegments.of_tree(lengths, overlaps, cpu).attend(query, key, value, SCORES)
     want_grads = torch.autograd.grad(want, (query, key, value), upstream)
 
     parts = rows_of_ranks(positions, ranks)
@@ -78,7 +80,7 @@ def test_the_ranks_of_a_context_group_compute_what_one_computes(
         segments = ContextSegments.of_runs(runs_of(lengths, overlaps), parts, group, cpu)
         q, k, v = (x[rows].detach().requires_grad_() for x in (query, key, value))
         with in_one_process(key.detach(), value.detach(), received):
-            out = segments.attend(q, k, v, 0.5)
+            out = segments.attend(q, k, v, SCORES)
             grads = torch.autograd.grad(out, (q, k, v), upstream[rows])
         got[rows] = out.detach()
         grad_query[rows] = grads[0]
