@@ -37,6 +37,12 @@ class Log:
                 sys.stdout.write(f"{at:8.1f} s  {event}: {about}{f' ({told})' if told else ''}\n")
                 sys.stdout.flush()
 
+    def say(self, sentence: str) -> None:
+        """Prints what is going on, for who waits."""
+        with self._lock:
+            sys.stdout.write(f"{time.monotonic() - self._began:8.1f} s  {sentence}\n")
+            sys.stdout.flush()
+
     def count(self, event: str, about: str, number: int = 1) -> None:
         """Counts an event that is not worth a line."""
         with self._lock:

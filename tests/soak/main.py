@@ -8,7 +8,8 @@ the same command, as a user would.
 
 Each run must learn the same as the undisturbed one, bit for bit; each task ends once in each step,
 with tokens of the right version; memory and descriptors stay flat; nothing is left behind. The exit
-status is 1 if anything of this did not hold. `--seed S --first-round N` makes a round again. The
+status is 1 if anything of this did not hold, or if it took longer than `--at-most` minutes. Who
+waits sees how far a run is, every half minute. `--seed S --first-round N` makes a round again. The
 directory that is named first keeps the log (`soak.jsonl`) and the runs that went wrong.
 
 What another program leaves in /dev/shm meanwhile is reported too: on a machine that is shared, use
@@ -34,7 +35,7 @@ from soak.trainer import Trainer, settings
 
 _STALL_S = 400.0
 _ORPHANS_S = 120.0
-_WATCH_S, _POLL_S, _SAMPLE_S = 0.004, 0.05, 1.0
+_WATCH_S, _POLL_S, _SAMPLE_S, _SAY_S = 0.004, 0.05, 1.0, 30.0
 
 
 class Round:
@@ -45,6 +46,7 @@ class Round:
         arguments: Of the driver's command line.
         faults: In the order of their steps.
         step_s: How long a step takes, about.
+        end: When it must have reached its last step, in the time of `time.monotonic`.
         log: Gets faults and violations.
         processes: Samples the processes, and finds those left behind.
         environment: Variables of the driver beside those of this process.
@@ -57,6 +59,7 @@ class Round:
         faults: Sequence[Fault] = (),
         *,
         step_s: float = 0.0,
+        end: float,
         log: Log,
         processes: ProcessTable,
         environment: Mapping[str, str],
@@ -64,6 +67,7 @@ class Round:
         self._arguments = arguments
         self._faults = list(faults)
         self._step_s = step_s
+        self._end = end
         self._log = log
         self._processes = processes
         self._environment = environment
@@ -73,10 +77,12 @@ class Round:
         self._may_exit: dict[int, str] = {}  # status -> what the driver says then
         self._progress = (-2, time.monotonic())
         self._sampled_at = 0.0
+        self._said_at = time.monotonic()
         self.trainer = self._start(run)
 
     def _start(self, run: Path) -> Trainer:
         self._may_exit = {}
+        self._log.say(f"{run.name}: a driver starts")
         trainer = Trainer(run, self._arguments, self._environment)
         self._processes.keep(trainer.process.pid)
         return trainer
@@ -104,7 +110,7 @@ class Round:
                     self._stopped.continue_due()
                     self._inject()
                     self._sample(also)
-                    if self._is_stalled():
+                    if self._is_over_time():
                         return False
                     # A moment in a step may be over in a tenth of a second.
                     time.sleep(_POLL_S if self._armed_at is None else _WATCH_S)
@@ -187,17 +193,25 @@ class Round:
             self._processes.sample(found if rank is None else {**found, f"{name}, rank": rank})
         self._processes.sample(also)
 
-    def _is_stalled(self) -> bool:
-        done, since = self.trainer.last_step, self._progress[1]
+    def _is_over_time(self) -> bool:
+        """Returns whether it is not worth waiting for; says now and then how far it is."""
+        now, done, name = time.monotonic(), self.trainer.last_step, self.trainer.run.name
         if done != self._progress[0]:
-            self._progress = (done, time.monotonic())
-        elif time.monotonic() > since + _STALL_S:
-            self._log.violation(
-                f"{self.trainer.run.name}: no step ended for {_STALL_S:g} s after step {done}; "
-                f"the driver said:\n{self.trainer.output[-3000:]}"
-            )
-            return True
-        return False
+            self._progress = (done, now)
+        if now > self._said_at + _SAY_S:
+            self._said_at = now
+            said = self.trainer.output.strip().splitlines() or ["nothing"]
+            self._log.say(f"{name}: after step {done}; the driver's last line: {said[-1]}")
+        if now > self._progress[1] + _STALL_S:
+            problem = f"no step ended for {_STALL_S:g} s"
+        elif now > self._end:
+            problem = "the time that the soak has was over"
+        else:
+            return False
+        self._log.violation(
+            f"{name}: {problem} after step {done}; the driver said:\n{self.trainer.output[-3000:]}"
+        )
+        return True
 
 
 class Soak:
@@ -208,9 +222,12 @@ class Soak:
         log: Gets everything.
         steps: Of each run.
         seed: Of the faults and of the bad requests.
+        at_most: Minutes, after which a run that has not ended is a violation.
     """
 
-    def __init__(self, directory: Path, log: Log, *, steps: int, seed: int) -> None:
+    def __init__(self, directory: Path, log: Log, *, steps: int, seed: int, at_most: float) -> None:
+        self._began = time.monotonic()
+        self._end = self._began + 60 * at_most
         self._directory = directory
         self._log = log
         self._steps = steps
@@ -233,19 +250,19 @@ class Soak:
             first_round: Number of the first round that is made.
             each: Number of faults of a round.
         """
-        began = time.monotonic()
         if not self._begin(self._reference).finish({}):
             return
         self._judge_processes(but=())
-        self._step_s = (time.monotonic() - began) / (self._steps + 3)
-        self._log.write("round", "undisturbed", seconds=round(time.monotonic() - began, 1))
+        took = time.monotonic() - self._began
+        self._step_s = took / (self._steps + 3)
+        self._log.write("round", "undisturbed", seconds=round(took, 1))
         self._check_files()
         with services(self._directory / "services.log", self._environment) as standing:
             for service in standing.values():
                 self._processes.keep(service.pid)
             rounds = enumerate(draw_faults(self._seed, self._steps, each))
             for number, faults in islice(rounds, first_round, None):
-                if number > first_round and time.monotonic() > began + 60 * minutes:
+                if number > first_round and time.monotonic() > self._began + 60 * minutes:
                     break
                 self._disturbed(number, faults, standing)
         self._check(self._processes.check_orphans(_ORPHANS_S))
@@ -258,6 +275,7 @@ class Soak:
             settings(self._steps),
             faults,
             step_s=self._step_s,
+            end=self._end,
             log=self._log,
             processes=self._processes,
             environment=self._environment,
@@ -314,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="no round begins later (default %(default)g)")
+    add("--at-most", type=float, help="minutes, after which it fails (default 4 x MINUTES + 40)")
     add("--seed", type=int, default=0, help="of faults and bad requests (default %(default)s)")
     add("--first-round", type=int, default=0, metavar="N", help="begin with this round")
     add("--steps", type=int, default=12, help="of each run (default %(default)s)")
@@ -325,7 +344,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory.mkdir(exist_ok=True)
     log = Log(directory / "soak.jsonl")
     log.write("soak", str(directory), seed=arguments.seed, minutes=arguments.minutes)
-    soak = Soak(directory.resolve(), log, steps=arguments.steps, seed=arguments.seed)
+    at_most = arguments.at_most
+    soak = Soak(
+        directory.resolve(),
+        log,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        at_most=4 * arguments.minutes + 40 if at_most is None else at_most,
+    )
     try:
         soak.run(
             minutes=arguments.minutes, first_round=arguments.first_round, each=arguments.faults

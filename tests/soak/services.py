@@ -2,8 +2,10 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.process import child_python_path
 
 _MODEL = DEMO.parent / "model"
+_START_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,9 @@ def services(log: Path, environment: Mapping[str, str]) -> Iterator[Mapping[str,
             *("--port", "0", "--max-response-tokens", "200", "--max-tokens", "16"),
         )
         assert proxy.stdout is not None
+        if not select.select([proxy.stdout], [], [], _START_S)[0] or proxy.poll() is not None:
+            said = log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"the proxy did not start; it said:\n{said}")
         said = json.loads(proxy.stdout.readline())
         address = said["address"].removeprefix("http://")
         started = {
@@ -78,10 +84,12 @@ def services(log: Path, environment: Mapping[str, str]) -> Iterator[Mapping[str,
                 *("treadle.tools.sandbox", "--port", "0", "--parent_pid", str(os.getpid())),
                 *("--places", "2", "--packages", "", "--ready_file", str(ready)),
             )
+            end = time.monotonic() + _START_S
             while not ready.exists():
-                if sandbox.poll() is not None:
-                    raise RuntimeError(f"the sandbox server ended; see {log}")
-                os.sched_yield()
+                if sandbox.poll() is not None or time.monotonic() > end:
+                    said = log.read_text(errors="replace")[-3000:]
+                    raise RuntimeError(f"the sandbox server did not start; it said:\n{said}")
+                time.sleep(0.05)
             address = json.loads(ready.read_text())["url"].removeprefix("http://")
             started["sandbox"] = Service(pid=sandbox.pid, target=Target(address=address))
         yield started

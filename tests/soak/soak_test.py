@@ -261,3 +261,13 @@ def test_a_run_that_ends_without_a_fault_is_a_violation(
     assert "1 violations" in printed
     lines = (tmp_path / "soak" / "soak.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["soak", "VIOLATION"]
+
+
+def test_a_run_without_end_is_a_violation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: ProcessTable
+) -> None:
+    assert main(["--minutes", "0", "--at-most", "0", "--directory", str(tmp_path / "soak")]) == 1
+    printed = capsys.readouterr().out
+    assert " s  undisturbed: a driver starts\n" in printed
+    assert "undisturbed: the time that the soak has was over after step -1; the driver" in printed
+    assert "1 violations" in printed
