@@ -6,10 +6,10 @@ starts with the other tree. A figure is a number in the JSON that the script wri
 place there; numbers in lists become their median first. A figure that only one tree has is left out
 and named.
 
-    python benchmarks/against_commit.py COMMIT SCRIPT [--rounds 5] [--option --json]
+    python benchmarks/against_commit.py COMMIT SCRIPT [--rounds 5] [--option=--json]
         [--figures PATTERN ...] -- OPTIONS OF THE SCRIPT
 
-`--option` is the script's option for the file of its results (`--json` or `--out`), `--figures`
+`--option=` is the script's option for the file of its results (`--json` or `--out`), `--figures`
 shell patterns of the figures to print. The printed ratio is this tree divided by the older commit:
 the median of the rounds' ratios, and their range.
 """
@@ -60,9 +60,9 @@ def run_once(tree: Path, script: str, option: str, options: list[str]) -> dict[s
         command = [
             sys.executable,
             str(tree / "benchmarks" / script),
-            *options,
             option,
             str(results),
+            *options,
         ]
         done = subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, check=False
