@@ -13,7 +13,7 @@ from pathlib import Path
 
 from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, new_run_dir, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
-from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
+from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
 from treadle.trainer.demo import DEMO
 
 __all__ = ["main"]
@@ -96,6 +96,8 @@ def _version() -> str:
 def _run(args: argparse.Namespace) -> int:
     try:
         loaded = load_config(args.config, args.overrides, default_file=DEMO)
+    except MissingSettings as missing:
+        return fail(missing if args.print_config else _with_other_problems(args, missing))
     except ConfigError as error:
         return fail(error)
     for note in loaded.notes:
@@ -107,6 +109,19 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(loaded)
     return 0 if args.print_config else _train(loaded)
+
+
+def _with_other_problems(args: argparse.Namespace, missing: MissingSettings) -> Exception:
+    """Returns what else is wrong too, as far as it does not depend on what is missing."""
+    from treadle.trainer.preflight import check_run
+
+    below = [f"{key}=none" for key in missing.keys]
+    loaded = load_config(args.config, args.overrides, default_file=DEMO, below=below)
+    try:
+        check_run(loaded.config, _run_dir(loaded), keep_torch_out=True, missing=missing)
+    except _user_errors() as error:
+        return error
+    return missing
 
 
 def _dry_run(loaded: LoadedConfig) -> int:

@@ -34,6 +34,7 @@ __all__ = [
     "ConfigError",
     "LoadedConfig",
     "LoadedSftConfig",
+    "MissingSettings",
     "is_sft",
     "load_config",
     "load_run_config",
@@ -48,6 +49,20 @@ _CODE_KEYS = (
 _PRESET = "preset"
 _PRESETS = Path(__file__).parent / "presets"
 _MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
+
+
+class MissingSettings(ConfigError):
+    """Required settings are missing, and nothing else is wrong with the configuration.
+
+    Attributes:
+        keys: Those that are missing.
+        errors: What says so, for each.
+    """
+
+    def __init__(self, keys: tuple[str, ...], text: str, errors: tuple[Exception, ...]) -> None:
+        self.keys = keys
+        self.errors = errors
+        super().__init__(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +152,7 @@ def load_config(
 
     Raises:
         ConfigError: A file cannot be read, a key is unknown, or a value is invalid.
+        MissingSettings: A required key is missing, and nothing else is wrong.
     """
     problems = Problems(ConfigError)
     arguments = []
@@ -206,15 +222,24 @@ def _validated(
         ConfigError: There are problems, of before or of a value.
     """
     config = None
+    missing: list[str] = []
     try:
         config = root.model_validate(_nest(merged, root))
     except ValidationError as error:
+        if not problems and all(detail["type"] == "missing" for detail in error.errors()):
+            missing = [k for k, leaf in all_leaves(root).items() if leaf.required]
+            missing = [key for key in missing if key not in merged]
         for line in _explain(error, merged, root, only_values=bool(problems)):
             problems.add(ConfigError(line))
     try:
         problems.raise_if_any()
-    except SeveralProblems as several:
-        raise ConfigError(str(several)) from None
+    except (ConfigError, SeveralProblems) as error:
+        if missing:
+            each = error.errors if isinstance(error, SeveralProblems) else (error,)
+            raise MissingSettings(tuple(missing), str(error), each) from None
+        if isinstance(error, SeveralProblems):
+            raise ConfigError(str(error)) from None
+        raise
     assert config is not None, "what is not valid has left a problem"
     return config
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from treadle.trainer.config.describe import value_listing
-from treadle.trainer.config.load import ConfigError, load_config
+from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
 from treadle.trainer.config.schema import FileTransportConfig, InlineTransportConfig
 from treadle.trainer.demo import DEMO
 
@@ -127,6 +127,11 @@ def test_required_keys_are_listed() -> None:
         load_config([], [])
     assert "data.train_files is required" in str(error.value)
     assert "model.path is required" in str(error.value)
+    assert isinstance(error.value, MissingSettings)
+    assert sorted(error.value.keys) == ["data.train_files", "model.path"]
+    with pytest.raises(ConfigError) as wrong:
+        load_config([], ["schedule.total_steps=-1"])
+    assert not isinstance(wrong.value, MissingSettings)
 
 
 def test_a_resolved_configuration_reproduces_itself(tmp_path: Path) -> None:

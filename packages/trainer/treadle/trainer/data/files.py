@@ -60,6 +60,8 @@ def read_file(path: Path) -> Iterator[Placed]:
     Raises:
         DataError: It is missing, damaged or of another type.
     """
+    if not path.exists():
+        raise DataError(f"{path} does not exist{_how_to_make(path)}")
     match path.suffix:
         case ".jsonl":
             reader = _read_jsonl
@@ -73,7 +75,7 @@ def read_file(path: Path) -> Iterator[Placed]:
                 f"got {path.suffix!r}"
             )
     if not path.is_file():
-        raise DataError(f"{path} does not exist{_how_to_make(path)}")
+        raise DataError(f"{path} is not a file")
     return reader(path)
 
 

@@ -25,6 +25,7 @@ from treadle.trainer.checkpoint.begin_or_resume import (
 )
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
 from treadle.trainer.config.algorithm import LOSS_NAMES
+from treadle.trainer.config.load import MissingSettings
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import (
@@ -99,7 +100,12 @@ class CheckedRun:
 
 
 def check_run(
-    config: Config, run_dir: Path, own: OwnCode = NOTHING, *, keep_torch_out: bool = False
+    config: Config,
+    run_dir: Path,
+    own: OwnCode = NOTHING,
+    *,
+    keep_torch_out: bool = False,
+    missing: MissingSettings | None = None,
 ) -> CheckedRun:
     """Makes all checks; takes seconds, and longer for many rows.
 
@@ -108,6 +114,8 @@ def check_run(
         run_dir: Where it would write; need not exist.
         own: The user's objects beside the configuration.
         keep_torch_out: See `transformers_without_torch`.
+        missing: Settings that `config` has in form only: one of the problems, whose values are
+            not looked at.
 
     Raises:
         ConfigError: A setting cannot be carried out on this machine.
@@ -116,7 +124,7 @@ def check_run(
         SetupError: The configuration names something that does not exist or does not fit.
         SeveralProblems: More than one of these.
     """
-    checks = _Checks(config, run_dir, own)
+    checks = _Checks(config, run_dir, own, missing)
     checks.files()
     checks.own_code()  # before the tokenizer: it may need torch
     with transformers_without_torch() if keep_torch_out else nullcontext():
@@ -129,11 +137,16 @@ def check_run(
 class _Checks:
     """What has been found so far; None, or left out, where a check failed or could not be made."""
 
-    def __init__(self, config: Config, run_dir: Path, own: OwnCode) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, own: OwnCode, missing: MissingSettings | None
+    ) -> None:
+        self._missing: tuple[str, ...] = () if missing is None else missing.keys
         self._config = config
         self._run_dir = run_dir
         self._own = own
         self._problems = Problems(ConfigError, DataError, RunDirectoryError, SetupError)
+        for error in () if missing is None else missing.errors:
+            self._problems.add(error)
         self._rows: dict[str, Sequence[Row]] = {}
         self._rules: PromptRules | None = None
         self._fitting: list[str] = []
@@ -154,10 +167,11 @@ class _Checks:
         data = self._config.data
         with self._check():
             reader = None if data.reader is None else load_reader(data.reader)
-            with self._check():
-                self._rows["train"] = read_rows(
-                    data.train_files, reader=reader, in_files=data.streaming
-                )
+            if "data.train_files" not in self._missing:
+                with self._check():
+                    self._rows["train"] = read_rows(
+                        data.train_files, reader=reader, in_files=data.streaming
+                    )
             if data.val_files:
                 with self._check():
                     self._rows["val"] = read_rows(
@@ -201,6 +215,8 @@ class _Checks:
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer."""
+        if "model.path" in self._missing:
+            return
         source, folder = self._config.model.path, None
         with self._check():
             folder = resolve_model(source, weights=False)

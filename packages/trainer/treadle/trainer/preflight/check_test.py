@@ -27,6 +27,17 @@ def _check(*overrides: str, rows: Path | None = None) -> CheckedRun:
     return check_run(config, new_run_dir("never_made"))
 
 
+def test_what_is_missing_hides_no_other_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["--dry-run", "model.path=/nowhere", "reward.name=nope", "run.loggers=[]"])
+    assert status == 2
+    said = capsys.readouterr().err
+    assert "3 problems" in said
+    assert "data.train_files is required" in said
+    assert "model.path=/nowhere does not exist" in said
+    assert "there is no reward 'nope'" in said
+    assert "none" not in said  # what stands in for the files
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     return _write_rows(tmp_path / "rows.jsonl")
