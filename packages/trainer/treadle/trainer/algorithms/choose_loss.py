@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from treadle.agent_loop import SetupError, cannot_load, load_import_path, user_place
+from treadle.tools.arguments import did_you_mean
 from treadle.trainer.algorithms.correction import Corrected
 from treadle.trainer.algorithms.kl import kl_penalty
 from treadle.trainer.algorithms.losses import (
@@ -99,10 +100,10 @@ def load_loss(config: AlgorithmConfig) -> LossFn:
         point.name: point for point in entry_points(group=ENTRY_POINTS)
     }
     if name not in installed:
-        known = ", ".join([*BUILT_IN, *sorted(installed)])
+        known = [*BUILT_IN, *sorted(installed)]
         raise SetupError(
-            f"algorithm.loss={name}: there is no such loss; the known ones are {known}, and your "
-            "own is path.py:name or package.module:name"
+            f"algorithm.loss={name}: there is no such loss{did_you_mean(name, known)}; the known "
+            f"ones are {', '.join(known)}, and your own is path.py:name or package.module:name"
         )
     point = installed[name]
     try:
