@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 BEGIN, END = "<!-- learning_matrix.py: begin -->", "<!-- end -->"
 _FOUR_UPDATES = ("algorithm.mini_batches=4",)
@@ -86,11 +86,13 @@ class Curve:
         steps: Those that were validated, the first of them 0.
         accuracy: On the held-out problems, after each of them.
         calls: Share of the held-out problems for which the model called the tool.
+        rewards: Mean over the sampled trajectories of each step, from step 1.
     """
 
     steps: Sequence[int]
     accuracy: Sequence[float]
     calls: Sequence[float]
+    rewards: Sequence[float]
 
     def steps_to(self, accuracy: float) -> int | None:
         """Returns the first validated step with at least this accuracy."""
@@ -143,11 +145,13 @@ def train(case: Case, seed: int, steps: int, directory: Path) -> None:
 
 def read_curve(run_dir: Path) -> Curve:
     """Reads what a finished run learned."""
-    validated = [line for line in _lines(run_dir) if "val/accuracy" in line]
+    lines = _lines(run_dir)
+    validated = [line for line in lines if "val/accuracy" in line]
     return Curve(
         steps=[int(line["step"]) for line in validated],
         accuracy=[line["val/accuracy"] for line in validated],
         calls=[line["val/tool_call_rate"] for line in validated],
+        rewards=[line["reward/mean"] for line in lines if line["step"] > 0],
     )
 
 
@@ -159,8 +163,9 @@ def _lines(run_dir: Path) -> list[dict[str, float]]:
 def table(found: Mapping[Case, Sequence[Curve]], *, kind: str) -> str:
     """Returns the rows of one kind in Markdown: medians over the seeds, with their range."""
     rows = [
-        f"| `algorithm.{kind}` | seeds | accuracy at the end | calls at the end | step with 90 % |",
-        "|---|---|---|---|---|",
+        f"| `algorithm.{kind}` | seeds | accuracy at the end | calls at the end | step with 90 % "
+        "| sampled reward, last five steps |",
+        "|---|---|---|---|---|---|",
     ]
     for case, curves in found.items():
         if case.kind != kind:
@@ -172,7 +177,8 @@ def table(found: Mapping[Case, Sequence[Curve]], *, kind: str) -> str:
             f"| `{case.name}` | {len(curves)} "
             f"| {_spread([100 * curve.accuracy[-1] for curve in curves], '{:.0f} %')} "
             f"| {_spread([100 * curve.calls[-1] for curve in curves], '{:.0f} %')} "
-            f"| {when if known else 'none'} |"
+            f"| {when if known else 'none'} "
+            f"| {_spread([mean(curve.rewards[-5:]) for curve in curves], '{:.2f}')} |"
         )
     return "\n".join(rows)
 
@@ -183,7 +189,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def draw(found: Mapping[Case, Sequence[Curve]], path: Path) -> None:
-    """Draws the accuracy of each case over the steps: median of the seeds, and their range."""
+    """Draws accuracy and sampled reward of each case: median of the seeds, and their range."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -192,21 +198,26 @@ def draw(found: Mapping[Case, Sequence[Curve]], path: Path) -> None:
     columns = 5
     rows = -(-len(found) // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(13, 2.2 * rows), sharex=True, sharey=True, squeeze=False
+        rows, columns, figsize=(12, 2 * rows + 0.6), sharex=True, sharey=True, squeeze=False
     )
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
     for axis, (case, curves) in zip(axes.flat, found.items(), strict=False):
-        steps = curves[0].steps
-        by_step = list(zip(*(curve.accuracy for curve in curves), strict=True))
-        axis.fill_between(steps, [min(a) for a in by_step], [max(a) for a in by_step], alpha=0.25)
-        axis.plot(steps, [median(a) for a in by_step])
+        trained = range(1, len(curves[0].rewards) + 1)
+        for label, steps, values in (
+            ("accuracy on held-out problems", curves[0].steps, [c.accuracy for c in curves]),
+            ("reward of sampled trajectories", trained, [c.rewards for c in curves]),
+        ):
+            by_step = list(zip(*values, strict=True))
+            low, high = [min(v) for v in by_step], [max(v) for v in by_step]
+            axis.fill_between(steps, low, high, alpha=0.25)
+            axis.plot(steps, [median(v) for v in by_step], label=label)
         axis.set_title(f"{case.kind}: {case.name}", fontsize=8)
         axis.grid(visible=True, alpha=0.3)
-    figure.supxlabel("step", fontsize=9)
-    figure.supylabel("held-out accuracy", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, format="png", dpi=80)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="upper center", ncols=2)
+    figure.supxlabel("step", fontsize=10)
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    figure.savefig(path, format="png", dpi=90)
     plt.close(figure)
 
 
