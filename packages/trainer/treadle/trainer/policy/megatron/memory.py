@@ -34,7 +34,8 @@ logits' part and one layer with its gradients, s + 10 F / T. With `policy.recomp
 `mlp` a layer keeps b 5 F / T less; to them comes the larger of the logits' part and one
 feed-forward part with its gradients, (5 b + 10) F / T. `core_attn` leaves out the padding between
 sequences, which is not in the estimate. The measured peak of a step on the CPU is within 5 % of
-this for the models of the demo and for tiny ones, in both dtypes (`memory_test.py` allows 15 %).
+this for the models of the demo and for tiny ones, in both dtypes, and within 12 % with experts
+(`memory_test.py` allows 15 %).
 
 With context ranks the backward pass of a layer also needs the keys and values of all rows, and
 their float32 gradients twice: (2 b + 16) K / T for each row of the micro-batch. They exist
