@@ -6,7 +6,7 @@ from pathlib import Path
 from treadle.trainer.config.keys import all_leaves, all_sections
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS
 from treadle.trainer.demo import MODELS
-from treadle.trainer.policy.megatron.architecture import ACCEPTED, MODEL_TYPES
+from treadle.trainer.policy.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,14 @@ def test_the_architectures_that_can_be_trained_are_written() -> None:
         row[0].strip("`"): re.findall("`(.*?)`", row[1])
         for row in table("models.md", "in `config.json`")
     }
+    engine = ROOT / "packages/rollout_server/treadle/rollout_server/engines/torch/model.py"
+    served = re.search(r"_TEXT_TYPES = \((.*?)\n\)", engine.read_text(), re.DOTALL)
+    assert served is not None
+    assert re.findall(r'"(\w+)"', served[1]) == list(MODEL_TYPES)
+    values["attention_bias"] = values["attention_bias"][:1]  # then the types where it may be true
     assert values == {name: [str(v) for v in accepted] for name, accepted in ACCEPTED.items()}
+    text = (ROOT / "docs" / "models.md").read_text()
+    assert [name for name in REFUSED if f"`{name}`" not in text] == []
 
 
 def test_the_models_that_ship_are_written() -> None:

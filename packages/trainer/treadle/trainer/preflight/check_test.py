@@ -280,6 +280,18 @@ def test_a_directory_of_another_run(tmp_path: Path, rows: Path) -> None:
         check_run(config, rows / "run")
 
 
+def test_settings_that_the_blocks_of_the_model_do_not_have(model: Path, rows: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config |= {"model_type": "phi3", "sliding_window": 64, "pad_token_id": 0}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    settings = [f"model.path={model}", "policy.share_prefixes=always", "policy.lora.rank=4"]
+    with pytest.raises(SeveralProblems) as raised:
+        _check(*settings, rows=rows)
+    said = str(raised.value)
+    assert "policy.share_prefixes=always: phi3 has layers with a sliding window" in said
+    assert "policy.lora.targets has q_proj, k_proj, v_proj, gate_proj, up_proj, which files" in said
+
+
 def test_the_engines_share_of_the_model(rows: Path) -> None:
     with pytest.raises(SetupError, match=r"tensor_model_parallel_size=3 does not divide .* 4 att"):
         _check("rollout.tensor_model_parallel_size=3", rows=rows)

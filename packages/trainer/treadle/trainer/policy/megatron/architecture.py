@@ -424,12 +424,12 @@ def _windows(config: PretrainedConfig, blocks: Blocks) -> tuple[int | None, ...]
     if window is None:
         return ()
     if blocks.windows == "all":
-        return (window,) * config.num_hidden_layers
+        return (window,) * int(config.num_hidden_layers)
     kinds: dict[str, int | None] = {"sliding_attention": window, "full_attention": None}
     if unknown := sorted(set(config.layer_types) - kinds.keys()):
         raise UnsupportedModelError(
             f"{config.model_type} with layer_types {', '.join(unknown)} is not supported by the "
             f"Megatron backend, which computes {' and '.join(kinds)} only"
         )
-    windows = tuple(kinds[kind] for kind in config.layer_types)
+    windows: tuple[int | None, ...] = tuple(kinds[kind] for kind in config.layer_types)
     return windows if any(windows) else ()

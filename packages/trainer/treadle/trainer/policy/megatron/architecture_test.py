@@ -19,7 +19,6 @@ from treadle.trainer.policy.megatron.architecture import (
 )
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.parallel import Rendezvous
-from treadle.trainer.policy.megatron.rotary import frequencies
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import SETTINGS, sequences, write_model
 from treadle.trainer.policy.types import TrainSequence
@@ -44,6 +43,7 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "llama-llama3": ("llama", {"rope_scaling": LLAMA3}),
     "qwen2-yarn": ("qwen2", {"rope_scaling": YARN}),
     "qwen3-linear": ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "glm4-yarn": ("glm4", {"rope_scaling": YARN}),
     "gemma3_text-yarn": ("gemma3_text", {"rope_scaling": YARN}),
     "qwen2-window": (
         "qwen2",
@@ -281,12 +281,8 @@ def test_settings_that_are_not_computed_are_refused(
         Architecture.from_config(config_of(model_type, **settings))
 
 
-def test_what_cannot_be_split_shared_adapted_or_scaled_is_refused() -> None:
-    glm4 = Architecture.from_config(
-        config_of("glm4", head_dim=16, rope_scaling=YARN, num_key_value_heads=2)
-    )
-    with pytest.raises(UnsupportedModelError, match=r"'yarn' and partial_rotary_factor=0.5"):
-        frequencies(glm4)
+def test_what_cannot_be_split_shared_or_adapted_is_refused() -> None:
+    glm4 = Architecture.from_config(config_of("glm4", num_key_value_heads=2))
     with pytest.raises(UnsupportedModelError, match="gate_proj, up_proj, which files of glm4 have"):
         glm4.check_adapters(("o_proj", "gate_proj", "up_proj"))
     with pytest.raises(UnsupportedModelError, match="tensor=4 does not divide the model's 2 key"):

@@ -51,11 +51,14 @@ class Scores:
         scale: What products of queries and keys are multiplied by.
         window: Rows that a row sees, itself included; None: all before it.
         softcap: c of c tanh(score / c); None: scores are not capped.
+        more: (n, x) where the part of a score that is of the first n dimensions is multiplied by x;
+            None: all dimensions count alike.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    more: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +247,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is unty
     ) -> Tensor:
         """Attends as the packing says; returns [P, 1, A * D]."""
         query, key, value = (x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD))
+        if self._scores.more is not None:
+            size, factor = self._scores.more
+            query = torch.cat((query[..., :size] * factor, query[..., size:]), dim=-1)
         return packed_seq_params.attend(query, key, value, self._scores).unsqueeze(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:

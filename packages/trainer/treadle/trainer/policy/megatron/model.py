@@ -273,18 +273,19 @@ def _layer_spec(
 
 def _scores(architecture: Architecture) -> tuple[Scores, ...]:
     """Returns how each layer scores."""
-    base = architecture.score_scale or architecture.head_dim**-0.5
-    _, factor = frequencies(architecture)
-    windows = [architecture.window(layer) for layer in range(architecture.num_layers)]
-    has_local = architecture.rope_local_theta is not None
-    return tuple(
-        Scores(
-            scale=base if has_local and window is not None else base * factor,
+    turning, factor = frequencies(architecture)
+    found = []
+    for layer in range(architecture.num_layers):
+        window = architecture.window(layer)
+        has_own = window is not None and architecture.rope_local_theta is not None
+        scores = Scores(
+            scale=architecture.score_scale or architecture.head_dim**-0.5,
             window=window,
             softcap=architecture.score_softcap,
+            more=None if has_own or factor == 1.0 else (2 * len(turning), factor),
         )
-        for window in windows
-    )
+        found.append(scores)
+    return tuple(found)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

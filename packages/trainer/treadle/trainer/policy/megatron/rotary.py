@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from treadle.trainer.policy.megatron.architecture import UnsupportedModelError
-
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.architecture import Architecture
 
@@ -22,11 +20,8 @@ def frequencies(architecture: Architecture) -> tuple[Tensor, float]:
     """Returns those of layers that see all rows, and a factor of their attention scores.
 
     Returns:
-        Radians per position of each pair of dimensions, float32; and what YaRN multiplies scores by
-        (arXiv:2309.00071, section 3.4), 1 without it.
-
-    Raises:
-        UnsupportedModelError: There is such a factor, and only a share of the dimensions turns.
+        Radians per position of each pair of dimensions that turns, float32; and what YaRN
+        multiplies the scores of those dimensions by (arXiv:2309.00071, section 3.4), else 1.
     """
     if not architecture.rope_scaling:
         return _default(architecture, architecture.rope_theta), 1.0
@@ -44,13 +39,7 @@ def frequencies(architecture: Architecture) -> tuple[Tensor, float]:
         standardize_rope_params=lambda: None,  # they are
     )
     found, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
-    # transformers multiplies queries and keys by the factor, but only what is turned of them.
-    if factor != 1.0 and architecture.rope_share != 1.0:
-        raise UnsupportedModelError(
-            f"{architecture.model_type} with rope_parameters.rope_type={parameters['rope_type']!r} "
-            f"and partial_rotary_factor={architecture.rope_share} is not supported by the Megatron "
-            "backend, which scales the scores of all dimensions or of none"
-        )
+    # Of queries and of keys.
     return found, factor**2
 
 

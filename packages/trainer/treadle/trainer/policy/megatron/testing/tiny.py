@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -52,7 +53,8 @@ def write_model(
     """
     import transformers
 
-    config = transformers.CONFIG_MAPPING[model_type]
+    config: Any = transformers.CONFIG_MAPPING[model_type]
+    models: Any = transformers.AutoModelForCausalLM
     settings: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 176,
@@ -65,10 +67,10 @@ def write_model(
         "pad_token_id": None,  # transformers gives the padding id no gradient
         "eos_token_id": 1,
         **SETTINGS.get(model_type, {}),
-        **others,
+        **copy.deepcopy(others),  # transformers writes into dictionaries that it is given
     }
     torch.manual_seed(0)
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = models.from_config(
         config(**settings, tie_word_embeddings=tied), attn_implementation="eager"
     )
     with torch.no_grad():
