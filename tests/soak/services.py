@@ -98,7 +98,7 @@ def services(log: Path, environment: Mapping[str, str]) -> Iterator[Mapping[str,
 def _end(process: "subprocess.Popen[str]") -> None:
     process.terminate()
     try:
-        process.wait(30)
+        process.wait(_START_S)
     finally:
         process.kill()
         process.wait()

@@ -111,6 +111,7 @@ class SharedServer:
     def _start(self) -> None:
         config = uvicorn.Config(
             self._app,
+            http="h11",  # It bounds the head of a request, 64 KiB; httptools does not.
             log_config=None,
             access_log=False,
             log_level="warning",

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -29,3 +30,18 @@ async def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_headers(
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\na: "])
+async def test_a_head_without_end_is_refused(head: bytes) -> None:
+    async with SharedServer(Starlette(), host="127.0.0.1", port=0) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + b"x" * (1 << 17))
+        async with asyncio.timeout(20):
+            answer = await reader.readline()
+        assert answer == b"HTTP/1.1 400 Bad Request\r\n"
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()

@@ -110,6 +110,7 @@ async def _serve(sandbox: LocalSandbox, arguments: argparse.Namespace) -> None:
         async with sandbox:
             config = uvicorn.Config(
                 make_app(sandbox),
+                http="h11",  # It bounds the head of a request, 64 KiB; httptools does not.
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

@@ -167,6 +167,17 @@ async def test_a_body_of_millions_of_values_is_not_parsed(user_namespaces: None)
     assert "more than 20064 JSON values" in answer.text
 
 
+@in_loop
+async def test_a_head_without_end_is_refused(server: httpx.AsyncClient) -> None:
+    reader, writer = await asyncio.open_connection(server.base_url.host, server.base_url.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * (1 << 17))
+    async with asyncio.timeout(20):
+        assert await reader.readline() == b"HTTP/1.1 400 Bad Request\r\n"
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
 def most_memory_kib(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0])

@@ -191,10 +191,17 @@ async def test_the_service_of_ours_and_its_client_understand_each_other(corpus: 
         for body, why in [
             ({"query": "x"}, "KeyError: 'queries'"),
             ({"queries": "x"}, "TypeError: queries must be a list of texts"),
-            ({"queries": ["x"], "topk": -1}, "TypeError: topk must be an integer above 0"),
+            ({"queries": ["x"], "topk": -1}, "TypeError: topk must be an integer from 1 to 1000"),
+            ({"queries": ["x"], "topk": 1001}, "TypeError: topk must be an integer from 1 to 1000"),
         ]:
             answer = await http.post("http://search/retrieve", json=body)
             assert (answer.status_code, answer.json()["detail"]) == (422, why)
+        deep = await http.post("http://search/retrieve", content=b"[" * 4000)
+        assert deep.status_code == 422
+        for content in (b'"' + b"x" * (1 << 20), b"[" * 100_000, b'["",' + b'"",' * 5000):
+            answer = await http.post("http://search/retrieve", content=content)
+            assert answer.status_code == 413
+            assert "at most 1048576 bytes and 4096 queries" in answer.json()["detail"]
 
 
 class Gate(httpx.AsyncBaseTransport):
