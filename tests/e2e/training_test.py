@@ -1,11 +1,13 @@
 """Training end to end: all processes real, over gRPC, with the demo's model."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from treadle.trainer.demo import DEMO
 from treadle.trainer.loggers.testing import brittle
 
 from .testing import Trainer
@@ -120,6 +122,50 @@ def _check_loggers(trainer: Trainer) -> None:
 
 
 _NO_VALIDATION = ("schedule.val_every=null", "schedule.val_before_train=false")
+
+
+def _write_mixture_of_experts(folder: Path) -> None:
+    """Writes a random model with the demo's tokenizer."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    shutil.copytree(DEMO.parent / "model", folder)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=64,
+        head_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        initializer_range=0.1,
+        eos_token_id=1019,
+        pad_token_id=1017,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def test_a_mixture_of_experts_trains_on_ranks_that_share_experts(
+    train: Train, tmp_path: Path
+) -> None:
+    _write_mixture_of_experts(tmp_path / "moe")
+    trainer = train(
+        *_NO_VALIDATION,
+        *(f"--config={DEMO}", f"model.path={tmp_path / 'moe'}"),
+        "rollout.response_length=24",
+        "algorithm.entropy_coef=0.01",  # a random model has no reward to learn from
+        *("policy.parallel.data=2", "policy.parallel.expert=2"),
+        *("policy.moe.aux_loss_coef=0.01", "policy.optimizer.lr=1e-2"),
+    )
+    for line in trainer.metrics():
+        # The second step's tokens were sampled with weights that both ranks sent.
+        assert line["rollout/logprob_diff_max"] < 1e-3
+        assert line["actor/grad_norm"] > 0
+        assert line["moe/load_balance_loss"] > 1
+        assert 1 < line["moe/max_load"] < 4
 
 
 def test_versions_travel_as_deltas_in_the_files_of_two_senders(train: Train) -> None:

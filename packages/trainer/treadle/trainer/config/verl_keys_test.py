@@ -163,6 +163,28 @@ def test_recomputation_of_verl() -> None:
         _load(f"{override}_granularity=selective", f"{override}_modules=[layernorm]")
 
 
+def test_experts_of_verl() -> None:
+    megatron = "actor_rollout_ref.actor.megatron"
+    override = f"{megatron}.override_transformer_config.moe"
+    spread = (
+        f"{megatron}.expert_model_parallel_size=4",
+        f"{megatron}.expert_tensor_parallel_size=1",
+        "trainer.n_gpus_per_node=4",
+    )
+    parallel = _load(*spread).config.policy.parallel
+    assert (parallel.expert, parallel.data) == (4, 4)
+    balanced = (f"{override}_aux_loss_coeff=0.001", f"{override}_router_load_balancing_type=")
+    assert _load(balanced[0]).config.policy.moe.aux_loss_coef == 0.0
+    assert _load(balanced[0], f"{balanced[1]}none").config.policy.moe.aux_loss_coef == 0.0
+    assert _load(balanced[0], f"{balanced[1]}aux_loss").config.policy.moe.aux_loss_coef == 0.001
+    with pytest.raises(ConfigError, match="use aux_loss or none"):
+        _load(*balanced[:1], f"{balanced[1]}sinkhorn")
+    with pytest.raises(ConfigError, match=r"an expert is whole on its rank: .*parallel\.expert"):
+        _load(f"{megatron}.expert_tensor_parallel_size=2")
+    with pytest.raises(ConfigError, match=r"expert=3 does not divide tensor=1 x data=4"):
+        _load(*spread, "policy.parallel.expert=3")
+
+
 def test_lora_of_verl() -> None:
     model = "actor_rollout_ref.model"
     rank = (f"{model}.lora_rank=8", f"{model}.lora_alpha=32")

@@ -215,7 +215,7 @@ def build(
     num_layers = architecture.num_layers // world.pipeline
     first = world.pipeline_rank * num_layers
     layers = [
-        sparse if of_experts and number in of_experts.layers else dense
+        kinds[-1] if of_experts and number in of_experts.layers else dense
         for number in range(first, first + num_layers)
     ]
     model: PolicyModel = (kind or PolicyModel)(

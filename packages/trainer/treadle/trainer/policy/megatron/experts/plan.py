@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ def _blank(micro: MicroBatch) -> MicroBatch:
     micro.segments.routing = replace(
         micro.segments.routing, real_P=nothing, num_rows=0, indices_PLK=None
     )
-    values = {name: getattr(micro, name) for name in _OF_LOSS_TOKENS}
+    values: dict[str, Any] = {name: getattr(micro, name) for name in _OF_LOSS_TOKENS}
     spread = micro.spread
     if spread is not None:
         spread = replace(spread, count=0, index_K=spread.index_K[:0])

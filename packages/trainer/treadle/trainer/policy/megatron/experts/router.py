@@ -146,4 +146,5 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         """Returns the rows of this rank under sequence parallelism."""
         if not self.config.sequence_parallel:
             return x_P
-        return x_P.chunk(self.tp_group.size())[self.tp_group.rank()]
+        part: Tensor = x_P.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return part
