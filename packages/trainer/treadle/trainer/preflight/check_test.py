@@ -284,12 +284,13 @@ def test_settings_that_the_blocks_of_the_model_do_not_have(model: Path, rows: Pa
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "phi3", "sliding_window": 64, "pad_token_id": 0}
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    settings = [f"model.path={model}", "policy.share_prefixes=always", "policy.lora.rank=4"]
+    settings = [f"model.path={model}", "policy.share_prefixes=always"]
+    settings += ["policy.lora.rank=4", "policy.lora.targets=[q_proj, o_proj]"]
     with pytest.raises(SeveralProblems) as raised:
         _check(*settings, rows=rows)
     said = str(raised.value)
     assert "policy.share_prefixes=always: phi3 has layers with a sliding window" in said
-    assert "policy.lora.targets has q_proj, k_proj, v_proj, gate_proj, up_proj, which files" in said
+    assert "policy.lora.targets has q_proj: files of phi3 have q_proj, k_proj, v_proj in" in said
 
 
 def test_the_engines_share_of_the_model(rows: Path) -> None:

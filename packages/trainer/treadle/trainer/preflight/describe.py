@@ -42,10 +42,11 @@ def describe(
 
 
 def _adapter(lora: LoraConfig, architecture: Architecture) -> str:
-    sizes = [sum(architecture.matrices[name]) for name in lora.targets]
+    adapted = architecture.adapted(lora.targets)
+    sizes = [sum(architecture.matrices[name]) for name in adapted]
     trained = architecture.num_layers * lora.rank * sum(sizes)
     return (
-        f"rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(lora.targets)}: "
+        f"rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(adapted)}: "
         f"{_parameters(trained)} parameters are trained, "
         f"{_parameters(architecture.num_parameters)} are frozen"
     )

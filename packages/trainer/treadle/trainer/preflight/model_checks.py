@@ -141,7 +141,7 @@ def check_blocks(policy: PolicyConfig, architecture: Architecture) -> None:
     """Rejects settings of the policy that do not go with the blocks of the model.
 
     Raises:
-        SetupError: Prefixes cannot be shared, or a matrix cannot have an adapter.
+        SetupError: Prefixes cannot be shared, or a part of a matrix is to have an adapter.
         SeveralProblems: Both.
     """
     problems = Problems(SetupError)
@@ -152,7 +152,7 @@ def check_blocks(policy: PolicyConfig, architecture: Architecture) -> None:
             raise SetupError(str(error)) from error
     with problems.collected():
         try:
-            architecture.check_adapters(policy.lora.targets if policy.lora.rank else ())
+            architecture.adapted(policy.lora.targets if policy.lora.rank else ())
         except UnsupportedModelError as error:
             raise SetupError(str(error)) from error
     problems.raise_if_any()

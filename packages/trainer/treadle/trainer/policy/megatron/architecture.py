@@ -10,7 +10,7 @@ model does not compute is rejected when it is read, with the setting and its val
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -78,6 +78,12 @@ class Blocks:
     windows: Literal["layer_types", "all", "none"] = "none"
     scaled_embeddings: bool = False
     reads: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> Mapping[str, tuple[str, ...]]:
+        """What each matrix is made of that the files have in place of several."""
+        qkv = {"qkv_proj": ("q_proj", "k_proj", "v_proj")} if self.fused_qkv else {}
+        return qkv | ({"gate_up_proj": ("gate_proj", "up_proj")} if self.fused_gate_up else {})
 
 
 _GEMMA_NORMS: Final = Norms(
@@ -312,22 +318,32 @@ class Architecture:
             "up_proj": (self.hidden_size, self.ffn_size),
             "down_proj": (self.ffn_size, self.hidden_size),
         }
-        return {name: size for name, size in sizes.items() if name not in self._fused}
+        for name, parts in self.blocks.fused.items():
+            sizes[name] = (self.hidden_size, sum(sizes.pop(part)[1] for part in parts))
+        return sizes
 
-    @property
-    def _fused(self) -> tuple[str, ...]:
-        """Matrices that the files do not have by themselves."""
-        blocks = self.blocks
-        qkv = ("q_proj", "k_proj", "v_proj") if blocks.fused_qkv else ()
-        return qkv + (("gate_proj", "up_proj") if blocks.fused_gate_up else ())
+    def adapted(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """Returns the matrices of a layer that have an adapter, under the names of the files.
 
-    def check_adapters(self, targets: Iterable[str]) -> None:
-        """Raises `UnsupportedModelError` if a matrix is to have an adapter that cannot have one."""
-        if fused := [name for name in targets if name in self._fused]:
-            raise UnsupportedModelError(
-                f"policy.lora.targets has {', '.join(fused)}, which files of {self.model_type} "
-                f"have in one matrix with others: take some of {', '.join(self.matrices)}"
-            )
+        Args:
+            targets: `policy.lora.targets`. Where the files have several in one matrix, that matrix
+                has one adapter, as in PEFT.
+
+        Raises:
+            UnsupportedModelError: Only some of what is one matrix is to have an adapter.
+        """
+        names = list(targets)
+        for name, parts in self.blocks.fused.items():
+            chosen = [part for part in parts if part in names]
+            if chosen and len(chosen) < len(parts):
+                raise UnsupportedModelError(
+                    f"policy.lora.targets has {', '.join(chosen)}: files of {self.model_type} have "
+                    f"{', '.join(parts)} in one matrix, {name}; name all of them or none"
+                )
+            if chosen:
+                names[names.index(chosen[0])] = name
+                names = [other for other in names if other not in parts]
+        return tuple(names)
 
     def check_sharing(self, mode: SharePrefixes) -> None:
         """Raises `UnsupportedModelError` if prefixes are to be shared always, but cannot be."""

@@ -1,5 +1,6 @@
 """Every model type of the table against its class in transformers, and in parallel layouts."""
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -169,24 +170,39 @@ def test_the_settings_of_tiny_models_matter(tmp_path: Path, model_type: str) -> 
 
 
 LAYOUTS: Final[Sequence[Mapping[str, Any]]] = (
-    {"tensor": 2},
     {"pipeline": 2},
     {"tensor": 2, "sequence": True},
 )
 
 
-def trained(folder: Path, rendezvous: Any = None, **parallel: Any) -> dict[str, Any]:
+def trained(
+    folder: Path,
+    rendezvous: Any = None,
+    *,
+    rank: int = 0,
+    save: Path | None = None,
+    load: Path | None = None,
+    **parallel: Any,
+) -> dict[str, Any]:
+    """A step, before which the policy may be loaded, and after which it may be saved."""
     config = CONFIG.model_copy(
-        update={"parallel": ParallelConfig(**parallel), "micro_batch_tokens": 80}
+        update={
+            "parallel": ParallelConfig(**parallel),
+            "micro_batch_tokens": 80,
+            "lora": LoraConfig(rank=rank),
+        }
     )
     policy = MegatronPolicy(config, folder, rendezvous)
     batch = sequences()
+    if load is not None:
+        policy.load(load)
     result = {
         "logprobs": policy.logprobs(batch),
         "norm": policy.train_step(batch, policy_loss(AlgorithmConfig())).grad_norm,
-        "after": policy.logprobs(batch),
         "weights": {t.name: t.tensor.clone() for t in policy.export_weights()},
     }
+    if save is not None:
+        policy.save(save)
     policy.close()
     return result
 
@@ -196,14 +212,20 @@ def run(task: RankTask) -> list[dict[str, Any]]:
         return Rendezvous(rank=task.rank, world_size=2, shared_file=task.folder / str(number))
 
     cases = [(name, layout) for name in NEW for layout in LAYOUTS]
-    return [
+    results = [
         trained(task.argument / name, place(number), **layout)
         for number, (name, layout) in enumerate(cases)
     ]
+    for number, name in enumerate(FUSED):
+        where = place(len(cases) + number)
+        folder, saved = task.argument / name, task.argument / f"{name}-saved"
+        results.append(trained(folder, where, rank=4, save=saved, tensor=2))
+    return results
 
 
 # parallel_test and experts/ have the others.
 NEW: Final = [name for name in DENSE if name not in ("llama", "qwen2", "qwen3")]
+FUSED: Final = [name for name in DENSE if MODEL_TYPES[name].fused]
 
 
 def test_parallel_sizes_do_not_change_the_result(tmp_path: Path) -> None:
@@ -214,18 +236,26 @@ def test_parallel_sizes_do_not_change_the_result(tmp_path: Path) -> None:
     for name in NEW:
         alone = trained(tmp_path / name)
         for layout in LAYOUTS:
-            found = next(results)
-            what = f"{name} {layout}"
-            for rank in found:
-                for key in ("logprobs", "after"):
-                    for got, want in zip(rank[key], alone[key], strict=True):
-                        assert got == pytest.approx(want, abs=2e-5), what
-                assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-5), what
-                for tensor in rank["weights"]:
-                    difference = rank["weights"][tensor] - alone["weights"][tensor]
-                    assert difference.abs().max() < 2e-6, (what, tensor)
-            everything = found[0]["weights"].keys() | found[1]["weights"].keys()
-            assert everything == alone["weights"].keys(), what
+            assert_same(next(results), alone, f"{name} {layout}")
+    for name in FUSED:
+        alone = trained(tmp_path / name, rank=4, save=tmp_path / "alone")
+        assert_same(next(results), alone, f"{name} with adapters")
+        goes_on = [
+            trained(tmp_path / name, rank=4, load=tmp_path / folder)
+            for folder in ("alone", f"{name}-saved")
+        ]
+        assert_same(goes_on[1:], goes_on[0], f"{name} with adapters that two ranks saved")
+        shutil.rmtree(tmp_path / "alone")
+
+
+def assert_same(ranks: Sequence[dict[str, Any]], alone: dict[str, Any], what: str) -> None:
+    for found in ranks:
+        for got, want in zip(found["logprobs"], alone["logprobs"], strict=True):
+            assert got == pytest.approx(want, abs=2e-5), what
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5), what
+        for name, tensor in found["weights"].items():
+            assert (tensor - alone["weights"][name]).abs().max() < 2e-6, (what, name)
+    assert set().union(*(found["weights"] for found in ranks)) == alone["weights"].keys(), what
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "glm4", "gemma2", "gemma3_text"])
@@ -233,9 +263,7 @@ def test_adapters_are_merged_into_what_transformers_reads(
     tmp_path: Path, opened: list[MegatronPolicy], model_type: str
 ) -> None:
     write_model(tmp_path / "model", model_type)
-    targets = tuple(Architecture.from_folder(tmp_path / "model").matrices)
-    lora = LoraConfig.model_validate({"rank": 4, "targets": targets})
-    config = CONFIG.model_copy(update={"lora": lora})
+    config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
     policy = MegatronPolicy(config, tmp_path / "model", keep_reference=True)
     opened.append(policy)
     batch = sequences()
@@ -283,8 +311,13 @@ def test_settings_that_are_not_computed_are_refused(
 
 def test_what_cannot_be_split_shared_or_adapted_is_refused() -> None:
     glm4 = Architecture.from_config(config_of("glm4", num_key_value_heads=2))
-    with pytest.raises(UnsupportedModelError, match="gate_proj, up_proj, which files of glm4 have"):
-        glm4.check_adapters(("o_proj", "gate_proj", "up_proj"))
+    with pytest.raises(UnsupportedModelError, match="has up_proj: files of glm4 have gate_proj"):
+        glm4.adapted(("o_proj", "up_proj"))
+    assert glm4.adapted(("q_proj", "gate_proj", "up_proj", "down_proj")) == (
+        "q_proj",
+        "gate_up_proj",
+        "down_proj",
+    )
     with pytest.raises(UnsupportedModelError, match="tensor=4 does not divide the model's 2 key"):
         glm4.check_parallel(tensor=4, pipeline=1)
     glm4.check_sharing("always")

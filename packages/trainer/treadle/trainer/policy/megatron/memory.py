@@ -273,7 +273,7 @@ def _adapter_parameters(architecture: Architecture, policy: PolicyConfig) -> int
     """
     lora, tensor = policy.lora, policy.parallel.tensor
     layer = 0
-    for name in lora.targets if lora.rank else ():
+    for name in architecture.adapted(lora.targets) if lora.rank else ():
         inputs, outputs = architecture.matrices[name]
         row_parallel = name in ("o_proj", "down_proj")
         sides = (inputs // tensor, outputs) if row_parallel else (inputs, outputs // tensor)

@@ -159,9 +159,9 @@ def test_the_batch_may_be_of_any_size(tmp_path: Path, monkeypatch: pytest.Monkey
         PolicyConfig(micro_batch_tokens=_ROWS, share_prefixes="never"), _model("qwen2", tmp_path)
     )
     try:
-        once, _ = _peak_of_a_step(policy, _ROWS)
+        once, _ = _peak_of_a_step(policy, _ROWS, _ROWS // 64)
         alive.clear()
-        four_times, _ = _peak_of_a_step(policy, 4 * _ROWS)
+        four_times, _ = _peak_of_a_step(policy, 4 * _ROWS, 4 * _ROWS // 64)
         assert len(alive) == 2 * 4
         # A sequence longer than a micro-batch is one by itself, and needs the memory for it.
         stats = policy.train_step(sequences((200, 2 * _ROWS, 300)), policy_loss(AlgorithmConfig()))

@@ -209,13 +209,12 @@ def build(
     dense = _layer_spec(architecture, megatron, norm)
     sparse = _layer_spec(architecture, megatron, norm, experts=of_experts) if of_experts else dense
     if config.lora.rank:
-        architecture.check_adapters(config.lora.targets)
         for layer in (dense, sparse) if of_experts else (dense,):
             adapt_layer(layer, config.lora, architecture)
     num_layers = architecture.num_layers // world.pipeline
     first = world.pipeline_rank * num_layers
     layers = [
-        kinds[-1] if of_experts and number in of_experts.layers else dense
+        sparse if of_experts and number in of_experts.layers else dense
         for number in range(first, first + num_layers)
     ]
     model: PolicyModel = (kind or PolicyModel)(

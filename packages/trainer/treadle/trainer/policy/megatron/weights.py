@@ -171,6 +171,8 @@ class _Vocabulary(_Same):
 _SAME, _COLUMNS, _ROWS, _VOCAB = _Same(), _InputColumns(), _OutputRows(), _Vocabulary()
 _QKV, _FUSED_QKV, _GATED, _FUSED_GATED = _Qkv(), _FusedQkv(), _GateAndUp(), _FusedGateAndUp()
 
+_FUSED: Final[dict[str, Layout]] = {"qkv_proj": _FUSED_QKV, "gate_up_proj": _FUSED_GATED}
+
 
 def _layer_map(blocks: Blocks) -> dict[str, tuple[Layout, tuple[str, ...]]]:
     """Returns the layout and the files' names of each parameter that a layer may have."""
@@ -266,7 +268,7 @@ def adapter_entries(model: PolicyModel) -> Iterator[Entry]:
             assert match is not None, name
             layer, part, letter, matrix = match.groups()
             block = "self_attn" if part == "self_attention" else "mlp"
-            split = {"A": _COLUMNS, "B": _ROWS}[letter]
+            split = _COLUMNS if letter == "A" else _FUSED.get(matrix, _ROWS)
             yield Entry(
                 parameter=parameter,
                 layout=split if parameter.tensor_model_parallel else _SAME,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -77,7 +77,7 @@ def _read(lora: LoraConfig, architecture: Architecture) -> Mapping[str, Tensor]:
         if not (folder / file).is_file():
             raise AdapterError(f"policy.lora.path={folder} has no {file}: is it PEFT's directory?")
     settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    wanted = peft_settings(lora, base="")
+    wanted = peft_settings(lora, (), base="")
     fixes = {"r": "set policy.lora.rank to it", "lora_alpha": "set policy.lora.alpha to it"}
     for key in ("peft_type", "bias", "use_rslora", "use_dora", *fixes):
         if (found := settings.get(key, wanted[key])) != wanted[key]:
@@ -105,17 +105,17 @@ def _shapes(lora: LoraConfig, architecture: Architecture) -> Mapping[str, tuple[
     """Returns the shape of every tensor of the adapter, by its name."""
     shapes = {}
     for layer in range(architecture.num_layers):
-        for matrix in lora.targets:
+        for matrix in architecture.adapted(lora.targets):
             inputs, outputs = architecture.matrices[matrix]
-            block = "self_attn" if matrix in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            block = "mlp" if matrix.startswith(("gate", "up", "down")) else "self_attn"
             name = f"base_model.model.model.layers.{layer}.{block}.{matrix}"
             shapes[f"{name}.lora_A.weight"] = (lora.rank, inputs)
             shapes[f"{name}.lora_B.weight"] = (outputs, lora.rank)
     return shapes
 
 
-def peft_settings(lora: LoraConfig, *, base: str) -> dict[str, Any]:
-    """Returns what adapter_config.json says."""
+def peft_settings(lora: LoraConfig, adapted: Sequence[str], *, base: str) -> dict[str, Any]:
+    """Returns what adapter_config.json says of an adapter of these matrices."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -123,7 +123,7 @@ def peft_settings(lora: LoraConfig, *, base: str) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
+        "target_modules": list(adapted),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -183,7 +183,9 @@ def collect(
         world,
     )
     tensors = {item.name: item.tensor.detach().cpu().contiguous() for item in everything}
-    return CollectedAdapter(tensors=tensors, settings=peft_settings(config.lora, base=str(base)))
+    adapted = architecture.adapted(config.lora.targets)
+    settings = peft_settings(config.lora, adapted, base=str(base))
+    return CollectedAdapter(tensors=tensors, settings=settings)
 
 
 def identity(

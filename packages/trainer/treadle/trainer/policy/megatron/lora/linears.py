@@ -3,7 +3,8 @@
 y = W x + s B A x, with s = alpha / rank (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large
 Language Models", equation 3). Each matrix of Hugging Face has its own A and B, as in PEFT: a fused
 layer (queries, keys and values; gate and up) joins the outputs of its adapters in the order of the
-rows of its weight.
+rows of its weight. Where the files have it in one matrix too, it has one adapter, and the rows of B
+are in the order of the rows of its weight.
 
 Invariant: an adapter computes the same for every tensor-parallel size. In a column-parallel layer
 every rank holds all of A and its rows of B; in a row-parallel layer its columns of A and all of B.
@@ -38,6 +39,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
@@ -71,15 +73,15 @@ def adapt_layer(layer: Any, lora: LoraConfig, architecture: Architecture) -> Non
     attention, mlp = (
         part.submodules for part in (layer.submodules.self_attention, layer.submodules.mlp)
     )
-    heads = architecture.num_kv_heads
+    heads, adapted = architecture.num_kv_heads, architecture.adapted(lora.targets)
     for place, slot, kind, names, blocks in (
-        (attention, "linear_qkv", AdaptedColumns, "q_proj k_proj v_proj", heads),
+        (attention, "linear_qkv", AdaptedColumns, "q_proj k_proj v_proj qkv_proj", heads),
         (attention, "linear_proj", AdaptedRows, "o_proj", None),
-        (mlp, "linear_fc1", AdaptedColumns, "gate_proj up_proj", None),
+        (mlp, "linear_fc1", AdaptedColumns, "gate_proj up_proj gate_up_proj", None),
         (mlp, "linear_fc2", AdaptedRows, "down_proj", None),
     ):
-        fused = names.split()
-        targets = [name for name in fused if name in lora.targets]
+        fused = [name for name in names.split() if name in architecture.matrices]
+        targets = [name for name in fused if name in adapted]
         if targets:
             spec = AdapterSpec(
                 outputs={name: architecture.matrices[name][1] for name in fused},
@@ -245,7 +247,7 @@ def _sharded(
     metadata: Any,
 ) -> Any:
     adapters = {f"lora.{name}": dim for name, dim in linear.lora.split_dims.items()}
-    return make_sharded_tensors_for_checkpoint(
+    sharded = make_sharded_tensors_for_checkpoint(
         linear.state_dict(prefix="", keep_vars=True),
         prefix,
         {**split_dims, **adapters},
@@ -253,6 +255,10 @@ def _sharded(
         tp_group=linear.tp_group,
         dp_cp_group=metadata["dp_cp_group"],
     )
+    # Each rank has some of its gate's rows and some of its up's, as it has of the weight.
+    if (name := f"{prefix}lora.B_gate_up_proj") in sharded:
+        sharded[name] = apply_swiglu_sharded_factory(sharded[name], sharded_offsets)
+    return sharded
 
 
 def is_adapter(name: str) -> bool:
