@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(offload: OffloadConfig | None = None, **settings: Any) -> PolicyConfig:
-    given = {"optimizer": OptimizerConfig(lr=1e-2), "micro_batch_tokens": 100} | settings
-    return PolicyConfig(**given, offload=offload or OffloadConfig())
+    given: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-2), "micro_batch_tokens": 100}
+    return PolicyConfig(**(given | settings), offload=offload or OffloadConfig())
 
 
 def update(step: int, algorithm: AlgorithmConfig = TWICE) -> Update:
@@ -63,12 +63,9 @@ def update(step: int, algorithm: AlgorithmConfig = TWICE) -> Update:
 
 
 def init(folder: Path, settings: PolicyConfig, **given: Any) -> InitModel:
-    single = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": 0}
-    return InitModel(
-        **{"with_reference": False, "local_rank": 0} | single | given,
-        config=settings,
-        model_path=folder,
-    )
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "local_rank": 0}
+    alone |= {"master_addr": "127.0.0.1", "master_port": 0, "with_reference": False}
+    return InitModel(**(alone | given), config=settings, model_path=folder)
 
 
 def untimed(answer: object) -> object:
@@ -153,7 +150,7 @@ def test_critic_reference_and_resume_are_as_without_offload(
         )
         batch = tuple(sequences(seed=1))
         teach = UpdateCritic(sequences=tuple(targets), algorithm=TWICE, epochs=1)
-        more = [
+        more: list[Command] = [
             MeasureReference(sequences=batch, algorithm=KEPT, temperature=1.0),
             update(3, KEPT),
             teach,
