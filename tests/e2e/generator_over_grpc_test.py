@@ -15,14 +15,21 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from treadle.agent_loop import (
+    AgentTask,
     Completion,
+    FinishReason,
+    LoopLimits,
+    Message,
     ReplicaUnavailableError,
     RequestContext,
     SamplingParams,
+    Services,
     SetupError,
     Transcript,
 )
+from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, RpcDeadlines, connect
+from treadle.agent_loop.testing import ByteRenderer
 from treadle.agent_loop.testing.generator_contract import GeneratorContract, GeneratorSubject
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import InFlightPolicy, ModelInfo
@@ -225,6 +232,45 @@ async def test_each_row_reports_its_experts_once_through_turns_and_interruptions
         with pytest.raises(SetupError, match="'fake' lacks the capability 'routed_experts'"):
             async with connect([server.address], requirements=dense):
                 pass
+
+
+async def test_forks_and_stop_strings_keep_the_experts_of_their_rows() -> None:
+    model = replace(
+        MODEL,
+        vocab_size=ByteRenderer.vocab_size,
+        context_length=1024,
+        num_moe_layers=2,
+        num_experts=300,
+        experts_per_token=2,
+    )
+    first, other = (Message(role="user", content=text) for text in ("first", "another"))
+    task = AgentTask(task_id="t", sample_index=0, rollout_index=0, loop="x", messages=(first,))
+    async with (
+        serve_in_process(make_engine(HeldClock(), model)) as server,
+        connect([server.address]) as generator,
+    ):
+        session = CapturedSession(
+            task,
+            Services(
+                generator=generator,
+                renderer=ByteRenderer(),
+                limits=LoopLimits(max_response_tokens=500),
+                sampling=SamplingParams(max_tokens=20, seed=1),
+                routed_experts=True,
+            ),
+        )
+        turn = await session.complete([first])
+        said = turn.parsed.message
+        cut = await session.complete([first, said, other], stop=[" ", "e", "t", "a", "\ufffd"])
+        assert cut.finish is FinishReason.STOP and cut.completion.num_tokens < 20
+        await session.complete([first, said, other, cut.parsed.message, first])
+        await session.complete([first, replace(said, content="edited"), other])
+        await session.complete([first, said, first])  # shares the first turn
+    samples = session.samples()
+    assert len(samples) == 3
+    for sample in samples:
+        assert sample.routed_experts is not None
+        assert sample.routed_experts.data == routed_experts(sample.ids[:-1], model)
 
 
 async def test_a_server_that_stops_hands_its_sequences_over_exactly() -> None:

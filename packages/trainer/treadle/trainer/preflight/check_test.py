@@ -124,6 +124,14 @@ def test_a_model_that_cannot_be_trained(
     assert not isinstance(raised.value, SeveralProblems)
 
 
+def test_routing_is_replayed_by_models_with_experts_only(rows: Path) -> None:
+    says = (
+        "routing_replay=true needs a model with experts, but qwen2 has none here: set it to false"
+    )
+    with pytest.raises(SetupError, match=says):
+        _check("policy.moe.routing_replay=true", rows=rows)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
