@@ -108,6 +108,7 @@ def test_own_objects_are_in_the_plan(rows: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "mixtral"}, "model type 'mixtral' is not supported.*llama, mistral, qwen2"),
+        ({"model_type": "gpt_oss"}, "model type 'gpt_oss' is not supported.*sinks.*llama, mistral"),
         ({"model_type": "no_such_type"}, "model type 'no_such_type' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"vocab_size": 1000}, "knows 1024 ids, and the model's config.json has vocab_size=1000"),
