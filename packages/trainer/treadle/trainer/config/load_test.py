@@ -3,7 +3,12 @@ from pathlib import Path
 import pytest
 
 from treadle.trainer.config.describe import value_listing
-from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
+from treadle.trainer.config.load import (
+    ConfigError,
+    MissingSettings,
+    load_config,
+    load_sft_config,
+)
 from treadle.trainer.config.schema import FileTransportConfig, InlineTransportConfig
 from treadle.trainer.demo import DEMO
 
@@ -184,6 +189,13 @@ def test_an_entry_of_a_table_may_be_a_mapping_of_its_own(tmp_path: Path) -> None
         "block_size": 16,
     }
     assert "rollout.engine_args.compilation_config = {level: 0}" in value_listing(loaded)
+
+
+def test_fine_tuning_replays_no_routing() -> None:
+    with pytest.raises(ConfigError, match="fine-tuning has no engine: set it to false"):
+        load_sft_config(
+            [], ["model.path=/m", "data.train_files=/t.jsonl", "policy.moe.routing_replay=true"]
+        )
 
 
 def test_memory_that_is_released_keeps_no_completions() -> None:

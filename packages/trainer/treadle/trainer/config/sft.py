@@ -129,6 +129,15 @@ class SftConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _nothing_is_replayed(self) -> Self:
+        if self.policy.moe.routing_replay:
+            raise ValueError(
+                "policy.moe.routing_replay=true needs the experts that a rollout engine chose, and "
+                "fine-tuning has no engine: set it to false"
+            )
+        return self
+
 
 AnyConfig = Config | SftConfig
 """Of either kind of run."""

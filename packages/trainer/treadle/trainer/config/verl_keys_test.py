@@ -181,7 +181,9 @@ def test_experts_of_verl() -> None:
         _load(*balanced[:1], f"{balanced[1]}sinkhorn")
     with pytest.raises(ConfigError, match=r"an expert is whole on its rank: .*parallel\.expert"):
         _load(f"{megatron}.expert_tensor_parallel_size=2")
-    with pytest.raises(ConfigError, match=r"expert=3 does not divide tensor=1 x context=1 x data=4"):
+    with pytest.raises(
+        ConfigError, match=r"expert=3 does not divide tensor=1 x context=1 x data=4"
+    ):
         _load(*spread, "policy.parallel.expert=3")
 
 
@@ -260,11 +262,23 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
         ("algorithm.rollout_correction.rollout_rs=token_k1", "needs rollout_rs_threshold"),
         ("algorithm.rollout_correction.rollout_is_batch_normalize=true", "only False"),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[modl]", "'modl' is not available"),
+        ("actor_rollout_ref.actor.router_replay.mode=R2", "'R2' is not available.*disabled, R3"),
+        ("critic.megatron.router_replay.mode=R3", "see policy.moe.routing_replay"),
     ],
 )
 def test_what_is_not_offered_is_refused_with_a_way_out(argument: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(argument)
+
+
+def test_the_replayed_routing_of_verl() -> None:
+    switch = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    modes = [f"actor_rollout_ref.actor.{of}router_replay.mode" for of in ("", "megatron.")]
+    for mode in modes:
+        assert _load(f"{mode}=R3", switch).config.policy.moe.routing_replay
+        assert not _load(f"{mode}=disabled").config.policy.moe.routing_replay
+        with pytest.raises(ConfigError, match=r"rollout\.name=vllm does not report them"):
+            _load(f"{mode}=R3", switch, "actor_rollout_ref.rollout.name=vllm")
 
 
 def test_the_critic_of_verl_is_ours() -> None:

@@ -65,9 +65,8 @@ class Failing(Rollout):
     async def _run_until_lost(
         self,
         tasks: Sequence[AgentTask],
-        sampling: SamplingParams,
+        make_runner: object,
         sink: Callable[[Trajectory], Awaitable[None]],
-        min_weight_version: int,
     ) -> None:
         self.story.num_attempts += len(tasks)
         for task in tasks:

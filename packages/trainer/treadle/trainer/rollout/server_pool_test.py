@@ -492,3 +492,5 @@ def test_servers_must_be_able_to_do_what_the_configuration_asks_of_them() -> Non
     }
     kept = load_config([], [*paths, "sync.in_flight=continue"]).config
     assert "in_flight_continue" in required_capabilities(kept)
+    replayed = load_config([], [*paths, "policy.moe.routing_replay=true"]).config
+    assert "routed_experts" in required_capabilities(replayed)
