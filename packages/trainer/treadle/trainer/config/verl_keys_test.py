@@ -181,9 +181,7 @@ def test_experts_of_verl() -> None:
         _load(*balanced[:1], f"{balanced[1]}sinkhorn")
     with pytest.raises(ConfigError, match=r"an expert is whole on its rank: .*parallel\.expert"):
         _load(f"{megatron}.expert_tensor_parallel_size=2")
-    with pytest.raises(
-        ConfigError, match=r"expert=3 does not divide tensor=1 x context=1"
-    ):
+    with pytest.raises(ConfigError, match=r"expert=3 does not divide tensor=1 x context=1"):
         _load(*spread, "policy.parallel.expert=3")
 
 
