@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,10 +127,11 @@ _NO_VALIDATION = ("schedule.val_every=null", "schedule.val_before_train=false")
 
 def _write_mixture_of_experts(folder: Path) -> None:
     """Writes a random model with the demo's tokenizer."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    import transformers
 
+    untyped: Any = transformers
     shutil.copytree(DEMO.parent / "model", folder)
-    config = Qwen3MoeConfig(
+    config = untyped.Qwen3MoeConfig(
         vocab_size=1024,
         hidden_size=64,
         head_dim=16,
@@ -145,7 +147,7 @@ def _write_mixture_of_experts(folder: Path) -> None:
         eos_token_id=1019,
         pad_token_id=1017,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    untyped.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def test_a_mixture_of_experts_trains_on_ranks_that_share_experts(

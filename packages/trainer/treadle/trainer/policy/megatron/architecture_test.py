@@ -139,7 +139,7 @@ def step_in_torch(
 def test_windows_are_in_layers_with_experts_too(
     tmp_path: Path, opened: list[MegatronPolicy]
 ) -> None:
-    settings = {"use_sliding_window": True, "sliding_window": 16}
+    settings: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16}
     reference = write_model(tmp_path / "model", "qwen3_moe", **settings)
     policy = MegatronPolicy(CONFIG, tmp_path / "model")
     opened.append(policy)

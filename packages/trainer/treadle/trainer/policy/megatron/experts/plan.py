@@ -87,10 +87,9 @@ def _blank(micro: MicroBatch) -> MicroBatch:
     micro.segments.routing = replace(
         micro.segments.routing, real_P=nothing, num_rows=0, indices_PLK=None
     )
-    values: dict[str, Any] = {name: getattr(micro, name) for name in _OF_LOSS_TOKENS}
+    values = {name: getattr(micro, name) for name in _OF_LOSS_TOKENS}
+    none: dict[str, Any] = {n: v if v is None else v[:0] for n, v in values.items()}
     spread = micro.spread
     if spread is not None:
         spread = replace(spread, count=0, index_K=spread.index_K[:0])
-    return replace(
-        micro, spread=spread, **{n: v if v is None else v[:0] for n, v in values.items()}
-    )
+    return replace(micro, spread=spread, **none)
