@@ -1,4 +1,4 @@
-"""The KL penalty in the reward: what each sampled token costs, and how its coefficient goes on.
+"""The KL penalty in the reward: what each sampled token costs, and how its coefficient changes.
 
 Ziegler et al. (arXiv:1909.08593), section 2.1, R = r - beta log(pi / rho), and section 2.2 for the
 adaptive beta, as verl's `apply_kl_penalty` and `AdaptiveKLController`. The estimators of the KL are
@@ -26,7 +26,7 @@ __all__ = ["COEFFICIENT", "NUM_SEQUENCES", "PENALTY", "Charges", "coefficient_af
 PENALTY: Final = "actor/reward_kl_penalty"
 """Estimated KL(policy || reference): the mean over sequences of their mean per token, in nats."""
 COEFFICIENT: Final = "actor/reward_kl_penalty_coeff"
-"""What it was multiplied by in this step."""
+"""The coefficient of this step."""
 NUM_SEQUENCES: Final = "sequences/trained"
 MAX_ERROR: Final = 0.2
 

@@ -5,12 +5,12 @@ compared before it is resumed, whatever file of it is missing.
 
 | run.resume | the directory is new | it holds a run |
 |---|---|---|
-| auto | begins with `model.path` | goes on from its latest checkpoint |
+| auto | begins with `model.path` | continues from its latest checkpoint |
 | never | begins with `model.path` | error |
-| another run, or its checkpoint | begins there | goes on if it began there, else error |
+| another run, or its checkpoint | begins there | continues if it began there, else error |
 | a checkpoint of this run | error | is set back to it |
 
-The same command given again goes on, also where it names a checkpoint.
+The same command given again continues, also where it names a checkpoint.
 """
 
 import os

@@ -111,7 +111,7 @@ class AlgorithmConfig(BaseModel):
     or distillation, one that an installed package provides, or your own as path.py:name or
     package.module:name. docs/losses.md has the formulas."""
     loss_args: Mapping[str, JsonValue] = {}
-    """Keyword arguments of a loss of your own, by their names."""
+    """Keyword arguments of your own loss, by their names."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """Lower bound of the ratio: 1 - clip_low. dppo_tv, dppo_kl: bound of the divergence downwards;
     gmpo: of the log-ratio, -clip_low."""
@@ -124,7 +124,7 @@ class AlgorithmConfig(BaseModel):
     cov: CovarianceConfig = CovarianceConfig()
     """Which tokens loss=clip_cov and loss=kl_cov treat apart."""
     correction: CorrectionConfig = CorrectionConfig()
-    """What becomes of tokens whose probability was another when they were sampled."""
+    """What to do with tokens that were sampled at another probability than the policy's."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty in the loss, against the reference."""
     kl_type: KlType = "k3"

@@ -31,7 +31,7 @@ class CorrectionConfig(Section):
     high: float = Field(default=2.0, ge=1)
     """Upper end of the band of weights."""
     outside: Literal["truncate", "mask"] = "truncate"
-    """What becomes of a weight outside the band: the nearer end of the band, or 0."""
+    """What to use for a weight outside the band: the nearer end of the band, or 0."""
     reject: Mapping[str, tuple[float, ...]] = {}
     """Tokens or samples to leave out, by criterion: token_k1, sample_sum_k1 or sample_mean_k1 (the
     geometric mean) with the bounds [low, high] of w; token_k2, sample_sum_k2, sample_mean_k2,

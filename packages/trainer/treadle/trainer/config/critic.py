@@ -35,4 +35,4 @@ class CriticConfig(Section):
     stays as it is."""
     clip_value: Annotated[float, Field(gt=0)] | None = 0.5
     """Maximum distance, in units of the reward, that a value may move in a batch before it has no
-    gradient to go on. Null: no maximum."""
+    gradient to move further. Null: no maximum."""

@@ -118,7 +118,7 @@ def _counts_of_verl() -> Iterator[str]:
     yield ""
     yield f"Of {len(keys):,} settings of verl's training engines ([From verl](from_verl.md)):"
     yield ""
-    yield "| Settings | What becomes of them |"
+    yield "| Settings | How they are read |"
     yield "|---|---|"
     yield f"| {read - implied - noted} | mean the same here |"
     yield f"| {implied} | accept the values that Treadle always has |"

@@ -178,7 +178,7 @@ class AgentConfig(Section):
     max_consecutive_failures: Count | None = 32
     """A tool, a reward or a simulated user that failed this many trajectories one after another, or
     as many as a step has, is down. If it had served one in this run, the run waits for it; else the
-    run ends. Null: the run goes on with the trajectories that did without it."""
+    run ends. Null: the run continues with the trajectories that did without it."""
     outage_s: Seconds = 600.0
     """How long the run waits for what is down, trying one trajectory now and then. After that it
     ends; the same command continues from the latest checkpoint."""
@@ -533,7 +533,7 @@ class AnyRunConfig(Section):
     """auto: continue from the latest checkpoint in `dir`, if there is one. never: refuse a
     directory that already holds a run. A path, of a run or of RUN/checkpoints/step-N: begin with
     the weights, the optimizer and the step of that checkpoint; one of `dir` itself sets the run
-    back to it. The same command given again goes on. The model must be the same; other settings
+    back to it. The same command given again continues. The model must be the same; other settings
     may differ, and the run says which."""
 
     @field_validator("loggers")
