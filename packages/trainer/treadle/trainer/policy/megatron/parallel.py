@@ -78,11 +78,6 @@ class Split:
     group: dist.ProcessGroup | None
     copy: int
 
-    @property
-    def sends(self) -> bool:
-        """Whether this rank is the one that sends or writes the whole matrix."""
-        return self.rank == 0 and self.copy == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -155,6 +150,13 @@ class World:
             group=self.tensor_group,
             copy=self.context_rank + self.context * self.data_rank,
         )
+
+    @property
+    def expert_places(self) -> list[tuple[int, int]]:
+        """Which experts the ranks of this tensor group have: expert-parallel rank, and copy."""
+        first = self.expert_data_rank * self.expert + self.expert_rank - self.tensor_rank
+        places = (divmod(first + rank, self.expert) for rank in range(self.tensor))
+        return [(expert_rank, copy) for copy, expert_rank in places]
 
     def close(self) -> None:
         """Leaves the process group. Ranks that still compute together will fail."""

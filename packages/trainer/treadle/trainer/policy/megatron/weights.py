@@ -7,7 +7,8 @@ tensors make up the whole Megatron tensor, and how that tensor is cut over tenso
 With LoRA, a weight leaves with its adapters merged into it.
 
 `export` is collective over the tensor-parallel group, one parameter at a time; each pipeline stage
-exports its own layers and each expert-parallel rank its own experts, so nothing moves between them.
+exports its own layers, and each tensor-parallel group the experts that its ranks have, so nothing
+moves between them, and no sender waits for another.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class Entry:
 
     Attributes:
         exported: False for the last stage's copy of a tied embedding; the first stage exports it.
-        expert: Whether it belongs to an expert, which other ranks share than the other weights.
+        expert: Number of the expert that it belongs to, which is whole on its rank; else None.
         delta: Returns what is added to the parameter when it is exported, float32; None: nothing.
     """
 
@@ -225,7 +226,7 @@ class Entry:
     layout: Layout
     hf_names: tuple[str, ...]
     exported: bool = True
-    expert: bool = False
+    expert: int | None = None
     delta: Callable[[], Tensor] | None = None
 
 
@@ -235,16 +236,16 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
-        match, expert = _LAYER_NAME.fullmatch(name), False
+        match, expert = _LAYER_NAME.fullmatch(name), None
         if match:
             layer, rest = int(match[1]), match[2]
             place = f"model.layers.{layer + offset}."
             if found := _EXPERT_NAME.fullmatch(rest):
-                expert, rest = True, f"mlp.{found[2]}"
-                number = model.decoder.layers[layer].mlp.local_expert_indices[int(found[1])]
+                rest = f"mlp.{found[2]}"
+                expert = model.decoder.layers[layer].mlp.local_expert_indices[int(found[1])]
             layout, suffixes = layer_map[rest]
-            if expert:
-                suffixes = tuple(s.replace("mlp.", f"mlp.experts.{number}.") for s in suffixes)
+            if expert is not None:
+                suffixes = tuple(s.replace("mlp.", f"mlp.experts.{expert}.") for s in suffixes)
             hf_names = tuple(place + s for s in suffixes)
         else:
             layout, hf_names = _WHOLE_MODEL[name]
@@ -312,7 +313,7 @@ def load(
         for entry in entries:
             parts = [weights[name] for name in entry.hf_names]
             whole = entry.layout.merge(parts, architecture)
-            split = w.split(expert=entry.expert)
+            split = w.split(expert=entry.expert is not None)
             shard = entry.layout.shard(whole, split.ranks, split.rank, entry.parameter.shape)
             if shard.numel() != entry.parameter.numel():
                 raise ValueError(
@@ -336,7 +337,7 @@ def export(
 ) -> Iterator[NamedTensor]:
     """Yields the tensors of this rank's stage, whole, under their Hugging Face names.
 
-    Of the experts that ranks share, each yields its own.
+    Of the experts that ranks share, each tensor group yields those that its ranks have.
     """
     for entry in entries:
         if not entry.exported:
@@ -345,11 +346,34 @@ def export(
         if entry.delta is not None:
             local = local.float() + entry.delta()
         local = local.to(dtype)
-        group = None if entry.layout.replicated else world.split(expert=entry.expert).group
+        group = None if entry.layout.replicated else world.tensor_group
         shards = [local] if group is None else _gather(local, group)
-        whole = entry.layout.unshard(shards)
-        for name, part in zip(entry.hf_names, entry.layout.split(whole, architecture), strict=True):
-            yield NamedTensor(name=name, tensor=part)
+        wholes = [[shard] for shard in shards] if entry.expert is not None else [shards]
+        for (names, _), of_whole in zip(_names(entry, architecture, world), wholes, strict=True):
+            whole = entry.layout.unshard(of_whole)
+            for name, part in zip(names, entry.layout.split(whole, architecture), strict=True):
+                yield NamedTensor(name=name, tensor=part)
+
+
+def _names(
+    entry: Entry, architecture: Architecture, world: World
+) -> list[tuple[tuple[str, ...], bool]]:
+    """Returns the names that this rank's export gives a parameter, and whether it sends them.
+
+    Those of an expert are of one expert per rank of the tensor group. Only the first rank of a
+    tensor group sends, as the others take part in its export.
+    """
+    first = world.tensor_rank == 0
+    if entry.expert is None or architecture.experts is None:
+        return [(entry.hf_names, first and world.split(expert=False).copy == 0)]
+    of_rank = architecture.experts.number // world.expert
+    result = []
+    for expert_rank, copy in world.expert_places:
+        number = entry.expert + (expert_rank - world.expert_rank) * of_rank
+        old, new = f".experts.{entry.expert}.", f".experts.{number}."
+        names = tuple(name.replace(old, new) for name in entry.hf_names)
+        result.append((names, first and copy == 0))
+    return result
 
 
 def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -370,8 +394,10 @@ def specs(
     mine = [
         TensorSpec(name=name, shape=shape, element_type=dtype, sender=world.rank)
         for entry in entries
-        if entry.exported and world.split(expert=entry.expert).sends
-        for name, shape in zip(entry.hf_names, _shapes(entry, architecture, world), strict=True)
+        if entry.exported
+        for names, sends in _names(entry, architecture, world)
+        if sends
+        for name, shape in zip(names, _shapes(entry, architecture, world), strict=True)
     ]
     gathered: list[list[TensorSpec]] = [[] for _ in range(world.size)]
     dist.all_gather_object(gathered, mine)
@@ -381,6 +407,7 @@ def specs(
 def _shapes(entry: Entry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
     """Returns the shapes of the whole tensors, by running the layout on tensors without data."""
     local = torch.empty(entry.parameter.shape, device="meta")
-    count = 1 if entry.layout.replicated else world.split(expert=entry.expert).ranks
+    expert = entry.expert is not None
+    count = 1 if entry.layout.replicated else world.split(expert=expert).ranks
     whole = entry.layout.unshard([local] * count)
     return [tuple(part.shape) for part in entry.layout.split(whole, architecture)]

@@ -146,6 +146,7 @@ def train(
         "shared": policy.train_step(forked, LOSS),
         "weights": weights_of(policy),
     }
+    policy.save_hf(folder.with_name(f"{folder.name}-hf"))
     result["replayed"] = policy.train_step(with_experts(batch, policy.architecture.experts), LOSS)
     policy.close()
 
@@ -279,6 +280,12 @@ def test_a_layout_changes_nothing(
         assert rank["resumed"].grad_norm == rank["balanced"][1].grad_norm
         assert difference(rank["resumed weights"], rank["moved"]) == 0.0
 
+    whole = {
+        s.name: torch.from_numpy(ranks[s.sender]["weights"][s.name]) for s in ranks[0]["specs"]
+    }
+    with WeightsReader(saved / f"{round_}-{first}-hf") as written:
+        assert written.names == whole.keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in whole.items())
     with WeightsReader(models / case["model"]) as published:
         assert {spec.name for spec in ranks[0]["specs"]} == published.names
         for spec in ranks[0]["specs"]:

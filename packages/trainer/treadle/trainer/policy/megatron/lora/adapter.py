@@ -198,7 +198,7 @@ def identity(
     """
     total = torch.zeros((), dtype=torch.int64, device=device.device())
     for entry in weights.entries(model, architecture):
-        split = world.split(expert=entry.expert)
+        split = world.split(expert=entry.expert is not None)
         copied = entry.layout.replicated and split.rank
         if entry.exported and not copied and not split.copy:
             bits = entry.parameter.detach().view(
