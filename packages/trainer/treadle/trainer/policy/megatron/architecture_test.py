@@ -325,6 +325,10 @@ def test_what_cannot_be_split_shared_or_adapted_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="gemma2 has layers with a sliding window"):
         gemma2.check_sharing("always")
     gemma2.check_sharing("auto")
+    glm4.check_context(2)
+    gemma2.check_context(1)
+    with pytest.raises(UnsupportedModelError, match=r"parallel\.context=2: gemma2 has layers with"):
+        gemma2.check_context(2)
 
 
 def test_other_model_types_are_refused_by_name() -> None:
