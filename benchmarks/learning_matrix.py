@@ -202,6 +202,8 @@ def draw(found: Mapping[Case, Sequence[Curve]], path: Path) -> None:
     )
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
+    for axis in axes.flat[max(0, len(found) - columns) : len(found)]:
+        axis.tick_params(labelbottom=True)  # the last of its column
     for axis, (case, curves) in zip(axes.flat, found.items(), strict=False):
         trained = range(1, len(curves[0].rewards) + 1)
         for label, steps, values in (
