@@ -28,11 +28,6 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
             "rotary embedding 'dynamic'",
         ),
         (
-            "qwen3_moe",
-            {"use_sliding_window": True, "sliding_window": 8},
-            "has sliding_attention layers",
-        ),
-        (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rotary embedding 'dynamic'",

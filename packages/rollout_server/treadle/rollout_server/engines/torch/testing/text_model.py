@@ -52,6 +52,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        **_WINDOW,
     },
     "mistral": _WINDOW,
     "phi3": {**_WINDOW, "partial_rotary_factor": 0.75, "pad_token_id": 0},
