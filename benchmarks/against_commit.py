@@ -1,6 +1,6 @@
 """What a change costs: one benchmark on this tree and on an older commit, in turns.
 
-The older commit is checked out into a directory of its own. Each round runs the script of each tree
+The older commit is checked out into a separate directory. Each round runs the script of each tree
 once, with that tree's packages, so both meet the same weather of the machine; every second round
 starts with the other tree. A figure is a number in the JSON that the script writes, named by its
 place there; numbers in lists become their median first. A figure that only one tree has is left out

@@ -3,7 +3,7 @@
     python benchmarks/learning_matrix.py --directory RUNS [--seeds 0 1 2] [--steps 40]
         [--cases PATTERN ...] [--finished] [--write docs]
 
-Each run is a process of its own, `treadle.trainer.main` with the arguments of its case, one after
+Each run is a separate process, `treadle.trainer.main` with the arguments of its case, one after
 another. A run that the directory holds already is not made again, so that the matrix can be made in
 several sittings; with `--finished` none is made. `--write` puts one table and one picture of the
 finished runs there, `results.md` (between its two marks) and `results.png`.

@@ -120,11 +120,6 @@ class World:
         return self.context * self.data
 
     @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank is the one of them that reports their part of the model."""
-        return self.context_rank == 0 and self.data_rank == 0
-
-    @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """The group that shares each layer, None if this rank has whole layers."""
         if self.tensor == 1:
