@@ -31,7 +31,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_INTERRUPTED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "session_id", "prompt_token_ids", "sampling", "logprob_mode", "min_weight_version", "priority", "images", "batched", "routed_experts_from")
+    __slots__ = ("request_id", "session_id", "prompt_token_ids", "sampling", "logprob_mode", "min_weight_version", "priority", "images", "batched", "routed_experts_from", "prompt_logprobs_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class GenerateRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     BATCHED_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     session_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -52,7 +53,8 @@ class GenerateRequest(_message.Message):
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
     batched: bool
     routed_experts_from: int
-    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., logprob_mode: _Optional[_Union[LogprobMode, str]] = ..., min_weight_version: _Optional[int] = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., batched: bool = ..., routed_experts_from: _Optional[int] = ...) -> None: ...
+    prompt_logprobs_from: int
+    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., logprob_mode: _Optional[_Union[LogprobMode, str]] = ..., min_weight_version: _Optional[int] = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., batched: bool = ..., routed_experts_from: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("data", "media_type", "first_placeholder", "num_placeholders")
@@ -89,26 +91,30 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "tokens", "finished", "batch")
+    __slots__ = ("started", "tokens", "finished", "batch", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: GenerateStarted
     tokens: TokenChunk
     finished: GenerateFinished
     batch: GenerateBatch
-    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., batch: _Optional[_Union[GenerateBatch, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., batch: _Optional[_Union[GenerateBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class GenerateBatch(_message.Message):
-    __slots__ = ("started", "tokens", "finished")
+    __slots__ = ("started", "tokens", "finished", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: GenerateStarted
     tokens: _containers.RepeatedCompositeFieldContainer[TokenChunk]
     finished: GenerateFinished
-    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
     __slots__ = ("cached_prompt_tokens", "queue_time")
@@ -117,6 +123,14 @@ class GenerateStarted(_message.Message):
     cached_prompt_tokens: int
     queue_time: _duration_pb2.Duration
     def __init__(self, cached_prompt_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("logprobs", "weight_version")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    weight_version: int
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., weight_version: _Optional[int] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("token_ids", "logprobs", "weight_version", "routed_experts")
@@ -131,11 +145,15 @@ class TokenChunk(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., weight_version: _Optional[int] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
-    __slots__ = ("reason", "num_tokens", "engine_time")
+    __slots__ = ("reason", "num_tokens", "engine_time", "prefill_time", "paused_time")
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_TIME_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     num_tokens: int
     engine_time: _duration_pb2.Duration
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., num_tokens: _Optional[int] = ..., engine_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    prefill_time: _duration_pb2.Duration
+    paused_time: _duration_pb2.Duration
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., num_tokens: _Optional[int] = ..., engine_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., paused_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

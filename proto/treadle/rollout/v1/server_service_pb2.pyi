@@ -65,7 +65,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ..., num_workers: _Optional[int] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding", "routed_experts")
+    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding", "routed_experts", "prompt_logprobs")
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_CONTINUE_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class Capabilities(_message.Message):
     IN_PLACE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     DELTA_ENCODING_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sampled_logprobs: bool
     priority: bool
     in_flight_continue: bool
@@ -90,7 +91,8 @@ class Capabilities(_message.Message):
     in_place_update: bool
     delta_encoding: bool
     routed_experts: bool
-    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ..., routed_experts: bool = ...) -> None: ...
+    prompt_logprobs: bool
+    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ..., routed_experts: bool = ..., prompt_logprobs: bool = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256", "eos_token_ids", "num_moe_layers", "num_experts", "experts_per_token")
