@@ -90,6 +90,11 @@ def test_an_honest_server_holds_everything(weights: Path, tmp_path: Path) -> Non
             "experts come",
             {"experts come for every row that is asked for"},
         ),
+        (
+            "new_logprobs_only",
+            "logprobs of the prompt come",
+            {"logprobs of the prompt come before the tokens"},
+        ),
         ("stale_labels", "continue goes on", {"continue goes on with the new weights"}),
         ("swallowed_cancellation", "cancelling frees", {"cancelling frees the sequence"}),
         ("unseeded_draws", "seeds repeat", {"seeds repeat and differ"}),

@@ -31,6 +31,7 @@ from treadle.rollout_server.engine import (
     InFlightPolicy,
     ModelInfo,
     NamedTensor,
+    PromptLogprobs,
     Sampling,
     Started,
     TensorSpec,
@@ -92,6 +93,20 @@ class _NewRowsOnly(FakeEngine):
                 elif isinstance(event, Tokens):
                     event = replace(event, routed_experts=event.routed_experts[missing:])
                     missing = 0
+                yield event
+
+
+class _NewLogprobsOnly(FakeEngine):
+    """Reports no log-probabilities of ids of the prompt whose keys and values it had cached."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        missing = 0
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Started):
+                    missing = max(event.cached_prompt_tokens - 5, 0)
+                elif isinstance(event, PromptLogprobs):
+                    event = replace(event, logprobs=event.logprobs[missing:])
                 yield event
 
 
@@ -390,6 +405,7 @@ honest = _factory(FakeEngine)
 breaks_at_pauses = _factory(_BreaksAtPauses)
 lost_aborts = _factory(_LostAborts)
 wrong_finish_reason = _factory(_WrongFinishReason)
+new_logprobs_only = _factory(_NewLogprobsOnly)
 new_rows_only = _factory(_NewRowsOnly)
 stale_labels = _factory(_StaleLabels)
 swallowed_cancellation = _factory(_SwallowedCancellation)

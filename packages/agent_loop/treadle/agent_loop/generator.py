@@ -30,6 +30,8 @@ class RequestContext:
         priority: Requests with a larger value run earlier; 0 is the default priority.
         routed_experts_from: First position of the prompt whose experts are wanted, and those of
             all rows after it; None: of none.
+        prompt_logprobs_from: First id of the prompt whose log-probability is wanted, and those of
+            all ids after it, 1 to P; None: of none.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class RequestContext:
     min_weight_version: int = 0
     priority: int = 0
     routed_experts_from: int | None = None
+    prompt_logprobs_from: int | None = None
 
     def __post_init__(self) -> None:
         size = len(self.request_id.encode())

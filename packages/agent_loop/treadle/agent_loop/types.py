@@ -333,6 +333,8 @@ class Completion:
             weights, before it was resumed.
         routed_experts: Of the rows from `RequestContext.routed_experts_from` on; None if they were
             not asked for.
+        prompt_logprobs: In nats, of the ids from `RequestContext.prompt_logprobs_from` to the end
+            of the prompt, at temperature 1; empty if they were not asked for.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -342,6 +344,7 @@ class Completion:
     engine_s: float = 0.0
     num_interruptions: int = 0
     routed_experts: RoutedExperts | None = None
+    prompt_logprobs: tuple[float, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Engine(Protocol):
         """Number of sequences so far, by outcome; a waiting sequence is not yet started."""
 
     def generate(self, request: "EngineRequest") -> AsyncGenerator["EngineEvent", None]:
-        """Yields one `Started`, then `Tokens`, then one `Finished`.
+        """Yields one `Started`, `PromptLogprobs` if wanted, then `Tokens`, then one `Finished`.
 
         A sequence that arrives while the engine is paused waits for `resume`. Closing the
         generator before `Finished` aborts the sequence.
@@ -133,6 +133,7 @@ class EngineCapabilities:
     collective: bool = False
     split_tensors: bool = False
     routed_experts: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +267,8 @@ class EngineRequest:
         priority: Larger runs earlier.
         images: In prompt order; they lie within the prompt and do not overlap.
         routed_experts_from: First position whose experts are wanted, at most ``P``; None: of none.
+        prompt_logprobs_from: First id of the prompt whose log-probability is wanted, 1 to ``P``;
+            None: of none.
     """
 
     request_id: str
@@ -276,6 +279,7 @@ class EngineRequest:
     priority: int = 0
     images: tuple[PromptImage, ...] = ()
     routed_experts_from: int | None = None
+    prompt_logprobs_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +287,20 @@ class Started:
     """First event: the sequence has a slot and its prompt is being read."""
 
     cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of ids of the prompt; comes before the first `Tokens`, perhaps in parts.
+
+    They are nats, each of an id given the ids before it, under the model's distribution at
+    temperature 1; no field of `Sampling` changes them. The first one is of the id at
+    `EngineRequest.prompt_logprobs_from`, and parts follow one another. Only a sequence that is
+    interrupted before its first token may lack some.
+    """
+
+    logprobs: tuple[float, ...]
+    weight_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +338,7 @@ class Finished:
     reason: FinishReason
 
 
-EngineEvent = Started | Tokens | Finished
+EngineEvent = Started | PromptLogprobs | Tokens | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

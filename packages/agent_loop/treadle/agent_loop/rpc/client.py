@@ -35,6 +35,7 @@ from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
 from treadle.agent_loop.rpc.handshake import (
+    PROMPT_LOGPROBS,
     ROUTED_EXPERTS,
     Requirements,
     ServerInfo,
@@ -230,6 +231,9 @@ class GrpcTokenGenerator:
         params = in_flight.next_params()
         prompt = in_flight.next_prompt()
         experts_from = in_flight.next_routed_experts_from()
+        logprobs_from = in_flight.next_prompt_logprobs_from()
+        if logprobs_from is not None:
+            _check_scores(replica.info)
         stream = CompletionStream(
             address=replica.info.address,
             params=params,
@@ -237,6 +241,7 @@ class GrpcTokenGenerator:
             min_weight_version=in_flight.request.min_weight_version,
             num_prompt_tokens=len(prompt),
             asked_experts=None if experts_from is None else _no_rows(replica.info, experts_from),
+            num_prompt_logprobs=0 if logprobs_from is None else len(prompt) - logprobs_from,
         )
         message = encode_request(
             prompt,
@@ -245,6 +250,7 @@ class GrpcTokenGenerator:
             request_id=in_flight.next_request_id(),
             images=in_flight.images,
             routed_experts_from=experts_from,
+            prompt_logprobs_from=logprobs_from,
         )
         if in_flight.images:
             check_images_taken((replica.info,))  # It may have been added meanwhile.
@@ -347,6 +353,19 @@ async def connect(
             retry=retry,
             clock=clock,
             max_resumes=max_resumes,
+        )
+
+
+def _check_scores(server: ServerInfo) -> None:
+    """Checks that a server reports the log-probabilities of prompts.
+
+    Raises:
+        SetupError: It does not.
+    """
+    if PROMPT_LOGPROBS not in server.capabilities:
+        raise SetupError(
+            f"{server.address}: engine {server.engine!r} reports no log-probabilities of prompts; "
+            f"ask for the capability {PROMPT_LOGPROBS!r} at connect to learn it at start"
         )
 
 

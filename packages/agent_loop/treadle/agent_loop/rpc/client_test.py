@@ -33,6 +33,7 @@ from treadle.agent_loop.rpc.testing import (
     ScriptedServer,
     fails,
     finished,
+    prompt_logprobs,
     says,
     serving,
     tokens,
@@ -147,6 +148,23 @@ async def test_an_interrupted_completion_is_resumed() -> None:
     assert [c.weight_version for c in completion.chunks] == [1, 2]
     assert completion.token_ids == (4, 5, 99)
     assert completion.num_interruptions == 2
+
+
+async def test_logprobs_of_a_prompt_are_asked_for_once_over_all_calls() -> None:
+    interrupted = finished(0, pb.FINISH_REASON_INTERRUPTED)
+    server = ScriptedServer(
+        says(STARTED, prompt_logprobs(-1.0), interrupted),
+        says(STARTED, prompt_logprobs(-2.0), interrupted),
+        says(STARTED, tokens(99), finished(1)),
+    )
+    request = RequestContext(
+        request_id="r", session_id="", deadline=math.inf, prompt_logprobs_from=1
+    )
+    async with serving(server) as addresses, connect(addresses) as generator:
+        completion = await generator.generate((1, 2, 3), PARAMS, request=request)
+    assert completion.prompt_logprobs == (-1.0, -2.0)
+    asked = [sent.prompt_logprobs_from for sent in server.requests]
+    assert asked == [1, 2, 0] and not server.requests[2].HasField("prompt_logprobs_from")
 
 
 async def test_endless_interruptions_are_an_error() -> None:

@@ -30,6 +30,7 @@ def encode_request(
     request_id: str,
     images: Sequence[PlacedImage] = (),
     routed_experts_from: int | None = None,
+    prompt_logprobs_from: int | None = None,
 ) -> generation_pb2.GenerateRequest:
     """Returns the message of one Generate call."""
     return generation_pb2.GenerateRequest(
@@ -51,6 +52,7 @@ def encode_request(
         ],
         batched=True,
         routed_experts_from=routed_experts_from,
+        prompt_logprobs_from=prompt_logprobs_from,
     )
 
 

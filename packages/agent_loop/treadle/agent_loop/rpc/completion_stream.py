@@ -2,8 +2,9 @@
 
 Invariant: one `started`, then tokens, then one `finished`, then the end. Counts add up; there is
 no token after a stop id or beyond max_tokens; ids are below the vocabulary size; versions are not
-older than requested; the experts of all rows come if they were asked for. Anything else is a
-`ContractError`, because wrong tokens in the training data are worse than none.
+older than requested; the experts of all rows come if they were asked for, and so do the
+log-probabilities of the prompt, before the first token. Anything else is a `ContractError`, because
+wrong tokens in the training data are worse than none.
 
 `read` is the only place that consumes a stream. It cancels the call in `finally`, because leaving
 `async for` does not, and the server would continue to generate. The reader waits for the server,
@@ -11,7 +12,7 @@ bounded by the call's deadline; HTTP/2 windows slow the server down if the reade
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -56,7 +57,9 @@ class CompletionStream:
         min_weight_version: Oldest weight version that the request accepts.
         num_prompt_tokens: Number of ids in the request's prompt.
         asked_experts: What the request asks for, without any row; None: no experts.
+        num_prompt_logprobs: Number of log-probabilities of its prompt that the request asks for.
         chunks: Tokens so far; valid even if the stream fails afterwards.
+        prompt_logprobs: Those of the prompt so far; likewise.
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
         engine_s: Seconds in the engine.
@@ -68,7 +71,9 @@ class CompletionStream:
     min_weight_version: int
     num_prompt_tokens: int = 0
     asked_experts: RoutedExperts | None = None
+    num_prompt_logprobs: int = 0
     chunks: list[TokenChunk] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
     cached_prompt_tokens: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
@@ -88,6 +93,8 @@ class CompletionStream:
         match event.WhichOneof("event"):
             case "started":
                 self._take_start(event.started)
+            case "prompt_logprobs":
+                self._take_prompt_logprobs(event.prompt_logprobs)
             case "tokens":
                 self._take_tokens(event.tokens)
             case "finished":
@@ -95,6 +102,8 @@ class CompletionStream:
             case "batch":
                 if event.batch.HasField("started"):
                     self._take_start(event.batch.started)
+                for scores in event.batch.prompt_logprobs:
+                    self._take_prompt_logprobs(scores)
                 for tokens in event.batch.tokens:
                     self._take_tokens(tokens)
                 if event.batch.HasField("finished"):
@@ -133,6 +142,19 @@ class CompletionStream:
         self.cached_prompt_tokens = begun.cached_prompt_tokens
         self.queue_s = begun.queue_time.ToNanoseconds() / 1e9
 
+    def _take_prompt_logprobs(self, scores: generation_pb2.PromptLogprobs) -> None:
+        self._check_place("prompt_logprobs", started=True)
+        if self._num_tokens:
+            self._refuse("prompt_logprobs came after a token")
+        self._check_logprobs(scores.logprobs)
+        self.prompt_logprobs += scores.logprobs
+        if (got := len(self.prompt_logprobs)) > (asked := self.num_prompt_logprobs):
+            self._refuse(f"{got} log-probabilities of the prompt came, {asked} were asked for")
+
+    def _check_logprobs(self, logprobs: Iterable[float]) -> None:
+        if bad := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
+            self._refuse(f"a logprob is {bad[0]}; it must be finite and at most 0")
+
     def _take_tokens(self, tokens: generation_pb2.TokenChunk) -> None:
         self._check_place("tokens", started=True)
         ids = tuple(tokens.token_ids)
@@ -144,8 +166,9 @@ class CompletionStream:
             self._refuse("a chunk holds no token")
         if len(tokens.logprobs) != len(ids):
             self._refuse(f"{len(ids)} tokens came with {len(tokens.logprobs)} logprobs")
-        if bad := [p for p in tokens.logprobs if not -math.inf < p <= _ROUNDING]:
-            self._refuse(f"a logprob is {bad[0]}; it must be finite and at most 0")
+        self._check_logprobs(tokens.logprobs)
+        if (got := len(self.prompt_logprobs)) < (asked := self.num_prompt_logprobs):
+            self._refuse(f"a token came after {got} of {asked} log-probabilities of the prompt")
         if (largest := max(ids)) >= self.vocab_size:
             self._refuse(f"token {largest} is outside the vocabulary of {self.vocab_size}")
         if tokens.weight_version < self.min_weight_version:

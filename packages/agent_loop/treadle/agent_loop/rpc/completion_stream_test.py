@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from treadle.agent_loop import ContractError, FinishReason, RoutedExperts, SamplingParams
 from treadle.agent_loop.rpc.completion_stream import CompletionStream
+from treadle.agent_loop.rpc.testing import prompt_logprobs
 from treadle.rollout.v1 import generation_service_pb2 as pb
 
 STARTED = pb.GenerateResponse(started=pb.GenerateStarted())
@@ -24,7 +25,9 @@ def end(count: int, reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> pb.Gener
     return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
 
 
-def stream(asked_experts: RoutedExperts | None = None) -> CompletionStream:
+def stream(
+    asked_experts: RoutedExperts | None = None, *, num_prompt_logprobs: int = 0
+) -> CompletionStream:
     return CompletionStream(
         address="h:1",
         params=SamplingParams(max_tokens=4, stop_token_ids=(9,)),
@@ -32,6 +35,7 @@ def stream(asked_experts: RoutedExperts | None = None) -> CompletionStream:
         min_weight_version=3,
         num_prompt_tokens=5,
         asked_experts=asked_experts,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
 
 
@@ -175,3 +179,39 @@ def test_a_stream_that_breaks_off_keeps_the_experts_of_its_tokens() -> None:
     experts = reader.routed_experts()
     assert experts is not None
     assert (experts.stop, experts.data) == (6, b"abcdef")
+
+
+def test_logprobs_of_the_prompt_come_before_its_tokens_alone_and_in_a_batch() -> None:
+    alone, batched = stream(num_prompt_logprobs=3), stream(num_prompt_logprobs=3)
+    parts = [prompt_logprobs(-1.0, -2.0), prompt_logprobs(-0.5)]
+    for event in (STARTED, *parts, chunk(9), end(1)):
+        alone.accept(event)
+    batch = pb.GenerateBatch(
+        started=STARTED.started,
+        prompt_logprobs=[part.prompt_logprobs for part in parts],
+        tokens=[chunk(9).tokens],
+        finished=end(1).finished,
+    )
+    batched.accept(pb.GenerateResponse(batch=batch))
+    assert alone.prompt_logprobs == batched.prompt_logprobs == [-1.0, -2.0, -0.5]
+    assert alone.end() is batched.end() is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("asked", "events", "problem"),
+    [
+        (0, [prompt_logprobs(-1.0)], "1 log-probabilities of the prompt came, 0 were asked for"),
+        (2, [prompt_logprobs(-1.0, -1.0, -1.0)], "3 log-probabilities of the prompt came, 2"),
+        (2, [prompt_logprobs(-1.0), chunk(1)], "a token came after 1 of 2 log-probabilities"),
+        (1, [prompt_logprobs(math.nan)], "a logprob is nan"),
+        (1, [prompt_logprobs(-1.0), chunk(1), prompt_logprobs(-1.0)], "came after a token"),
+    ],
+)
+def test_logprobs_of_the_prompt_are_those_that_were_asked_for(
+    asked: int, events: list[pb.GenerateResponse], problem: str
+) -> None:
+    reader = stream(num_prompt_logprobs=asked)
+    reader.accept(STARTED)
+    with pytest.raises(ContractError, match=problem):
+        for event in events:
+            reader.accept(event)

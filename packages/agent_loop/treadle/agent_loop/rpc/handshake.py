@@ -15,6 +15,9 @@ IMAGES = "images"
 ROUTED_EXPERTS = "routed_experts"
 """The capability that `Services.routed_experts` requires."""
 
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""The capability that `RequestContext.prompt_logprobs_from` requires."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:

@@ -33,6 +33,7 @@ class InFlightCompletion:
         deadline: Clock seconds.
         chunks: Tokens that have arrived.
         routed: Experts that have arrived, of consecutive rows.
+        prompt_logprobs: Those that have arrived, of consecutive ids of the prompt.
         failures: Number of failures per address.
         last_failures: The latest failure per address.
         waiting_until: When an address that was overloaded or paused may be asked again; clock
@@ -52,6 +53,7 @@ class InFlightCompletion:
     deadline: float
     chunks: list[TokenChunk] = field(default_factory=list)
     routed: list[RoutedExperts] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
     last_failures: dict[str, RpcFailure] = field(default_factory=dict)
     waiting_until: dict[str, float] = field(default_factory=dict)
@@ -83,6 +85,13 @@ class InFlightCompletion:
         """Returns the first row whose experts are missing, which an earlier call may have sent."""
         return self.routed[-1].stop if self.routed else self.request.routed_experts_from
 
+    def next_prompt_logprobs_from(self) -> int | None:
+        """Returns the first id of the prompt whose log-probability is missing; None: of none."""
+        first = self.request.prompt_logprobs_from
+        if first is None or first + len(self.prompt_logprobs) >= len(self.prompt):
+            return None
+        return first + len(self.prompt_logprobs)
+
     def next_request_id(self) -> str:
         """Returns an id that is unique per call, as the contract requires."""
         self.num_calls += 1
@@ -102,6 +111,7 @@ class InFlightCompletion:
             self.chunks.append(chunk)
         if (routed := stream.routed_experts()) is not None:
             self.routed.append(routed)
+        self.prompt_logprobs += stream.prompt_logprobs
         if self.cached_prompt_tokens is None:
             self.cached_prompt_tokens = stream.cached_prompt_tokens
         self.queue_s += stream.queue_s
@@ -124,6 +134,7 @@ class InFlightCompletion:
             engine_s=self.engine_s,
             num_interruptions=self.num_resumes,
             routed_experts=self.routed[0].followed_by(self.routed[1:]) if self.routed else None,
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )
 
     def give_up(self, why: str, kind: type[GenerationTimeoutError] | None = None) -> NoReturn:

@@ -43,6 +43,11 @@ def tokens(*ids: int, version: int = 1) -> pb.GenerateResponse:
     )
 
 
+def prompt_logprobs(*values: float) -> pb.GenerateResponse:
+    """Returns log-probabilities of ids of the prompt."""
+    return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(logprobs=values, weight_version=1))
+
+
 def finished(count: int, reason: Any = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
     """Returns the end of a stream of `count` tokens."""
     return pb.GenerateResponse(finished=pb.GenerateFinished(reason=reason, num_tokens=count))
@@ -132,7 +137,7 @@ class ScriptedServer(
         return server_service_pb2.GetServerInfoResponse(
             engine="scripted",
             capabilities=server_service_pb2.Capabilities(
-                sampled_logprobs=True, images=self._images
+                sampled_logprobs=True, images=self._images, prompt_logprobs=True
             ),
             model=server_service_pb2.ModelInfo(
                 architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"

@@ -128,6 +128,31 @@ class CheckStream(Checks):
         chosen = [ids[i : i + top_k] for i in range(0, len(ids), top_k)]
         assert all(len(set(experts)) == top_k for experts in chosen), "an expert is there twice"
 
+    async def test_logprobs_of_the_prompt_come_before_the_tokens(self) -> None:
+        async with self.connect() as server:
+            if not server.capabilities.prompt_logprobs:
+                pytest.skip("the server reports no log-probabilities of prompts")
+            version = (await server.refresh()).weight_version
+            plain = await server.generate()
+            prompt = [1, 2, 3] * 12
+            for batched in (False, True):  # At the second time the prompt is cached.
+                messages = await server.generate(
+                    prompt_token_ids=prompt,
+                    sampling=_S(max_tokens=8, temperature=0, ignore_eos=True),
+                    prompt_logprobs_from=5,
+                    batched=batched,
+                )
+                events = [event for message in messages for event in _events(message)]
+                kinds = [type(event) for event in events]
+                reports = [event for event in events if isinstance(event, gen.PromptLogprobs)]
+                logprobs = [logprob for report in reports for logprob in report.logprobs]
+                assert kinds[1 : 1 + len(reports)] == [gen.PromptLogprobs] * len(reports), kinds
+                assert len(logprobs) == len(prompt) - 5, f"{len(logprobs)} log-probabilities"
+                assert all(report.logprobs for report in reports), "an event without any"
+                assert all(logprob <= 1e-3 for logprob in logprobs), max(logprobs)
+                assert {report.weight_version for report in reports} == {version}
+        assert not any(message.HasField("prompt_logprobs") for message in plain)
+
     async def test_no_logprobs_come_unasked(self) -> None:
         async with self.connect() as server:
             messages = await server.generate(logprob_mode=gen.LOGPROB_MODE_NONE)
@@ -289,6 +314,23 @@ class CheckRefusals(Checks):
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert found.detail(errors_pb2.InvalidField).field == "routed_experts_from"
 
+    async def test_logprobs_of_a_prompt_are_refused_without_the_capability(self) -> None:
+        async with self.connect() as server:
+            if server.capabilities.prompt_logprobs:
+                pytest.skip("the server reports log-probabilities of prompts")
+            found = await server.refused_generate(prompt_logprobs_from=1)
+        assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
+    async def test_logprobs_of_ids_that_have_none_are_refused(self) -> None:
+        async with self.connect() as server:
+            if not server.capabilities.prompt_logprobs:
+                pytest.skip("the server reports no log-probabilities of prompts")
+            beyond = len(server.generate_request().prompt_token_ids) + 1
+            refusals = [await server.refused_generate(prompt_logprobs_from=n) for n in (0, beyond)]
+        for found in refusals:
+            assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+            assert found.detail(errors_pb2.InvalidField).field == "prompt_logprobs_from"
+
     async def test_bytes_that_are_no_image_are_refused(self) -> None:
         image = gen.PromptImage(data=b"no image", media_type="image/png", num_placeholders=1)
         async with self.connect() as server:
@@ -335,3 +377,14 @@ class CheckRefusals(Checks):
         finally:
             for call in calls:
                 call.cancel()
+
+
+def _events(message: gen.GenerateResponse) -> list[Any]:
+    """Returns the events of a message, one or a batch, in the order of the contract."""
+    kind = message.WhichOneof("event")
+    if kind != "batch":
+        return [getattr(message, kind or "")]
+    batch = message.batch
+    begun = [batch.started] if batch.HasField("started") else []
+    ended = [batch.finished] if batch.HasField("finished") else []
+    return [*begun, *batch.prompt_logprobs, *batch.tokens, *ended]

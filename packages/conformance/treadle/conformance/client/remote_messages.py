@@ -25,6 +25,7 @@ from treadle.rollout_server.engine import (
     MemoryKind,
     ModelInfo,
     NamedTensor,
+    PromptLogprobs,
     Started,
     TensorSpec,
     Tokens,
@@ -70,6 +71,7 @@ def read_info(
             images=can.images,
             collective=can.collective_transport,
             routed_experts=can.routed_experts,
+            prompt_logprobs=can.prompt_logprobs,
         ),
         model=ModelInfo(
             architecture=model.architecture,
@@ -107,6 +109,7 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
         logprob_mode=gen.LOGPROB_MODE_SAMPLED if request.logprobs else gen.LOGPROB_MODE_NONE,
         priority=request.priority,
         routed_experts_from=request.routed_experts_from,
+        prompt_logprobs_from=request.prompt_logprobs_from,
         images=[
             gen.PromptImage(
                 data=image.data,
@@ -128,6 +131,9 @@ def decode_event(response: gen.GenerateResponse) -> EngineEvent:
     match response.WhichOneof("event"):
         case "started":
             return Started(response.started.cached_prompt_tokens)
+        case "prompt_logprobs":
+            scores = response.prompt_logprobs
+            return PromptLogprobs(tuple(scores.logprobs), scores.weight_version)
         case "tokens":
             chunk = response.tokens
             return Tokens(

@@ -112,6 +112,20 @@ class ModelContract(ContractBase):
             told = self.reference(which).logprobs(prompt, output.token_ids, one.sampling)
             assert output.logprobs == pytest.approx(told, abs=self.model_tolerance), one.sampling
 
+    async def test_logprobs_of_a_prompt_are_those_of_transformers(self) -> None:
+        """Of prompts shorter and longer than a step, side by side."""
+        async with self.engine() as engine:
+            can, model = engine.info.capabilities, engine.info.model
+            skip_unless(can.prompt_logprobs, "this engine reports no log-probs of prompts")
+            longest = min(2500, model.context_length - 1)
+            prompts = [random_prompt(n, model.vocab_size, seed=n) for n in (2, 30, longest)]
+            asked = [request(prompt, max_tokens=1, prompt_logprobs_from=1) for prompt in prompts]
+            outputs = await run_all(engine, asked)
+        plain = request(temperature=1.0).sampling
+        for prompt, output in zip(prompts, outputs, strict=True):
+            told = self.reference(0).logprobs(prompt[:1], prompt[1:], plain)
+            assert output.prompt_logprobs == pytest.approx(told, abs=self.model_tolerance)
+
     async def test_a_cached_prefix_leads_to_the_same_logprobs(self) -> None:
         async with self.engine() as engine:
             vocab_size = engine.info.model.vocab_size

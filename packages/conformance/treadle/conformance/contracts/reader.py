@@ -1,7 +1,7 @@
 """Reads sequences of an `Engine`, each in a task, and checks the order of their events.
 
-Invariant: the events of a returned output were one `Started`, then `Tokens`, then one `Finished`;
-anything else fails the test.
+Invariant: the events of a returned output were one `Started`, perhaps `PromptLogprobs`, then
+`Tokens`, then one `Finished`; anything else fails the test.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from treadle.rollout_server.engine import (
     FinishReason,
     InFlightPolicy,
     NamedTensor,
+    PromptLogprobs,
     Sampling,
     Started,
     Tokens,
@@ -41,6 +42,7 @@ class Output:
     versions: tuple[int, ...]
     cached_prompt_tokens: int
     routed_experts: bytes
+    prompt_logprobs: tuple[float, ...]
     reason: FinishReason
 
 
@@ -79,6 +81,7 @@ class Reader:
         logprobs: list[float] = []
         versions: list[int] = []
         routed: list[bytes] = []
+        prompt_logprobs: list[float] = []
         started: Started | None = None
         reason: FinishReason | None = None
         async with aclosing(engine.generate(request)) as events:
@@ -88,6 +91,11 @@ class Reader:
                     case Started():
                         assert started is None, "started twice"
                         started = event
+                    case PromptLogprobs():
+                        assert started is not None, "log-probs of the prompt came before Started"
+                        assert not token_ids, "log-probs of the prompt came after a token"
+                        assert event.logprobs, "an event without log-probs"
+                        prompt_logprobs.extend(event.logprobs)
                     case Tokens():
                         assert started is not None, "tokens came before Started"
                         routed.append(event.routed_experts)
@@ -110,6 +118,7 @@ class Reader:
             versions=tuple(versions),
             cached_prompt_tokens=started.cached_prompt_tokens,
             routed_experts=b"".join(routed),
+            prompt_logprobs=tuple(prompt_logprobs),
             reason=reason,
         )
 
@@ -134,6 +143,7 @@ def request(
     name: str = "r",
     priority: int = 0,
     routed_experts_from: int | None = None,
+    prompt_logprobs_from: int | None = None,
     **sampling: object,
 ) -> EngineRequest:
     """Returns a greedy request for 16 tokens that ignores end of sequence; arguments override."""
@@ -145,6 +155,7 @@ def request(
         logprobs=logprobs,
         priority=priority,
         routed_experts_from=routed_experts_from,
+        prompt_logprobs_from=prompt_logprobs_from,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treadle.conformance.contracts.contract_base import ContractBase
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import (
     FEW_CANDIDATES,
     Output,
@@ -75,6 +75,27 @@ class SamplingContract(ContractBase):
         assert all(logprob <= 0.0 for logprob in output.logprobs)
         assert any(logprob < 0.0 for logprob in output.logprobs)
         assert bare.logprobs == () and bare.token_ids == output.token_ids
+
+    async def test_logprobs_of_a_prompt_are_those_with_which_it_was_sampled(self) -> None:
+        """Also of ids whose keys and values are cached, and whatever the request samples with."""
+        async with self.engine() as engine:
+            can = engine.info.capabilities.prompt_logprobs
+            skip_unless(can, "this engine reports no log-probs of prompts")
+            prompt = random_prompt(self.turn_tokens, engine.info.model.vocab_size, seed=3)
+            sampled = await run(engine, request(prompt, temperature=1.0, seed=3))
+            whole = prompt + sampled.token_ids
+            firsts = (len(prompt), 1, len(whole) - 1, len(whole))
+            asked = [request(whole, max_tokens=1, prompt_logprobs_from=n) for n in firsts]
+            outputs = [await run(engine, one) for one in asked]
+            outputs += await run_all(engine, [*asked, request(whole)])  # Beside one without.
+        outputs, plain = outputs[:-1], outputs[-1]
+        assert plain.prompt_logprobs == ()
+        for first, output in zip(firsts * 2, outputs, strict=True):
+            assert len(output.prompt_logprobs) == len(whole) - first
+            told = output.prompt_logprobs[-len(sampled.logprobs) :] if first < len(whole) else ()
+            expected = sampled.logprobs[len(sampled.logprobs) - len(told) :]
+            assert told == pytest.approx(expected, abs=self.logprob_tolerance), first
+            assert output.token_ids == plain.token_ids[:1]
 
     @pytest.mark.parametrize("sampling", _SAMPLINGS, ids=["top_k", "cool", "hot top_p"])
     async def test_draws_follow_the_distribution_that_is_reported(

@@ -26,8 +26,8 @@ from treadle.rollout_server.engine import EngineEvent, Finished, Tokens
 MAX_READY = 256
 """Maximum number of events sent together.
 
-A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024. Routed experts come on top, and
-`services/generation.py` splits those.
+A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024. Reports (routed experts, log-probs
+of a prompt) come on top, and `services/generation.py` splits those.
 """
 
 

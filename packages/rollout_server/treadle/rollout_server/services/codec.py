@@ -120,6 +120,14 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
             raise InvalidField(
                 "routed_experts_from", routed_experts_from, f"at most the prompt's {len(prompt)}"
             )
+    prompt_logprobs_from = None
+    if request.HasField("prompt_logprobs_from"):
+        prompt_logprobs_from = request.prompt_logprobs_from
+        if not info.capabilities.prompt_logprobs:
+            raise CapabilityMissing(info.name, "prompt_logprobs")
+        if not 1 <= prompt_logprobs_from <= len(prompt):
+            expected = f"1 to the prompt's {len(prompt)}"
+            raise InvalidField("prompt_logprobs_from", prompt_logprobs_from, expected)
     return EngineRequest(
         request_id=request.request_id,
         session_id=request.session_id,
@@ -129,6 +137,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         priority=request.priority,
         images=_decode_images(request.images, len(prompt)),
         routed_experts_from=routed_experts_from,
+        prompt_logprobs_from=prompt_logprobs_from,
     )
 
 

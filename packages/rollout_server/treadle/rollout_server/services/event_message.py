@@ -10,10 +10,19 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.engine import EngineEvent, Finished, FinishReason, Started, Tokens
+from treadle.rollout_server.engine import (
+    EngineEvent,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Started,
+    Tokens,
+)
 
-MAX_ROUTED_BYTES = 1 << 20
-"""Of the routed experts in one message, which is far below gRPC's limit of 4 MiB."""
+MAX_REPORT_BYTES = 1 << 20
+"""Of routed experts, or of a prompt's log-probabilities, in one message: far below gRPC's 4 MiB."""
+
+_LOGPROB_BYTES = 4
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -43,33 +52,44 @@ def encode_batch(
     batch: dict[str, Any] = {}
     for event in events:
         name, fields = _fields(event, queue_s, engine_s, num_tokens)
-        if name == "tokens":
+        if name in ("tokens", "prompt_logprobs"):
             batch.setdefault(name, []).append(fields)
         else:
             batch[name] = fields
     return _serialized({"batch": batch})
 
 
-def split_routed(event: EngineEvent, row_bytes: int) -> Iterator[EngineEvent]:
-    """Yields an event in parts of at most `MAX_ROUTED_BYTES`; the last one has the tokens.
+def split_report(event: EngineEvent, row_bytes: int) -> Iterator[EngineEvent]:
+    """Yields an event in parts whose report has at most `MAX_REPORT_BYTES`.
 
     Args:
-        event: Any event; only tokens with many rows are split.
+        event: Any event. Of tokens with many routed experts the last part has the tokens.
         row_bytes: See `ModelInfo.routed_row_bytes`.
     """
-    if isinstance(event, Tokens) and len(event.routed_experts) > MAX_ROUTED_BYTES:
-        step = MAX_ROUTED_BYTES - MAX_ROUTED_BYTES % row_bytes
+    if report_bytes([event]) <= MAX_REPORT_BYTES:
+        yield event
+    elif isinstance(event, Tokens):
+        step = MAX_REPORT_BYTES - MAX_REPORT_BYTES % row_bytes
         *before, last = range(0, len(event.routed_experts), step)
         for first in before:
             rows = event.routed_experts[first : first + step]
             yield Tokens((), (), event.weight_version, rows)
-        event = replace(event, routed_experts=event.routed_experts[last:])
-    yield event
+        yield replace(event, routed_experts=event.routed_experts[last:])
+    elif isinstance(event, PromptLogprobs):
+        step = MAX_REPORT_BYTES // _LOGPROB_BYTES
+        for first in range(0, len(event.logprobs), step):
+            yield replace(event, logprobs=event.logprobs[first : first + step])
 
 
-def num_routed_bytes(events: Sequence[EngineEvent]) -> int:
-    """Returns the size of the routed experts in some events."""
-    return sum(len(event.routed_experts) for event in events if isinstance(event, Tokens))
+def report_bytes(events: Sequence[EngineEvent]) -> int:
+    """Returns the size of what `split_report` splits in some events."""
+    total = 0
+    for event in events:
+        if isinstance(event, Tokens):
+            total += len(event.routed_experts)
+        elif isinstance(event, PromptLogprobs):
+            total += len(event.logprobs) * _LOGPROB_BYTES
+    return total
 
 
 def _serialized(event: dict[str, Any]) -> bytes:
@@ -87,6 +107,11 @@ def _fields(
                 "logprobs": event.logprobs,
                 "weight_version": event.weight_version,
                 "routed_experts": event.routed_experts,
+            }
+        case PromptLogprobs():
+            return "prompt_logprobs", {
+                "logprobs": event.logprobs,
+                "weight_version": event.weight_version,
             }
         case Started():
             return "started", {

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.engine import EngineEvent, Started, Tokens
+from treadle.rollout_server.engine import EngineEvent, Finished, Started, Tokens
 from treadle.rollout_server.errors import RolloutServerError
 from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.replica import Replica
@@ -22,12 +22,12 @@ from treadle.rollout_server.services.coalesce import Coalescer
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.services.errors import reason_name
 from treadle.rollout_server.services.event_message import (
-    MAX_ROUTED_BYTES,
+    MAX_REPORT_BYTES,
     Numbers,
     encode_batch,
     encode_event,
-    num_routed_bytes,
-    split_routed,
+    report_bytes,
+    split_report,
 )
 from treadle.rollout_server.services.methods import Methods
 
@@ -62,8 +62,8 @@ class GenerationServicer:
                 call.note(events, len(wanted.prompt))
                 assert call.num_tokens <= wanted.sampling.max_tokens, "the engine went on"
                 numbers = call.numbers()
-                if num_routed_bytes(events) > MAX_ROUTED_BYTES:
-                    parts = (part for event in events for part in split_routed(event, row_bytes))
+                if report_bytes(events) > MAX_REPORT_BYTES:
+                    parts = (part for event in events for part in split_report(event, row_bytes))
                     return [encode_event(part, **numbers) for part in parts]
                 if request.batched and len(events) > 1:
                     return [encode_batch(events, **numbers)]
@@ -116,7 +116,7 @@ class _Call:
                 stats.queue_s.add(self._started - self._began)
                 stats.prompt_tokens += prompt_tokens
                 stats.cached_prompt_tokens += event.cached_prompt_tokens
-            else:
+            elif isinstance(event, Finished):
                 self._outcome = event.reason.value
 
     def numbers(self) -> Numbers:

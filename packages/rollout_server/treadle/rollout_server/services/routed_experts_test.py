@@ -14,7 +14,7 @@ from treadle.rollout_server.engines.fake.model import routed_experts
 from treadle.rollout_server.errors import CapabilityMissing, InvalidField
 from treadle.rollout_server.services import event_message, generation
 from treadle.rollout_server.services.codec import decode_generate
-from treadle.rollout_server.services.event_message import split_routed
+from treadle.rollout_server.services.event_message import split_report
 from treadle.rollout_server.services.testing import want
 from treadle.rollout_server.testing import serve_in_process
 
@@ -51,7 +51,7 @@ async def test_a_report_that_no_message_may_hold_is_split(
     batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (event_message, generation):
-        monkeypatch.setattr(module, "MAX_ROUTED_BYTES", 40_000)
+        monkeypatch.setattr(module, "MAX_REPORT_BYTES", 40_000)
     prompt = [i % 64 for i in range(100)]
     engine = FakeEngine(model=WIDE, clock=asyncio.get_running_loop())
     request = gen.GenerateRequest(
@@ -81,7 +81,7 @@ async def test_a_report_that_no_message_may_hold_is_split(
 
 def test_parts_are_whole_rows() -> None:
     rows = bytes(range(256)) * 12_000
-    parts = list(split_routed(Tokens((1,), (-1.0,), 3, rows), 768))
+    parts = list(split_report(Tokens((1,), (-1.0,), 3, rows), 768))
     assert all(isinstance(p, Tokens) and len(p.routed_experts) % 768 == 0 for p in parts)
     assert [p.token_ids for p in parts if isinstance(p, Tokens)] == [(), (), (1,)]
     assert b"".join(p.routed_experts for p in parts if isinstance(p, Tokens)) == rows

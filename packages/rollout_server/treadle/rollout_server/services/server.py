@@ -71,6 +71,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     delta_encoding=delta.available(),
                     shared_memory_transport=True,
                     routed_experts=info.capabilities.routed_experts,
+                    prompt_logprobs=info.capabilities.prompt_logprobs,
                 )
             )
         return response

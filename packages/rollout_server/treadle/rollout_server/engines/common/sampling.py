@@ -131,6 +131,22 @@ class SamplingBatch:
         return ids_B1.squeeze(1).clamp_(max=logprobs_BV.shape[1] - 1)
 
 
+def logprobs_of(logits_RV: torch.Tensor, ids_R: Sequence[int]) -> tuple[float, ...]:
+    """Returns the log-probability of an id per row, ``[R]`` nats, at temperature 1.
+
+    Args:
+        logits_RV: float32, as the model computed them.
+        ids_R: The ids.
+
+    Raises:
+        FloatingPointError: The logits of a row are not finite.
+    """
+    ids_R1 = torch.tensor(ids_R, device=logits_RV.device).unsqueeze(1)
+    logprobs_R = (logits_RV.gather(1, ids_R1) - logits_RV.logsumexp(-1, keepdim=True)).squeeze(1)
+    _check_finite(logprobs_R)
+    return tuple(logprobs_R.tolist())
+
+
 def uniform(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:

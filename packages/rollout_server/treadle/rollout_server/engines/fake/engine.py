@@ -37,6 +37,7 @@ from treadle.rollout_server.engine import (
     MemoryKind,
     ModelInfo,
     NamedTensor,
+    PromptLogprobs,
     Started,
     TensorSpec,
     Tokens,
@@ -49,6 +50,7 @@ from treadle.rollout_server.engines.fake.model import (
     fingerprint_of,
     image_digest,
     logits,
+    prompt_logprobs,
     routed_experts,
     sample,
 )
@@ -121,6 +123,7 @@ class FakeEngine:
                 images=True,
                 split_tensors=True,
                 routed_experts=model.num_moe_layers > 0,
+                prompt_logprobs=True,
             ),
             model=model,
             parameters=parameters,
@@ -194,6 +197,8 @@ class FakeEngine:
         rows = request.prompt[request.routed_experts_from :] if routes else ()
         uncached_s = (len(request.prompt) - cached) * self._latency.prefill_s_per_token
         await self._simulate(sequence, uncached_s)
+        if not sequence.interrupted and (scores := self._score(request, digests)):
+            yield PromptLogprobs(scores, self._weight_version)
         for _ in range(sampling.max_tokens):
             await self._simulate(sequence, self._latency.decode_s_per_token)
             if sequence.interrupted:
@@ -332,6 +337,19 @@ class FakeEngine:
                 timer.cancel()
         while self._policy is InFlightPolicy.CONTINUE and not sequence.interrupted:
             await sequence.wait()
+
+    def _score(self, request: EngineRequest, image_digests: Sequence[bytes]) -> tuple[float, ...]:
+        """Returns the log-probabilities of the prompt that the request wants."""
+        if request.prompt_logprobs_from is None:
+            return ()
+        starts = (image.start for image in request.images)
+        return prompt_logprobs(
+            request.prompt,
+            dict(zip(starts, image_digests, strict=True)),
+            self._fingerprint,
+            self.info.model.vocab_size,
+            first=request.prompt_logprobs_from,
+        )
 
     def _read_prompt(
         self, prefix: Prefix, request: EngineRequest, image_digests: Sequence[bytes]

@@ -13,7 +13,7 @@ import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from treadle.rollout_server.engine import ModelInfo, NamedTensor, Sampling
 
@@ -22,6 +22,8 @@ BLOCK_TOKENS = 16
 
 _CANDIDATES = struct.Struct("<8I8H")
 _LOGIT_RANGE = 4.0
+LEAST_LOGPROB = -100.0
+"""Of an id that is no candidate, in the place of minus infinity, which no loss can use."""
 
 
 class Prefix:
@@ -118,6 +120,37 @@ def sample(
             drawn = token_id
             break
     return drawn, min(0.0, math.log(weights[drawn] / total))
+
+
+def prompt_logprobs(
+    token_ids: Iterable[int],
+    images: Mapping[int, bytes],
+    fingerprint: bytes,
+    vocab_size: int,
+    *,
+    first: int,
+) -> tuple[float, ...]:
+    """Returns the log-probabilities of a prompt's ids from position `first` on.
+
+    Args:
+        token_ids: The prompt.
+        images: Digests of its images by the position of their first placeholder.
+        fingerprint: See `fingerprint_of`.
+        vocab_size: See `logits`.
+        first: At least 1.
+    """
+    found: list[float] = []
+    prefix = Prefix()
+    for position, token_id in enumerate(token_ids):
+        if position >= first:
+            candidates = logits(prefix, fingerprint, vocab_size)
+            total = math.log(sum(map(math.exp, candidates.values())))
+            found.append(candidates[token_id] - total if token_id in candidates else LEAST_LOGPROB)
+        if position in images:
+            prefix.add_image(images[position])
+        for _ in prefix.extend((token_id,)):
+            pass
+    return tuple(found)
 
 
 def routed_experts(token_ids: Iterable[int], model: ModelInfo) -> bytes:

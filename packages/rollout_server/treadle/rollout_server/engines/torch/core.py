@@ -6,7 +6,9 @@ at every step.
 
 A step admits waiting sequences, copies the cached prefixes of their prompts, runs the model on
 one flat row of tokens (one per decoding sequence, a chunk per prompt in prefill), and samples
-one token for each sequence whose ids are then all in the cache.
+one token for each sequence whose ids are then all in the cache. Where the log-probabilities of a
+prompt are wanted, each chunk reports those of the ids that its rows predict, and no cached prefix
+covers such a row.
 
 When weights change under a running sequence (`InFlightPolicy.CONTINUE`), it keeps the keys and
 values that the old weights computed, and its next tokens carry the new version. Such a row is
@@ -39,10 +41,11 @@ from treadle.rollout_server.engine import (
     InFlightPolicy,
     MemoryKind,
     NamedTensor,
+    PromptLogprobs,
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.common.sampling import SamplingBatch
+from treadle.rollout_server.engines.common.sampling import SamplingBatch, logprobs_of
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
 from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.kv_cache import KvCache
@@ -256,6 +259,8 @@ class EngineCore:
         shared, holder = self._prefixes.longest(sequence.prompt_key)
         # The last id is always read: the first token is sampled from its logits.
         cached = min(shared, len(sequence.ids) - 1)
+        if sequence.request.prompt_logprobs_from is not None:
+            cached = min(cached, sequence.request.prompt_logprobs_from - 1)
         if cached and isinstance(holder, Sequence):
             assert holder.row is not None
             self._kv.copy_row(holder.row, sequence.row, cached)
@@ -269,15 +274,23 @@ class EngineCore:
         self._emit(sequence, Started(cached))
 
     def _forward(self, work: list[ScheduledIds]) -> tuple[torch.Tensor, list[Sequence]]:
-        """Runs the model; returns logits ``[B, vocab]`` and the sequences to sample for."""
+        """Runs the model; returns logits ``[B, vocab]`` and the sequences to sample for.
+
+        What is wanted of prompts is reported.
+        """
         ids: list[int] = []
         spans = []
         sampling: list[Sequence] = []
         wanted: list[int] = []
+        scored: list[tuple[Sequence, range]] = []  # Positions of ids that rows of the step predict.
+        scored_rows: list[int] = []
         for sequence, num_ids in work:
             start = sequence.num_cached
             sequence.num_cached = start + num_ids
             spans.append(RowSpan(start, sequence.num_cached))
+            if positions := _scored_positions(sequence.request, spans[-1]):
+                scored.append((sequence, positions))
+                scored_rows += [len(ids) + position - 1 - start for position in positions]
             ids += sequence.ids[start : sequence.num_cached]
             if not sequence.num_uncached:
                 sampling.append(sequence)
@@ -292,14 +305,25 @@ class EngineCore:
         vision_inputs = None
         if any(sequence.images for sequence, _ in work):
             vision_inputs = self._vision_inputs([sequence for sequence, _ in work], spans)
-        logits_BV = self._model.forward(ids, layout, wanted, vision_inputs)
+        logits_BV = self._model.forward(ids, layout, wanted + scored_rows, vision_inputs)
+        self._report(scored, logits_BV[len(wanted) :])
         if routed := self._model.take_routed_experts():
             first = 0
             for sequence, num_ids in work:
                 last = first + num_ids * self._model.row_bytes
                 sequence.routed_experts += routed[first:last]
                 first = last
-        return logits_BV, sampling
+        return logits_BV[: len(wanted)], sampling
+
+    def _report(self, scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor) -> None:
+        """Emits the log-probabilities of ids of prompts, whose logits these are."""
+        first = 0
+        for sequence, positions in scored:
+            last = first + len(positions)
+            ids = sequence.ids[positions.start : positions.stop]
+            logprobs = logprobs_of(logits_RV[first:last], ids)
+            self._emit(sequence, PromptLogprobs(logprobs, self.weight_version))
+            first = last
 
     def _vision_inputs(self, sequences: list[Sequence], spans: list[RowSpan]) -> VisionInputs:
         """Returns the positions of all ids of a step and the embeddings of its images."""
@@ -410,3 +434,11 @@ class EngineCore:
         if self._drained and not self._scheduler.running:
             self._outbox += self._drained
             self._drained.clear()
+
+
+def _scored_positions(request: EngineRequest, span: RowSpan) -> range:
+    """Returns the positions of wanted ids of the prompt that the rows of a span predict."""
+    if request.prompt_logprobs_from is None:
+        return range(0)
+    first = max(span.start + 1, request.prompt_logprobs_from)
+    return range(first, min(span.stop + 1, len(request.prompt)))

@@ -73,6 +73,7 @@ class TorchEngine:
                 collective=True,
                 split_tensors=True,
                 routed_experts=model.row_bytes > 0,
+                prompt_logprobs=True,
             ),
             model=model.info,
             parameters=model.parameters,
