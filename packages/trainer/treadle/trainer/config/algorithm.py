@@ -136,6 +136,11 @@ class AlgorithmConfig(BaseModel):
     model.path takes it, of any size, with the tokenizer of the policy. Null: the weights that the
     run starts from. Either stays in memory beside the policy, where something reads it; see
     policy.offload.reference."""
+    reference_addresses: tuple[str, ...] = ()
+    """Rollout servers, host:port each, that hold the reference in the place of the ranks: any
+    engine that reports log-probabilities of prompts, with one model and the tokenizer of the
+    policy. You start and end them. They score at temperature 1, so rollout.temperature must be 1.
+    Empty: see reference_path."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     loss_aggregation: LossAggregation = "token-mean"
@@ -161,8 +166,13 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference policy is kept."""
+        """Whether something reads the reference."""
         return self.loss_needs_reference or self.reward_kl.coef > 0
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the policy ranks hold the reference."""
+        return self.needs_reference and not self.reference_addresses
 
     @model_validator(mode="after")
     def _arguments_go_with_an_own_loss(self) -> Self:
@@ -200,11 +210,22 @@ class AlgorithmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _the_reference_has_a_reader(self) -> Self:
-        if self.reference_path is not None and not self.needs_reference:
+        given = {
+            name: value
+            for name in ("reference_path", "reference_addresses")
+            if (value := getattr(self, name))
+        }
+        if len(given) > 1:
             raise ValueError(
-                f"reference_path={self.reference_path} is read by nothing: set kl_coef or "
-                "reward_kl.coef above 0, or loss=distillation"
+                f"reference_path={self.reference_path} and reference_addresses="
+                f"{list(self.reference_addresses)} both name the reference: set one of them"
             )
+        for name, value in given.items():
+            if not self.needs_reference:
+                raise ValueError(
+                    f"{name}={value} is read by nothing: set kl_coef or reward_kl.coef above 0, or "
+                    "loss=distillation"
+                )
         return self
 
     @model_validator(mode="after")

@@ -629,6 +629,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _served_reference_scores_at_one_temperature(self) -> Self:
+        if self.algorithm.reference_addresses and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature={self.rollout.temperature} and algorithm.reference_addresses="
+                f"{list(self.algorithm.reference_addresses)}: rollout servers score the tokens of "
+                "a prompt at temperature 1. Set rollout.temperature=1, or name the model with "
+                "algorithm.reference_path"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routing_is_reported(self) -> Self:
         if self.policy.moe.routing_replay and self.rollout.name in ("vllm", "sglang"):
             raise ValueError(

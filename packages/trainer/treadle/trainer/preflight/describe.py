@@ -73,7 +73,7 @@ def memory_line(
         architecture,
         policy,
         rows=rows,
-        reference=config.algorithm.needs_reference,
+        reference=config.algorithm.keeps_reference,
         other_reference=reference,
     )
     critic, kept = None, 0

@@ -27,6 +27,7 @@ from treadle.trainer.policy.commands import Load, LoadCritic
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
 from treadle.trainer.rollout.rollout import Rollout
+from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
 from treadle.trainer.training_loop.context import TrainingContext
@@ -107,6 +108,9 @@ async def build_context(
                 resume_after=resume_after,
             )
         )
+        reference = None
+        if config.algorithm.reference_addresses:
+            reference = await stack.enter_async_context(connect_reference(config, inputs.renderer))
         context = TrainingContext(
             config=config,
             train=inputs.train,
@@ -128,6 +132,7 @@ async def build_context(
                 rules=inputs.rules,
                 reward=inputs.reward,
             ),
+            reference=reference,
             memory_offload=_memory_offload(config, servers),
             checkpoints=checkpoints,
             metrics_log=metrics_log,
@@ -181,7 +186,7 @@ def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
         launcher,
         config.policy,
         config.model.path,
-        with_reference=config.algorithm.needs_reference,
+        with_reference=config.algorithm.keeps_reference,
         reference_path=config.algorithm.reference_path,
         threads=threads,
         gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),

@@ -45,6 +45,7 @@ from treadle.trainer.report.trajectories import Decode
 from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
+from treadle.trainer.rollout.served_reference import ServedReference
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.shaping import shaped
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
@@ -105,6 +106,8 @@ class TrainingContext:
         policy: The policy ranks.
         servers: The rollout servers.
         rollout: Samples trajectories on `servers`.
+        reference: Rollout servers that hold the reference; None: the policy ranks do, or there is
+            none.
         memory_offload: Lends the servers' memory to the policy; None: they keep it.
         checkpoints: Where checkpoints are kept.
         metrics_log: Of the run directory.
@@ -132,6 +135,7 @@ class TrainingContext:
     policy: PolicyGroup
     servers: ServerPool
     rollout: Rollout
+    reference: ServedReference | None
     memory_offload: MemoryOffload | None
     checkpoints: Checkpoints
     metrics_log: MetricsLog
@@ -254,6 +258,16 @@ class TrainingContext:
         if self.memory_offload is not None:
             with self.progress.phase("release"):
                 await self.memory_offload.sleep()
+
+    async def with_reference(self, survivors: Survivors) -> Survivors:
+        """Returns them with the log-probabilities of the served reference.
+
+        Raises:
+            GenerationError: No server that holds it answers.
+        """
+        assert self.reference is not None
+        with self.progress.phase("reference"):
+            return survivors.with_reference(await self.reference.logprobs(survivors.sequences))
 
     async def charge(self, survivors: Survivors) -> tuple[Survivors, Charges]:
         """Returns what the distance from the reference costs each token.

@@ -165,6 +165,13 @@ class Survivors:
             )
         return replace(self, sequences=sequences)
 
+    def with_reference(self, logprobs: Sequence[tuple[float, ...]]) -> Survivors:
+        """Returns them with the reference's log-probabilities, [L] per sequence."""
+        sequences = tuple(
+            replace(s, ref_logprobs=each) for s, each in zip(self.sequences, logprobs, strict=True)
+        )
+        return replace(self, sequences=sequences)
+
     def with_values(self, values: Sequence[tuple[float, ...]]) -> Survivors:
         """Returns them with a critic's values, [L] per sequence."""
         sequences = tuple(

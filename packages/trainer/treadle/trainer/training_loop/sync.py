@@ -60,6 +60,9 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     # critic expected.
     try:
         survivors = survivors_of(found.groups, context.estimator, version=context.version)
+        if context.reference is not None:
+            with timer.phase("reference"):
+                survivors = await context.with_reference(survivors)
         charges = Charges()
         if config.algorithm.reward_kl.coef:
             with timer.phase("kl"):

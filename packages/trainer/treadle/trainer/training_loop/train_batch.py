@@ -2,7 +2,7 @@
 
 Runs on every rank at once, with the same arguments (see `policy/backend.py`). The order is
 fixed: log-probabilities of the policy before the batch, if the ratio needs them; those of the
-reference, if the loss needs them (neither is computed again after `measure_reference`); then
+reference, if the loss needs them (neither is computed again where sequences have them); then
 `epochs` x `mini_batches` optimizer steps, each after the selection of tokens, if the loss needs
 one.
 The critic learns from the same mini-batches.
@@ -115,7 +115,9 @@ def measure_reference(
         for sequence in sequences:
             assert sequence.rollout_logprobs is not None, "a rollout always has them"
             ours.append(sequence.rollout_logprobs)
-    reference = policy.reference_logprobs(sequences, temperature=temperature)
+    reference = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
+    if not reference:  # else rollout servers hold it, and were asked already
+        reference = policy.reference_logprobs(sequences, temperature=temperature)
     kl = [
         kl_penalty(torch.tensor(p), torch.tensor(ref), algorithm.reward_kl.type).tolist()
         for p, ref in zip(ours, reference, strict=True)

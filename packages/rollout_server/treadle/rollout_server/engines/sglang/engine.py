@@ -122,7 +122,9 @@ class SglangEngine:
         ended = False
         settings = sequence.sampling_params(request, self.info.model.eos_token_ids)
         try:
-            stream = await self._schedulers.generate(running.rid, request.prompt, settings)
+            stream = await self._schedulers.generate(
+                running.rid, request.prompt, settings, sequence.logprob_start(request)
+            )
             async with aclosing(stream) as answers:
                 async for answer in answers:
                     self._check()

@@ -66,6 +66,7 @@ async def create(config: ServerConfig) -> SglangEngine:
             priority=True,
             in_flight_continue=True,
             collective=True,
+            prompt_logprobs=True,
             release_memory=cpu or config.engine_args.get("enable_memory_saver", True) is True,
         ),
         model=model,

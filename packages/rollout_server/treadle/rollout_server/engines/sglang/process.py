@@ -120,13 +120,17 @@ class Schedulers:
             self._signalled = True
 
     async def generate(
-        self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any]
+        self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any], logprob_start: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Returns the answers to a request, which is sent when the first one is awaited."""
+        """Returns the answers to a request, which is sent when the first one is awaited.
+
+        `logprob_start` is as in `sequence.logprob_start`.
+        """
         answers: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
             input_ids=list(prompt),
             sampling_params=sampling,
             return_logprob=True,
+            logprob_start_len=logprob_start,
             stream=True,
             rid=rid,
         )

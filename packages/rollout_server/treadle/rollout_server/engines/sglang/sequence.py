@@ -1,6 +1,7 @@
 """A sequence: translates a request for SGLang, and SGLang's answers to events.
 
-Invariant: the events are `Started`, then every token once and in order, then `Finished`.
+Invariant: the events are `Started`, then log-probs of the prompt if they are wanted, then every
+token once and in order, then `Finished`.
 SGLang's answers are cumulative, and later answers replace unread ones, so only the number of
 emitted tokens is kept here. A token carries the version that sampled it, even if it is read
 after the next update: `mark` records how many tokens there were before.
@@ -18,6 +19,7 @@ from treadle.rollout_server.engine import (
     EngineRequest,
     Finished,
     FinishReason,
+    PromptLogprobs,
     Started,
     Tokens,
 )
@@ -47,6 +49,15 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
         "stop_token_ids": sorted(stops),
         "custom_params": {SETTINGS_KEY: to_wire(sampling, seed)},
     }
+
+
+def logprob_start(request: EngineRequest) -> int:
+    """Returns the first row of the prompt whose log-probs SGLang is to compute; -1: of none.
+
+    SGLang lists them from that row's own id on, whose log-prob is missing; the next is that of the
+    id that the row predicts.
+    """
+    return -1 if request.prompt_logprobs_from is None else request.prompt_logprobs_from - 1
 
 
 class Sequence:
@@ -85,6 +96,12 @@ class Sequence:
         if not self._started:
             self._started = True
             yield Started(meta.get("cached_tokens", 0))
+        if meta["completion_tokens"] and not self._num_emitted:
+            # SGLang sends all of the prompt's with the first token.
+            logprobs = tuple(entry[0] for entry in meta.get("input_token_logprobs", ())[1:])
+            _check_finite(logprobs)
+            if logprobs:
+                yield PromptLogprobs(logprobs, self._run(version)[1])
         yield from self._tokens(answer, meta["completion_tokens"], version)
         if meta["finish_reason"] is not None:
             yield Finished(self._reason(meta["finish_reason"]))
@@ -92,20 +109,18 @@ class Sequence:
     def _tokens(self, answer: dict[str, Any], count: int, version: int) -> Iterator[Tokens]:
         entries = answer["meta_info"].get("output_token_logprobs", ())
         while self._num_emitted < count:
-            stop, sampled_by = count, version
-            for mark, marked in self._marks:
-                if self._num_emitted < mark:
-                    stop, sampled_by = min(count, mark), marked
-                    break
+            stop, sampled_by = self._run(version)
+            stop = count if stop is None else min(count, stop)
             span = slice(self._num_emitted, stop)
             logprobs = tuple(entry[0] for entry in entries[span])
-            if not all(map(math.isfinite, logprobs)):
-                raise FloatingPointError(
-                    "the model's logits are not finite: the weights are broken, load other weights"
-                )
+            _check_finite(logprobs)
             self._num_emitted = stop
             shown = logprobs if self.request.logprobs else ()
             yield Tokens(tuple(answer["output_ids"][span]), shown, sampled_by)
+
+    def _run(self, version: int) -> tuple[int | None, int]:
+        """Returns where the run of the next token's version ends, if it has, and that version."""
+        return next((mark for mark in self._marks if self._num_emitted < mark[0]), (None, version))
 
     def _reason(self, reason: dict[str, Any]) -> FinishReason:
         match reason["type"]:
@@ -118,4 +133,11 @@ class Sequence:
         raise RuntimeError(
             f"SGLang ended a sequence after {self._num_emitted} of "
             f"{self.request.sampling.max_tokens} tokens: {reason}"
+        )
+
+
+def _check_finite(logprobs: tuple[float, ...]) -> None:
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(
+            "the model's logits are not finite: the weights are broken, load other weights"
         )

@@ -1,3 +1,5 @@
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +9,12 @@ from treadle.rollout_server.engine import (
     EngineRequest,
     Finished,
     FinishReason,
+    PromptLogprobs,
     Sampling,
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.sglang.sequence import Sequence, sampling_params
+from treadle.rollout_server.engines.sglang.sequence import Sequence, logprob_start, sampling_params
 
 EOS = frozenset({3})
 
@@ -47,6 +50,28 @@ def test_answers_become_events_once() -> None:
         Tokens((12, 13), (-0.2, -0.1 * 3), 0),
         Finished(FinishReason.LENGTH),
     ]
+
+
+def test_logprobs_of_the_prompt_come_once_before_the_first_token() -> None:
+    wanted = replace(request(), prompt=(1, 2, 3), prompt_logprobs_from=1)
+    assert (logprob_start(wanted), logprob_start(request())) == (0, -1)
+    sequence = Sequence(wanted, "1")
+    sequence.mark(1, 5)
+    prompt = [(None, 1, None), (-1.0, 2, None), (-2.0, 3, None)]
+    assert read(sequence, answer(0, input_token_logprobs=[]), 6) == [Started(1)]
+    assert read(sequence, answer(2, input_token_logprobs=prompt), 6) == [
+        PromptLogprobs((-1.0, -2.0), 5),
+        Tokens((10,), (-0.0,), 5),
+        Tokens((11,), (-0.1,), 6),
+    ]
+    assert read(sequence, answer(3, input_token_logprobs=prompt), 6) == [Tokens((12,), (-0.2,), 6)]
+
+
+def test_logprobs_of_the_prompt_that_are_not_finite_are_an_error() -> None:
+    sequence = Sequence(replace(request(), prompt_logprobs_from=1), "1")
+    prompt = [(None, 1, None), (math.nan, 2, None)]
+    with pytest.raises(FloatingPointError, match="not finite"):
+        read(sequence, answer(1, input_token_logprobs=prompt))
 
 
 def test_tokens_before_a_mark_are_older() -> None:

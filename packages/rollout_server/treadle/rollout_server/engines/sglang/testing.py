@@ -53,7 +53,7 @@ class Schedulers:
             self.end(rid, reason)
 
     async def generate(
-        self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any]
+        self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any], logprob_start: int
     ) -> AsyncGenerator[dict[str, Any], None]:
         self.streams[rid] = Answers()
         self.tokens[rid] = []

@@ -107,6 +107,7 @@ class VllmEngine:
                 in_flight_continue=True,
                 release_memory=True,
                 collective=True,
+                prompt_logprobs=True,
             ),
             model=held,
             parameters=parameters,

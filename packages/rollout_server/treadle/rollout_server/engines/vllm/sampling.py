@@ -36,6 +36,7 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
         "ignore_eos": True,  # The stop ids include them.
         "extra_args": {EXTRA_ARGS_KEY: settings},
         "logprobs": 0 if request.logprobs else None,  # Of the sampled id only.
+        "prompt_logprobs": None if request.prompt_logprobs_from is None else 0,  # Likewise.
         "flat_logprobs": True,
         "detokenize": False,
         "skip_clone": True,

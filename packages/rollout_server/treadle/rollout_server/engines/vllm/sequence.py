@@ -24,6 +24,7 @@ from treadle.rollout_server.engine import (
     EngineRequest,
     Finished,
     FinishReason,
+    PromptLogprobs,
     Started,
     Tokens,
 )
@@ -116,6 +117,8 @@ class Sequence:
         reason = completion.finish_reason if output.finished else None
         if completion.token_ids:
             self._start(output.num_cached_tokens)
+            if output.prompt_logprobs:  # All of them come with the first token.
+                self._take_prompt(output.prompt_logprobs.logprobs)
             self._take(completion.token_ids, completion.logprobs)
         if self.ended:  # `_take` may have failed it.
             return
@@ -173,12 +176,27 @@ class Sequence:
             self._stats.running.increment()
             self._emit(Started(cached_prompt_tokens))
 
+    def _take_prompt(self, logprobs: Many[float]) -> None:
+        """Emits the log-probs of the prompt that are wanted; vLLM has them of all ids but one."""
+        assert self._state is not None and self.request.prompt_logprobs_from is not None
+        wanted = tuple(logprobs[self.request.prompt_logprobs_from - 1 :])
+        if any(map(math.isnan, wanted)):
+            self._fail_not_finite()
+        elif wanted:
+            version, _ = self._state.weight_version_starts[0]
+            self._emit(PromptLogprobs(wanted, int(version)))
+
+    def _fail_not_finite(self) -> None:
+        self.fail(FloatingPointError("the model's logits are not finite: load other weights"))
+
     def _take(self, token_ids: Many[int], logprobs: Any) -> None:
         """Emits new tokens, grouped by weight version."""
+        if self.ended:  # Its prompt failed it.
+            return
         assert self._state is not None
         shown = tuple(logprobs.logprobs) if self.request.logprobs else ()
         if any(map(math.isnan, shown)):
-            self.fail(FloatingPointError("the model's logits are not finite: load other weights"))
+            self._fail_not_finite()
             return
         first, total = self._num_tokens, self._num_tokens + len(token_ids)
         self._num_tokens = total

@@ -1,5 +1,6 @@
 import asyncio
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from treadle.rollout_server.engine import (
     EngineRequest,
     Finished,
     FinishReason,
+    PromptLogprobs,
     Sampling,
     Started,
     Tokens,
@@ -22,15 +24,24 @@ from treadle.rollout_server.engines.vllm.sequence import Sequence, SequenceStats
 REQUEST = EngineRequest(request_id="r", prompt=(1,), sampling=Sampling(max_tokens=9), logprobs=True)
 
 
-def output(*token_ids: int, reason: str | None = None, cached: int = 0) -> Any:
+def output(
+    *token_ids: int,
+    reason: str | None = None,
+    cached: int = 0,
+    prompt_logprobs: list[float] | None = None,
+) -> Any:
     """What vLLM puts into a collector."""
+    prompt = None if prompt_logprobs is None else SimpleNamespace(logprobs=prompt_logprobs)
     completion = SimpleNamespace(
         token_ids=list(token_ids),
         logprobs=SimpleNamespace(logprobs=[-float(token_id) for token_id in token_ids]),
         finish_reason=reason,
     )
     return SimpleNamespace(
-        outputs=[completion], finished=reason is not None, num_cached_tokens=cached
+        outputs=[completion],
+        finished=reason is not None,
+        num_cached_tokens=cached,
+        prompt_logprobs=prompt,
     )
 
 
@@ -64,6 +75,33 @@ async def test_outputs_become_events() -> None:
         Finished(FinishReason.STOP),
     ]
     assert stats.counters == EngineCounters(started=1, finished=1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("first", "wanted"), [(1, (-1.0, -2.0, -3.0)), (3, (-3.0,)), (4, ())])
+async def test_logprobs_of_the_prompt_come_before_the_first_token(
+    first: int, wanted: tuple[float, ...]
+) -> None:
+    request = replace(REQUEST, prompt=(1, 2, 3, 4), prompt_logprobs_from=first)
+    sequence = Sequence(request, SequenceStats())
+    sequence.submitted(State(("7", 0)))
+    sequence.put(output(5, reason="stop", prompt_logprobs=[-1.0, -2.0, -3.0]))
+    assert await events_of(sequence) == [
+        Started(0),
+        *([PromptLogprobs(wanted, 7)] if wanted else []),
+        Tokens((5,), (-5.0,), 7),
+        Finished(FinishReason.STOP),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_logprobs_of_the_prompt_that_are_not_finite_end_the_sequence() -> None:
+    request = replace(REQUEST, prompt=(1, 2), prompt_logprobs_from=1)
+    sequence = Sequence(request, SequenceStats())
+    sequence.submitted(State())
+    sequence.put(output(5, reason="stop", prompt_logprobs=[math.nan]))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        await events_of(sequence)
 
 
 @pytest.mark.asyncio
