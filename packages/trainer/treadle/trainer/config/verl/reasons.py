@@ -189,7 +189,8 @@ REASONS: Sequence[tuple[str, str]] = (
     ("algorithm.*pf_ppo*", "samples are not weighted by their reward"),
     (
         "distillation.*",
-        "distillation is algorithm.loss=distillation, with the reference as teacher",
+        "distillation is algorithm.loss=distillation, with the teacher in algorithm.reference_path "
+        "or on the servers of algorithm.reference_addresses",
     ),
     # Trainer.
     (
