@@ -29,6 +29,7 @@ from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.proxy import AgentSampling
 from treadle.agent_loop.proxy.admin import SessionAdmin
+from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer
 from treadle.agent_loop.proxy.sessions import EndpointSessions
@@ -107,6 +108,7 @@ class EndpointTarget(AsyncTarget):
             services,
             key="own",
             sampling=AgentSampling.REFUSE,
+            constraints=AgentConstraints.REFUSE,
             deadline_s=60.0,
             max_sessions=256,
             max_session_requests=8,

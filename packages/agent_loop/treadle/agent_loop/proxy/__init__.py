@@ -9,12 +9,14 @@ from treadle.agent_loop.extras import needs_extra
 
 with needs_extra("proxy", __name__):
     from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
+    from treadle.agent_loop.proxy.allowances import AgentConstraints
     from treadle.agent_loop.proxy.loop import OnCrash, ProxyAgentLoop
     from treadle.agent_loop.proxy.server import TlsFiles
     from treadle.agent_loop.proxy.sessions import AgentSampling
 
 __all__ = [
     "Agent",
+    "AgentConstraints",
     "AgentCrashedError",
     "AgentSampling",
     "AgentSession",

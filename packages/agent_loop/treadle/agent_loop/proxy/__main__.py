@@ -25,6 +25,7 @@ from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.parsers import PARSER_NAMES, parser_named
 from treadle.agent_loop.proxy.admin import SessionAdmin
+from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
 from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSessions
@@ -117,6 +118,7 @@ async def _run(
             services,
             key=key,
             sampling=arguments.agent_sampling,
+            constraints=arguments.agent_constraints,
             deadline_s=arguments.deadline_s,
             max_sessions=arguments.max_sessions,
             max_session_requests=arguments.max_session_requests,
@@ -175,6 +177,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(AgentSampling),
         default=AgentSampling.REFUSE,
         help="what to do with the temperature and top_p that agents ask for",
+    )
+    add(
+        "--agent-constraints",
+        type=AgentConstraints,
+        choices=list(AgentConstraints),
+        default=AgentConstraints.REFUSE,
+        help="what to do where agents ask to constrain the sampling",
     )
     add("--deadline-s", type=float, default=3600.0, help="of a session, which is then discarded")
     add("--max-sessions", type=int, default=1024, help="open at a time")

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import GenerationError, LoopError
 from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.body import SMALL, Bodies
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.proxy.messages import read_object, written_message
@@ -52,6 +53,7 @@ class SessionAdmin:
         services: Provides generator, renderer, limits and sampling.
         key: Key of the endpoint.
         sampling: What to do with the agents' sampling parameters.
+        constraints: What to do where agents ask to constrain the sampling.
         deadline_s: Seconds after which a session is discarded.
         max_sessions: Maximum number of open sessions.
         max_session_requests: Maximum number of in-flight requests per session.
@@ -67,6 +69,7 @@ class SessionAdmin:
         *,
         key: str,
         sampling: AgentSampling,
+        constraints: AgentConstraints,
         deadline_s: float,
         max_sessions: int,
         max_session_requests: int,
@@ -75,6 +78,7 @@ class SessionAdmin:
         self._services = services
         self._key = key
         self._sampling = sampling
+        self._constraints = constraints
         self._deadline_s = deadline_s
         self._max_sessions = max_sessions
         self._max_session_requests = max_session_requests
@@ -117,6 +121,7 @@ class SessionAdmin:
             captured,
             services,
             sampling=self._sampling,
+            constraints=self._constraints,
             max_in_flight=self._max_session_requests,
         )
         self._open[session.id] = _Open(session=session, captured=captured, deadline=deadline)
@@ -144,7 +149,7 @@ class SessionAdmin:
         try:
             if opened.session.failure is not None:
                 raise opened.session.failure
-            trajectory = opened.captured.finish(reward=reward)
+            trajectory = opened.session.finish(reward=reward)
         except LoopError as error:
             raise ApiError(str(error), status=409, code="no_completion") from error
         except GenerationError as error:

@@ -12,6 +12,7 @@ from treadle.agent_loop import EngineFailedError, LoopLimits, SamplingParams, Se
 from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.proxy import AgentSampling
 from treadle.agent_loop.proxy.admin import SessionAdmin
+from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.sessions import EndpointSessions
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
@@ -39,6 +40,7 @@ async def serving(
         services,
         key="own",
         sampling=AgentSampling.REFUSE,
+        constraints=AgentConstraints.REFUSE,
         deadline_s=60.0,
         max_sessions=max_sessions,
         max_session_requests=4,

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from treadle.agent_loop.proxy.allowances import Allowances
 from treadle.agent_loop.proxy.body import SMALL, Bodies
 from treadle.agent_loop.proxy.errors import ApiError
 from treadle.agent_loop.proxy.messages import read_object
@@ -88,10 +89,12 @@ class _Endpoint:
             )
             # Only now: agents that send slowly take no place of the others.
             with self._sessions.slot():
-                asked = await _read(session, body)
+                allowed = Allowances(session.allowed.constraints)
+                asked = await _read(session, body, allowed)
                 turn = await session.complete(asked, gone=lambda: _disconnected(request))
         if turn is None:
             return Response(status_code=_CLIENT_GONE)
+        session.allowed.add(allowed)
         answer = ChatAnswer(
             id=f"chatcmpl-{session.id}-{turn.number}",
             created=int(time.time()),
@@ -126,10 +129,10 @@ class _Endpoint:
         )
 
 
-async def _read(session: EndpointSession, body: bytes) -> ChatRequest:
+async def _read(session: EndpointSession, body: bytes, allowed: Allowances) -> ChatRequest:
     if len(body) < _LONG:
-        return read_request(body)
-    return await session.while_open(asyncio.to_thread(read_request, body))
+        return read_request(body, allowed)
+    return await session.while_open(asyncio.to_thread(read_request, body, allowed))
 
 
 async def _disconnected(request: Request) -> None:

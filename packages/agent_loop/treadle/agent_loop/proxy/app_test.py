@@ -14,6 +14,7 @@ import pytest
 from treadle.agent_loop import AgentTask, LoopLimits, Message, SamplingParams, Services
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.proxy import AgentSampling, app, body
+from treadle.agent_loop.proxy.allowances import Allowances
 from treadle.agent_loop.proxy.request import ChatRequest, read_request
 from treadle.agent_loop.proxy.server import SharedServer
 from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions
@@ -103,10 +104,10 @@ async def test_a_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_long_request_is_parsed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(body: bytes) -> ChatRequest:
+    def slow(body: bytes, allowed: Allowances) -> ChatRequest:
         begun.set()
         assert go_on.wait(20)
-        return read_request(body)
+        return read_request(body, allowed)
 
     monkeypatch.setattr(app, "read_request", slow)
     monkeypatch.setattr(app, "_LONG", 10)

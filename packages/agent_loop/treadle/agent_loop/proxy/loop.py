@@ -30,6 +30,7 @@ from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import boundary
 from treadle.agent_loop.loops.loop import Score, Services
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
+from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
 from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSession, EndpointSessions
@@ -64,6 +65,8 @@ class ProxyAgentLoop:
         agent: A function, or the command of a program (see `CommandAgent`).
         on_crash: What to do with the trajectory of an agent that crashed.
         sampling: What to do with the temperature and top_p that the agent asks for.
+        constraints: What to do where the agent asks to constrain the sampling, as many frameworks
+            do by default.
         model: Model name that the agent sees.
         host: Address to listen on; agents on other machines cannot reach the default.
         told_host: Name or address that agents get instead of `host`, for example if `host` means
@@ -86,6 +89,7 @@ class ProxyAgentLoop:
         *,
         on_crash: OnCrash = OnCrash.FAIL,
         sampling: AgentSampling = AgentSampling.REFUSE,
+        constraints: AgentConstraints = AgentConstraints.REFUSE,
         model: str = "policy",
         host: str = "127.0.0.1",
         told_host: str | None = None,
@@ -115,6 +119,7 @@ class ProxyAgentLoop:
         self._agent = agent if callable(agent) else CommandAgent(agent)
         self._on_crash = OnCrash(on_crash)
         self._sampling = AgentSampling(sampling)
+        self._constraints = AgentConstraints(constraints)
         self._model = model
         self._host = host
         self._told_host = host if told_host is None else told_host
@@ -139,6 +144,7 @@ class ProxyAgentLoop:
                     captured,
                     services,
                     sampling=self._sampling,
+                    constraints=self._constraints,
                     max_in_flight=self._max_session_requests,
                 )
                 endpoint.sessions.add(session)
@@ -187,7 +193,7 @@ class ProxyAgentLoop:
         if crashed and (self._on_crash is OnCrash.FAIL or not session.captured.assistant_turns):
             assert crash is not None
             raise crash
-        trajectory = session.captured.finish(
+        trajectory = session.finish(
             StopReason.AGENT_FAILED if crashed else None,
             reward=session.reward if reward is None else reward,
             metrics=[Metric("proxy/agent_crashes", float(crashed), Reduce.SUM)],

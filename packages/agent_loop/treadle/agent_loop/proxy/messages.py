@@ -1,8 +1,9 @@
 """Conversions between OpenAI's messages and this package's.
 
-Invariant: pure; nothing is dropped, and content that cannot be rendered is an `ApiError` that names
-its position. Reading the output of `written` gives the original message again, so a session
-recognises its own turns.
+Invariant: pure; no content is dropped, and what cannot be rendered is an `ApiError` that names its
+position. Keys that nothing reads, which other providers add to what an agent sends back, are
+counted. Reading the output of `written` gives the original message again, so a session recognises
+its own turns.
 """
 
 import base64
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from treadle.agent_loop.json_values import has_more_values
+from treadle.agent_loop.proxy.allowances import Allowances
 from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, Role, ToolCall
 
@@ -26,6 +28,8 @@ _ROLES: Mapping[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_CONTENT = frozenset({"audio", "function_call", "images", "refusal", "tool_calls", "tool_call_id"})
+"""Keys with a part of the conversation: refused in messages that have no room for them."""
 _KEYS = {
     "system": ("role", "content"),
     "user": ("role", "content"),
@@ -34,8 +38,8 @@ _KEYS = {
 }
 
 
-def read_messages(value: object) -> tuple[Message, ...]:
-    """Parses `messages`.
+def read_messages(value: object, allowed: Allowances) -> tuple[Message, ...]:
+    """Parses `messages`; `allowed` takes the keys that nothing reads.
 
     Raises:
         ApiError: They cannot be rendered, or the last one is the assistant's, or the arguments of
@@ -45,7 +49,7 @@ def read_messages(value: object) -> tuple[Message, ...]:
         raise bad_value("messages", "it must be a list with at least one message")
     # One that hides the next ones, for it lacks a quote, is refused before they are parsed.
     _check_values(",".join(_arguments(value)).encode(), "the arguments of the calls have")
-    messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
+    messages = tuple(_message(entry, f"messages[{i}]", allowed) for i, entry in enumerate(value))
     if messages[-1].role == "assistant":
         raise unsupported(
             f"messages[{len(messages) - 1}]",
@@ -170,7 +174,7 @@ def _finite(number: str) -> float:
     return value
 
 
-def _message(value: object, place: str) -> Message:
+def _message(value: object, place: str, allowed: Allowances) -> Message:
     if not isinstance(value, dict):
         raise bad_value(place, "it must be an object")
     named = value.get("role")
@@ -178,19 +182,22 @@ def _message(value: object, place: str) -> Message:
     if role is None:
         raise bad_value(f"{place}.role", f"it must be one of {', '.join(_ROLES)}")
     for name, entry in value.items():
-        if entry not in (None, [], "") and name not in _KEYS[role]:
+        if name in _KEYS[role] or _absent(entry):
+            continue
+        if name in _CONTENT:
             raise unsupported(
                 f"{place}.{name}", f"this is not supported in a {role} message; leave it out"
             )
+        allowed.unread_key(f"{place}.{name}")
     content, images = _content(value.get("content"), f"{place}.content", role=role)
     try:
         return Message(
             role=role,
             content=content,
             images=images,
-            tool_calls=_calls(value.get("tool_calls"), f"{place}.tool_calls"),
+            tool_calls=_calls(value.get("tool_calls"), f"{place}.tool_calls", allowed),
             tool_call_id=_text(value, "tool_call_id", place),
-            name=_text(value, "name", place),
+            name=_text(value, "name", place) if role == "tool" else None,
             reasoning=_text(value, "reasoning_content", place) or _text(value, "reasoning", place),
         )
     except ValueError as error:
@@ -245,20 +252,25 @@ def _image(url: object, place: str) -> Image:
         raise bad_value(place, str(error)) from None
 
 
-def _calls(value: object, place: str) -> tuple[ToolCall, ...]:
+def _calls(value: object, place: str, allowed: Allowances) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
         raise bad_value(place, "it must be a list")
-    return tuple(_call(entry, f"{place}[{i}]") for i, entry in enumerate(value))
+    return tuple(_call(entry, f"{place}[{i}]", allowed) for i, entry in enumerate(value))
 
 
-def _call(value: object, place: str) -> ToolCall:
+def _call(value: object, place: str, allowed: Allowances) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(function, dict):
         raise bad_value(place, "it must be an object with a function")
-    _only(value, ("id", "type", "function", "index"), place)
-    _only(function, ("name", "arguments"), f"{place}.function")
+    for known, where, entries in (
+        (("id", "type", "function", "index"), place, value),
+        (("name", "arguments"), f"{place}.function", function),
+    ):
+        for name, entry in entries.items():
+            if name not in known and not _absent(entry):
+                allowed.unread_key(f"{where}.{name}")
     if value.get("type", "function") != "function":
         raise unsupported(f"{place}.type", "only function calls are supported")
     call_id, name, text = value.get("id"), function.get("name"), function.get("arguments")
@@ -282,5 +294,9 @@ def _text(value: Mapping[str, object], name: str, place: str) -> str | None:
 
 def _only(value: Mapping[str, object], known: Sequence[str], place: str) -> None:
     for name, entry in value.items():
-        if entry not in (None, [], "") and name not in known:
+        if name not in known and not _absent(entry):
             raise unsupported(f"{place}.{name}", "this is not supported; leave it out")
+
+
+def _absent(entry: object) -> bool:
+    return entry in (None, [], "", {})

@@ -1,12 +1,12 @@
 """Parses OpenAI's chat completion request.
 
-Invariant: pure, and nothing is ignored. A parameter is used, or has no effect by OpenAI's own
-definition (`model`, `user`, `metadata`), or has the value that means the same as leaving it out
-(`NEUTRAL`). Any other one is an `ApiError` that names it. null means absent. No address in a
-message is ever fetched.
+Invariant: pure, and nothing is ignored silently. A parameter is used, or has no effect by OpenAI's
+own definition (`model`, `user`, `metadata`), or has the value that means the same as leaving it out
+(`NEUTRAL`), or is let pass and counted (`allowances.py`). Any other one is an `ApiError` that names
+it. null means absent. No address in a message is ever fetched.
 
-- `tool_choice` is "auto", or "none" without tools: sampling is not constrained, because the trainer
-  would treat constrained tokens as the policy's own.
+- `tool_choice` other than "auto", `strict`, `parallel_tool_calls: false` and response formats would
+  constrain the sampling. They are refused, or not enforced.
 - `developer` messages are system messages. Texts in parts are joined without separator.
 - Reasoning may come back as `reasoning_content` or `reasoning`.
 - `model` may be any name: the session's address determines the model.
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from treadle.agent_loop.proxy.allowances import Allowances
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
 from treadle.agent_loop.proxy.messages import read_messages, read_object
 from treadle.agent_loop.types import Message, ToolSpec
@@ -84,19 +85,23 @@ class ChatRequest:
     include_usage: bool = False
 
 
-def read_request(body: bytes) -> ChatRequest:
+def read_request(body: bytes, allowed: Allowances) -> ChatRequest:
     """Parses a request's body.
+
+    Args:
+        body: JSON.
+        allowed: Takes what is let pass.
 
     Raises:
         ApiError: The request cannot be answered; the message says why.
     """
     given = {key: value for key, value in read_object(body).items() if value is not None}
-    _check_names(given)
-    tools = _tools(given.get("tools", []))
-    _check_tool_choice(given.get("tool_choice", "auto"), tools)
+    _check_names(given, allowed)
+    tools = _tools(given.get("tools", []), allowed)
+    _check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)
     stream = _flag(given, "stream")
     return ChatRequest(
-        messages=read_messages(given.get("messages", [])),
+        messages=read_messages(given.get("messages", []), allowed),
         tools=tools,
         max_tokens=_max_tokens(given),
         temperature=_number(given, "temperature", low=0.0, high=100.0),
@@ -109,7 +114,7 @@ def read_request(body: bytes) -> ChatRequest:
     )
 
 
-def _check_names(given: Mapping[str, object]) -> None:
+def _check_names(given: Mapping[str, object], allowed: Allowances) -> None:
     for name, value in given.items():
         if name in _USED or name in _NO_EFFECT:
             continue
@@ -117,9 +122,17 @@ def _check_names(given: Mapping[str, object]) -> None:
             raise unsupported(name, "this parameter is not supported; leave it out")
         if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             accepted = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
-            raise unsupported(
-                name, f"{_show(value)} is not supported; leave it out, or set {accepted}"
-            )
+            problem = f"{_show(value)} is not supported; leave it out, or set {accepted}"
+            if not _is_constraint(name, value):
+                raise unsupported(name, problem)
+            allowed.constraint(name, name, problem)
+
+
+def _is_constraint(name: str, value: object) -> bool:
+    if name == "parallel_tool_calls":
+        return value is False
+    formats = ("json_object", "json_schema")
+    return name == "response_format" and isinstance(value, dict) and value.get("type") in formats
 
 
 def _same(value: object, neutral: object) -> bool:
@@ -127,28 +140,32 @@ def _same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
-def _check_tool_choice(choice: object, tools: Sequence[ToolSpec]) -> None:
+def _check_tool_choice(choice: object, tools: Sequence[ToolSpec], allowed: Allowances) -> None:
     if choice == "auto" or (choice == "none" and not tools):
         return
-    hint = "leave the tools out" if choice == "none" else 'it must be "auto"'
-    raise unsupported(
+    named = isinstance(choice, dict) and choice.get("type") == "function"
+    if choice not in ("none", "required") and not named:
+        raise bad_value("tool_choice", "it must be auto, none, required or a function")
+    hint = "leave the tools out" if choice == "none" else 'set it to "auto"'
+    allowed.constraint(
+        "tool_choice",
         "tool_choice",
         f"{_show(choice)} would constrain the sampling, and the trainer would treat constrained "
         f"tokens as the policy's own: {hint}",
     )
 
 
-def _tools(value: object) -> tuple[ToolSpec, ...]:
+def _tools(value: object, allowed: Allowances) -> tuple[ToolSpec, ...]:
     if not isinstance(value, list):
         raise bad_value("tools", "it must be a list")
-    specs = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(value)]
+    specs = [_tool(entry, f"tools[{i}]", allowed) for i, entry in enumerate(value)]
     counts = Counter(spec.name for spec in specs)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise bad_value("tools", f"there is more than one tool with the name {twice[0]!r}")
     return tuple(specs)
 
 
-def _tool(value: object, place: str) -> ToolSpec:
+def _tool(value: object, place: str, allowed: Allowances) -> ToolSpec:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise unsupported(f"{place}.type", 'only {"type": "function"} is supported')
     function = value.get("function")
@@ -157,9 +174,10 @@ def _tool(value: object, place: str) -> ToolSpec:
     _only(value, ("type", "function"), place)
     _only(function, ("name", "description", "parameters", "strict"), f"{place}.function")
     if function.get("strict"):
-        raise unsupported(
+        allowed.constraint(
+            "strict",
             f"{place}.function.strict",
-            "true would constrain the sampling; leave it out, and check the arguments",
+            "true would constrain the sampling: leave it out, and check the arguments",
         )
     name, description = function.get("name"), function.get("description") or ""
     parameters = function.get("parameters")

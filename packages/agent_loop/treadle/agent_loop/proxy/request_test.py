@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.agent_loop import AgentTask, Image, Message, ToolCall, ToolSpec
+from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
 from treadle.agent_loop.proxy.errors import ApiError
 from treadle.agent_loop.proxy.messages import MAX_VALUES, read_messages, written, written_task
 from treadle.agent_loop.proxy.request import NEUTRAL, ChatRequest, read_request
@@ -19,7 +20,7 @@ PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 
 def read(**values: Any) -> ChatRequest:
-    return read_request(json.dumps({"messages": [USER], **values}).encode())
+    return read_request(json.dumps({"messages": [USER], **values}).encode(), Allowances())
 
 
 def looking_at(url: str) -> dict[str, Any]:
@@ -108,7 +109,13 @@ def test_2_neutral_values_and_null_are_accepted(name: str) -> None:
         ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "messages[1]"),
         ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "u", "name": "me"}]}, "messages[0].name"),
+        (
+            {"messages": [{"role": "user", "content": "u", "tool_call_id": "c"}]},
+            "messages[0].tool_call_id",
+        ),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"messages": [{"role": "user", "content": ["u"]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
@@ -172,7 +179,8 @@ def test_5_messages_of_every_role() -> None:
                 ],
             },
             {"role": "tool", "content": "r", "tool_call_id": "c"},
-        ]
+        ],
+        Allowances(),
     ) == (
         Message(role="system", content="s"),
         Message(
@@ -212,13 +220,17 @@ def test_6_a_task_is_written_as_it_would_be_read() -> None:
         fields={"extra_info": {"index": 1}},
     )
     data = json.loads(json.dumps(written_task(task)))
-    assert read_messages(data["messages"]) == messages
+    assert read_messages(data["messages"], Allowances()) == messages
     assert (data["task_id"], data["rollout_index"]) == ("t", 2)
     assert data["fields"] == {"extra_info": {"index": 1}}
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
@@ -241,7 +253,7 @@ calls = st.builds(
 )
 def test_7_what_is_written_reads_as_it_was(message: Message) -> None:
     data = json.loads(json.dumps(written(message)))
-    assert read_messages([data, USER])[0] == message
+    assert read_messages([data, USER], Allowances())[0] == message
 
 
 names = st.sampled_from(["messages", "tools", "stop", "stream", "tool_choice", "n", "x", "seed"])
@@ -250,7 +262,7 @@ names = st.sampled_from(["messages", "tools", "stop", "stream", "tool_choice", "
 @given(st.dictionaries(names, json_values) | json_values)
 def test_8_no_json_is_answered_with_anything_but_an_api_error(data: object) -> None:
     try:
-        read_request(json.dumps(data).encode())
+        read_request(json.dumps(data).encode(), Allowances())
     except ApiError as error:
         assert error.status == 400
         assert json.dumps(error.body)
@@ -277,7 +289,7 @@ message_like = st.fixed_dictionaries(
 @given(st.lists(message_like, min_size=1, max_size=3))
 def test_9_no_message_is_answered_with_anything_but_an_api_error(messages: list[object]) -> None:
     try:
-        read_messages(messages)
+        read_messages(messages, Allowances())
     except ApiError as error:
         assert error.param is not None
         assert error.param.startswith("messages")
@@ -289,14 +301,62 @@ def test_9_no_message_is_answered_with_anything_but_an_api_error(messages: list[
 )
 def test_10_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="body: "):
-        read_request(body)
+        read_request(body, Allowances())
 
 
 def test_11_whole_surrogates_are_text() -> None:
     (message,) = read_request(
-        b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+        b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}', Allowances()
     ).messages
     assert message.content == "\N{GRINNING FACE}"
+
+
+def told(allowed: Allowances) -> dict[str, float]:
+    return {metric.name: metric.value for metric in allowed.metrics() if metric.value}
+
+
+def test_constraints_are_counted_where_they_are_not_enforced() -> None:
+    allowed = Allowances(AgentConstraints.IGNORE)
+    function = {"name": "f", "strict": True}
+    body = {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    }
+    request = read_request(json.dumps(body).encode(), allowed)
+    assert request == ChatRequest(
+        messages=(Message(role="user", content="u"),), tools=(ToolSpec(name="f", description=""),)
+    )
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in (named, "none"):
+        read_request(json.dumps({**body, "tool_choice": choice}).encode(), allowed)
+    kinds = ("parallel_tool_calls", "response_format", "strict", "tool_choice")
+    assert told(allowed) == {f"proxy/unenforced_{kind}": 3.0 for kind in kinds}
+    assert [finding.text for finding in allowed.findings()][2] == (
+        "strict was asked for 3 times and not enforced; first as tools[0].function.strict"
+    )
+    for name, value in (("tool_choice", "any"), ("response_format", {"type": "x"}), ("n", 2)):
+        with pytest.raises(ApiError, match=name):
+            read_request(json.dumps({**body, name: value}).encode(), allowed)
+
+
+def test_keys_of_a_history_that_nothing_reads_are_counted() -> None:
+    allowed = Allowances()
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}, "extra_content": {"a": 1}}
+    messages = [
+        {**USER, "name": "me"},
+        {"role": "assistant", "provider_specific_fields": {"x": 0}, "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "c"},
+    ]
+    without = json.loads(json.dumps(messages))
+    del without[0]["name"], without[1]["provider_specific_fields"]
+    del without[1]["tool_calls"][0]["extra_content"]
+    assert read_messages(messages, allowed) == read_messages(without, Allowances())
+    assert told(allowed) == {"proxy/ignored_keys": 3.0}
+    (finding,) = allowed.findings()
+    assert finding.text == "3 keys of messages were ignored; the first was messages[0].name"
 
 
 def test_tools_are_compared_once_each() -> None:
@@ -306,7 +366,7 @@ def test_tools_are_compared_once_each() -> None:
     names = [f"a_tool_with_number_{i}" for i in range(10_000)]
     body = json.dumps({"messages": [USER], "tools": tools(names)}).encode()
     began = time.process_time()
-    assert len(read_request(body).tools) == len(names)
+    assert len(read_request(body, Allowances()).tools) == len(names)
     assert time.process_time() - began < 0.5  # Each with each, it took 1.5 s.
     twice = refusal(tools=tools([*names[:3], names[1]]))
     assert "more than one tool with the name 'a_tool_with_number_1'" in str(twice)
@@ -315,7 +375,7 @@ def test_tools_are_compared_once_each() -> None:
 def test_a_request_of_too_many_values_is_not_parsed() -> None:
     body = b'{"messages": [' + b"[]," * MAX_VALUES + b"[]]}"
     with pytest.raises(ApiError, match="the request has more than 262144 JSON values") as caught:
-        read_request(body)
+        read_request(body, Allowances())
     assert caught.value.status == 413
 
 
@@ -326,7 +386,7 @@ def test_calls_of_too_many_values_are_not_parsed() -> None:
     user, assistant = {"role": "user", "content": ","}, {"role": "assistant", "tool_calls": calls}
     body = json.dumps({"messages": [assistant, user]}).encode()
     with pytest.raises(ApiError, match="the arguments of the calls have more than") as caught:
-        read_request(body)
+        read_request(body, Allowances())
     assert caught.value.status == 413
 
 

@@ -13,7 +13,7 @@ import enum
 import hmac
 import math
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,9 +22,12 @@ from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
 from treadle.agent_loop.errors import AgentLoopError, GenerationError, PromptTooLongError
 from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.proxy.request import ChatRequest
-from treadle.agent_loop.types import SamplingParams
+from treadle.agent_loop.trajectory import Trajectory
+from treadle.agent_loop.types import SamplingParams, StopReason
+from treadle.tracing import Metric
 
 T = TypeVar("T")
 
@@ -48,6 +51,7 @@ class EndpointSession:
         captured: Records the agent's requests.
         services: Provides the renderer and the run's sampling parameters.
         sampling: What to do with the agent's sampling parameters.
+        constraints: What to do with its requests to constrain the sampling.
         max_in_flight: Maximum number of in-flight requests.
 
     Attributes:
@@ -58,6 +62,7 @@ class EndpointSession:
         reward: The last reward that the agent posted; None if there is none.
         failure: Why the servers failed the last request; None if they did not.
         refused: The limit that forbade the last request; None if it was allowed.
+        allowed: What was let pass in the requests so far.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class EndpointSession:
         services: Services,
         *,
         sampling: AgentSampling,
+        constraints: AgentConstraints = AgentConstraints.REFUSE,
         max_in_flight: int,
     ) -> None:
         self.captured = captured
@@ -75,6 +81,7 @@ class EndpointSession:
         self.reward: float | None = None
         self.failure: GenerationError | None = None
         self.refused: LimitReachedError | None = None
+        self.allowed = Allowances(constraints)
         self._base = services.sampling
         self._sampling = sampling
         self._max_in_flight = max_in_flight
@@ -119,6 +126,20 @@ class EndpointSession:
         if captured is not None:
             self.failure = self.refused = None
         return captured
+
+    def finish(
+        self,
+        stop: StopReason | None = None,
+        *,
+        reward: float | None = None,
+        metrics: Sequence[Metric] = (),
+    ) -> Trajectory:
+        """Freezes the trajectory, with what was let pass; see `CapturedSession.finish`."""
+        trajectory = self.captured.finish(
+            stop, reward=reward, metrics=(*self.allowed.metrics(), *metrics)
+        )
+        findings = (*trajectory.findings, *self.allowed.findings())
+        return replace(trajectory, findings=findings)
 
     async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs work, and cancels it if the session is closed.
