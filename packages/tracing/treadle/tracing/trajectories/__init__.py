@@ -1,0 +1,19 @@
+"""All trajectories of a run, as Parquet files, and queries over them.
+
+`schema` has the columns, `write` writes and removes files, `filter` parses conditions, and `read`
+queries the files with DuckDB. Needs the extra `trajectories`.
+"""
+
+from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
+from treadle.tracing.trajectories.write import remove_files_after, total_bytes, write_file
+
+__all__ = [
+    "COLUMNS",
+    "DIRECTORY",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "Column",
+    "remove_files_after",
+    "total_bytes",
+    "write_file",
+]

@@ -1,0 +1,113 @@
+"""Writes the trajectories of one step and phase as one Parquet file.
+
+Invariant: a file is there whole or not at all. It is written under another name and renamed when it
+is complete; nothing is forced to the disk, so a machine that loses power may lose the last files or
+damage them, and a reader leaves those out. One process writes a directory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treadle.tracing.trajectories.schema import (
+    LEFT_OUT_KEY,
+    SCHEMA,
+    SCHEMA_VERSION,
+    SCHEMA_VERSION_KEY,
+    file_name,
+    parse_file_name,
+)
+
+__all__ = ["remove_files_after", "total_bytes", "write_file"]
+
+_PARTIAL: Final = ".partial"
+_ROWS_PER_GROUP: Final = 64
+"""Reading one trajectory decompresses the row group that has it."""
+
+
+def write_file(
+    directory: Path,
+    *,
+    step: int,
+    phase: str,
+    rows: Iterable[Mapping[str, object]],
+    left_out: int = 0,
+) -> int:
+    """Writes the file of a step and phase; replaces the one that is there.
+
+    Args:
+        directory: Made if it is missing.
+        step: Number of the step.
+        phase: `train` or `val`.
+        rows: By the names of `SCHEMA`; lists of numbers may be arrays. Other keys are an error.
+        left_out: Number of trajectories of the step that are not among the rows.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        OSError: The disk is full or gone. No partial file stays.
+        ValueError: A row does not fit the schema.
+    """
+    metadata = {SCHEMA_VERSION_KEY: b"%d" % SCHEMA_VERSION, LEFT_OUT_KEY: b"%d" % left_out}
+    table = pa.Table.from_pylist([_checked(row) for row in rows], schema=SCHEMA)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / file_name(step, phase)
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        pq.write_table(
+            table.replace_schema_metadata(metadata),
+            partial,
+            compression="zstd",
+            row_group_size=_ROWS_PER_GROUP,
+        )
+        size = partial.stat().st_size
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    return size
+
+
+def _checked(row: Mapping[str, object]) -> Mapping[str, object]:
+    if row.keys() != _NAMES:
+        unknown, missing = sorted(row.keys() - _NAMES), sorted(_NAMES - row.keys())
+        raise ValueError(f"a row has unknown columns {unknown} and lacks {missing}")
+    return row
+
+
+_NAMES: Final = frozenset(SCHEMA.names)
+
+
+def remove_files_after(directory: Path, step: int | None) -> None:
+    """Removes files of later steps, and what an interrupted write left.
+
+    Args:
+        directory: May be missing.
+        step: The last step that stays; None: no file stays.
+
+    Raises:
+        OSError: A file cannot be removed.
+    """
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        found = parse_file_name(path.name.removesuffix(_PARTIAL))
+        later = found is not None and (step is None or found[0] > step)
+        if later or path.name.endswith(_PARTIAL):
+            path.unlink()
+
+
+def total_bytes(directory: Path) -> int:
+    """Returns the size of all trajectory files of a directory, which may be missing."""
+    if not directory.is_dir():
+        return 0
+    return sum(p.stat().st_size for p in directory.iterdir() if parse_file_name(p.name))

@@ -1,0 +1,71 @@
+"""Files are whole, have the schema, and leave with the steps that a resume repeats."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from treadle.tracing.trajectories import (
+    DIRECTORY,
+    SCHEMA,
+    remove_files_after,
+    total_bytes,
+    write_file,
+)
+from treadle.tracing.trajectories.schema import LEFT_OUT_KEY, SCHEMA_VERSION_KEY
+from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_gives_back_its_rows_and_says_what_it_lacks(tmp_path: Path) -> None:
+    rows = list(make_rows(3, "train", rows=30, samples=4))
+    size = write_file(tmp_path, step=3, phase="train", rows=rows, left_out=5)
+    (name,) = _names(tmp_path)
+    assert name == "step-000003-train.parquet"
+    assert size == total_bytes(tmp_path) == (tmp_path / name).stat().st_size
+    table = pq.read_table(tmp_path / name)
+    assert table.schema.equals(SCHEMA)
+    assert table.schema.metadata == {SCHEMA_VERSION_KEY: b"1", LEFT_OUT_KEY: b"5"}
+    assert table.column("task_id").to_pylist() == [row["task_id"] for row in rows]
+    assert table.column("reward").to_pylist() == [row["reward"] for row in rows]
+    sample, written = table.column("samples")[1].as_py()[0], rows[1]["samples"][0]
+    assert sample["ids"] == written["ids"]
+    assert sample["spans"] == written["spans"]
+
+
+def test_a_row_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
+    row = make_row(1, "train", 1, 1)
+    with pytest.raises(ValueError, match=r"unknown columns \['colour'\] and lacks \['stop'\]"):
+        write_file(
+            tmp_path,
+            step=1,
+            phase="train",
+            rows=[{k: v for k, v in row.items() if k != "stop"} | {"colour": 1}],
+        )
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        write_file(tmp_path, step=1, phase="train", rows=[{**row, "prompt": "\ud800"}])
+    assert _names(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before_it(tmp_path: Path) -> None:
+    write_file(tmp_path, step=1, phase="train", rows=[make_row(1, "train", 1, 1)])
+    before = (tmp_path / "step-000001-train.parquet").read_bytes()
+    (tmp_path / "step-000001-train.parquet.partial").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_file(tmp_path, step=1, phase="train", rows=[make_row(1, "train", 2, 1)])
+    assert (tmp_path / "step-000001-train.parquet").read_bytes() == before
+
+
+def test_a_resume_removes_later_files_and_partial_ones(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, steps=3) / DIRECTORY
+    (directory / "step-000001-train.parquet.partial").write_text("half")
+    (directory / "mine.txt").write_text("kept")
+    remove_files_after(directory, 1)
+    kept = ["mine.txt", "step-000001-train.parquet", "step-000001-val.parquet"]
+    assert _names(directory) == kept
+    remove_files_after(directory, None)
+    assert _names(directory) == ["mine.txt"]
+    remove_files_after(tmp_path / "missing", None)
