@@ -4,6 +4,8 @@
 queries the files with DuckDB. Needs the extra `trajectories`.
 """
 
+from treadle.tracing.trajectories.filter import Filter, FilterError
+from treadle.tracing.trajectories.read import SqlError, TrajectoryFiles, UnknownColumnError
 from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
 from treadle.tracing.trajectories.write import remove_files_after, total_bytes, write_file
 
@@ -13,6 +15,11 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "Column",
+    "Filter",
+    "FilterError",
+    "SqlError",
+    "TrajectoryFiles",
+    "UnknownColumnError",
     "remove_files_after",
     "total_bytes",
     "write_file",
