@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,12 @@ __all__ = ["remove_files_after", "total_bytes", "write_file"]
 _PARTIAL: Final = ".partial"
 _ROWS_PER_GROUP: Final = 64
 """Reading one trajectory decompresses the row group that has it."""
+_TOKEN_FLOATS: Final = tuple(
+    f"samples.list.element.{name}.list.element"
+    for name in ("logprobs", "policy_logprobs", "entropy", "advantages")
+)
+"""Their bytes are ordered by significance, which makes 15 bytes of a token of 21. It excludes
+dictionaries, whose part zstd does as well."""
 
 
 def write_file(
@@ -57,17 +64,21 @@ def write_file(
         ValueError: A row does not fit the schema.
     """
     metadata = {SCHEMA_VERSION_KEY: b"%d" % SCHEMA_VERSION, LEFT_OUT_KEY: b"%d" % left_out}
-    table = pa.Table.from_pylist([_checked(row) for row in rows], schema=SCHEMA)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / file_name(step, phase)
     partial = path.with_name(path.name + _PARTIAL)
     try:
-        pq.write_table(
-            table.replace_schema_metadata(metadata),
+        with pq.ParquetWriter(
             partial,
+            SCHEMA.with_metadata(metadata),
             compression="zstd",
-            row_group_size=_ROWS_PER_GROUP,
-        )
+            use_dictionary=False,
+            column_encoding=dict.fromkeys(_TOKEN_FLOATS, "BYTE_STREAM_SPLIT"),
+        ) as file:
+            # A row group at a time, so that few rows are in memory, and other threads get a turn.
+            remaining = iter(rows)
+            while group := [_checked(row) for row in islice(remaining, _ROWS_PER_GROUP)]:
+                file.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
         size = partial.stat().st_size
         os.replace(partial, path)
     except BaseException:
