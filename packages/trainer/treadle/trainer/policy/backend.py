@@ -132,8 +132,12 @@ class PolicyBackend(Protocol):
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
         temperature: float = 1.0,
+        keep_tokens: bool = False,
     ) -> StepStats:
-        """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`."""
+        """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`.
+
+        With `keep_tokens`, the result has what was computed of each loss token.
+        """
         ...
 
     def weights_are_finite(self) -> bool:

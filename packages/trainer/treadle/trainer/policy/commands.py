@@ -17,6 +17,7 @@ from treadle.trainer.policy.types import (
     ElementType,
     LossAggregation,
     StepStats,
+    TokenValues,
     TrainSequence,
 )
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -94,7 +95,7 @@ class InitModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Take all optimizer steps of one batch. Answer: `UpdateStats`, the same on all ranks.
+    """Take all optimizer steps of one batch. Answer: `UpdateStats`, `tokens` on rank 0 only.
 
     Attributes:
         temperature: What the sequences were sampled with.
@@ -183,12 +184,16 @@ class UpdateStats:
         logprobs_s: Seconds spent on old and reference log-probabilities; 0 if none was needed.
         mismatch: See `algorithms.mismatch`, over the whole batch. None means that the metrics of
             the first step have it, for what that step computed.
+        tokens: Of each loss token of an `Update`: its log-probability before the first optimizer
+            step where that was computed, else in the first step that trained on it; and its entropy
+            in that step. Rank 0 has them, the others None.
     """
 
     steps: tuple[StepStats, ...]
     broken: str | None
     logprobs_s: float
     mismatch: Mapping[str, float] | None = None
+    tokens: TokenValues | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -119,13 +120,14 @@ class PolicyRank:
             case Update():
                 from treadle.trainer.training_loop.train_batch import run_update
 
-                return run_update(
+                stats = run_update(
                     policy,
                     command.sequences,
                     command.algorithm,
                     temperature=command.temperature,
                     free_memory=command.free_memory,
                 )
+                return stats if self._rank == 0 else replace(stats, tokens=None)
             case MeasureReference():
                 from treadle.trainer.training_loop.train_batch import measure_reference
 

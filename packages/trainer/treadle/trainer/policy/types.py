@@ -3,7 +3,7 @@
 Everything here is plain data. Nothing imports torch or Megatron at run time, so that the driver
 builds batches and reads statistics without either. `backend.py` has the interface of a policy.
 
-Shape suffix: L tokens of one sequence.
+Shape suffixes: L tokens of one sequence, M loss tokens of a batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from treadle.agent_loop import RoutedExperts
@@ -116,6 +118,19 @@ class TrainSequence:
         return sum(self.loss_mask)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenValues:
+    """What the policy computed of each loss token of a batch, in the order of its sequences.
+
+    Attributes:
+        logprobs_M: Log-probabilities, nats; NaN where the sequence did not go through the model.
+        entropy_M: Of the next-token distribution, nats; NaN likewise.
+    """
+
+    logprobs_M: NDArray[np.float32]
+    entropy_M: NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """The result of one `train_step`; equal on every rank.
@@ -136,6 +151,7 @@ class StepStats:
         time_s: Duration.
         metrics: Means over the loss tokens that were computed, by the name they are logged under;
             `moe/...` over all rows that were computed.
+        tokens: What the step computed of each loss token, if it was asked to keep it.
     """
 
     step: int
@@ -151,6 +167,7 @@ class StepStats:
     num_micro_batches: int
     time_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    tokens: TokenValues | None = field(default=None, compare=False)
 
 
 # --- weights -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from treadle.trainer.algorithms.choose_loss import policy_loss
@@ -24,7 +25,7 @@ from treadle.trainer.algorithms.token_selection import token_selector
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.backend import PolicyBackend
 from treadle.trainer.policy.commands import MeasuredReference, UpdateStats
-from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.policy.types import StepStats, TokenValues, TrainSequence
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
@@ -76,24 +77,26 @@ def run_update(
             return part
         return select(part, policy.logprobs(part, temperature=temperature), policy.step)
 
-    steps = tuple(
+    steps = [
         policy.train_step(
             with_selection(part),
             loss,
             aggregation=algorithm.loss_aggregation,
             aggregation_length=algorithm.aggregation_length,
             temperature=temperature,
+            keep_tokens=epoch == 0,
         )
-        for _ in range(algorithm.epochs)
+        for epoch in range(algorithm.epochs)
         for part in cut(prepared, algorithm.mini_batches)
-    )
+    ]
     if free_memory:
         torch.cuda.empty_cache()  # does nothing without CUDA
     return UpdateStats(
-        steps=steps,
+        steps=tuple(replace(step, tokens=None) for step in steps),
         broken=not_finite(policy, sequences, temperature),
         logprobs_s=logprobs_s,
         mismatch=mismatch,
+        tokens=_token_values(steps, prepared if computed else None),
     )
 
 
@@ -184,6 +187,30 @@ def _with_old_logprobs(
         replace(sequence, old_logprobs=logprobs)
         for sequence, logprobs in zip(sequences, old, strict=True)
     ]
+
+
+def _token_values(
+    steps: Sequence[StepStats], measured: Sequence[TrainSequence] | None
+) -> TokenValues:
+    """Returns the values of all loss tokens of the batch.
+
+    Args:
+        steps: Those of the first epoch have the values of their mini-batch each.
+        measured: The batch with the policy's log-probabilities before the update, if there are any.
+    """
+    kept = [step.tokens for step in steps if step.tokens is not None]
+    logprobs_M = np.concatenate([tokens.logprobs_M for tokens in kept])
+    if measured is not None:
+        before = (
+            logprob
+            for sequence in measured
+            for logprob, masked in zip(sequence.old_logprobs or (), sequence.loss_mask, strict=True)
+            if masked
+        )
+        logprobs_M = np.fromiter(before, dtype=np.float32, count=len(logprobs_M))
+    return TokenValues(
+        logprobs_M=logprobs_M, entropy_M=np.concatenate([tokens.entropy_M for tokens in kept])
+    )
 
 
 def _mismatch(sequences: Sequence[TrainSequence]) -> Mapping[str, float] | None:

@@ -3,6 +3,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from treadle.trainer.policy.types import (
     NamedTensor,
     StepStats,
     TensorSpec,
+    TokenValues,
     TrainSequence,
 )
 from treadle.trainer.training_loop.train_batch import cut, measure_reference, run_update
@@ -48,9 +50,12 @@ class _Policy:
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
         temperature: float = 1.0,
+        keep_tokens: bool = False,
     ) -> StepStats:
         self.temperatures.add(temperature)
         self.trained.append(sequences)
+        number = len(self.trained)
+        values_M = np.full(sum(s.num_loss_tokens for s in sequences), -10.0 * number, np.float32)
         return StepStats(
             step=len(self.trained),
             loss=0.0,
@@ -64,6 +69,7 @@ class _Policy:
             num_loss_tokens=0,
             num_micro_batches=1,
             time_s=0.0,
+            tokens=TokenValues(logprobs_M=values_M, entropy_M=-values_M) if keep_tokens else None,
         )
 
     def weights_are_finite(self) -> bool:
@@ -108,6 +114,19 @@ def test_several_updates_are_measured_against_the_policy_that_began() -> None:
     run_update(policy, _SEQUENCES, AlgorithmConfig(epochs=2, mini_batches=2), temperature=1.0)
     assert [len(part) for part in policy.trained] == [1, 2, 1, 2]
     assert all(s.old_logprobs == (-1.0, -1.0) for part in policy.trained for s in part)
+
+
+def test_the_values_of_tokens_are_those_of_the_first_step_that_trained_on_them() -> None:
+    once = run_update(_Policy(), _SEQUENCES, AlgorithmConfig(), temperature=1.0).tokens
+    assert once is not None
+    assert once.logprobs_M.tolist() == [-10.0] * 3
+    several = run_update(
+        _Policy(), _SEQUENCES, AlgorithmConfig(epochs=2, mini_batches=2), temperature=1.0
+    )
+    assert several.tokens is not None
+    assert several.tokens.logprobs_M.tolist() == [-1.0] * 3  # those before the first step
+    assert several.tokens.entropy_M.tolist() == [10.0, 20.0, 20.0]
+    assert all(step.tokens is None for step in several.steps)
 
 
 def test_the_whole_batch_is_compared_with_the_rollout_where_it_was_computed_anyway() -> None:

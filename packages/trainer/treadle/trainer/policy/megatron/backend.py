@@ -52,6 +52,7 @@ from treadle.trainer.policy.types import (
     NamedTensor,
     StepStats,
     TensorSpec,
+    TokenValues,
 )
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ class MegatronPolicy:
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
         temperature: float = 1.0,
+        keep_tokens: bool = False,
     ) -> StepStats:
         """See `PolicyBackend.train_step`.
 
@@ -261,7 +263,7 @@ class MegatronPolicy:
             if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
         ]
         micro_batches = self.micro_batches(packer, sequences, computed)
-        collector = _StatsCollector(loss, packer, computed, self.world)
+        collector = _StatsCollector(loss, packer, computed, self.world, keep_tokens=keep_tokens)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
             logprobs_T, entropy_T = self._head(self._model, micro, hidden, temperature)
@@ -300,6 +302,7 @@ class MegatronPolicy:
                     self._model, self.architecture, replaying=self._replaying is not None
                 ),
             },
+            tokens=collected.tokens,
         )
 
     @property
@@ -468,6 +471,7 @@ class _Collected:
     num_rows: int
     num_micro_batches: int
     metrics: Mapping[str, float]
+    tokens: TokenValues | None
 
 
 class _StatsCollector:
@@ -479,7 +483,13 @@ class _StatsCollector:
     """
 
     def __init__(
-        self, loss: LossFn, packer: Packer, computed: Sequence[int], world: parallel.World
+        self,
+        loss: LossFn,
+        packer: Packer,
+        computed: Sequence[int],
+        world: parallel.World,
+        *,
+        keep_tokens: bool,
     ) -> None:
         """Args are those of the step; `computed` are the sequences that go through the model."""
         self._world = world
@@ -490,6 +500,8 @@ class _StatsCollector:
         self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
         self._gaps_M = torch.zeros(packer.num_loss_tokens, device=at)
         self._has_rollout = packer.has("rollout_logprobs")
+        # Log-probability and entropy of each loss token.
+        self._tokens_2M = torch.zeros(2, packer.num_loss_tokens, device=at) if keep_tokens else None
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
@@ -503,6 +515,10 @@ class _StatsCollector:
         if inputs.rollout_logprobs_T is not None:
             gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
             self._gaps_M[micro.slots_T] = gaps_T
+        if self._tokens_2M is not None:
+            self._tokens_2M[:, micro.slots_T] = torch.stack(
+                [inputs.logprobs_T.detach().float(), inputs.entropy_T.detach().float()]
+            )
 
     @torch.no_grad()
     def reduce(self, micro_batches: MicroBatches) -> _Collected:
@@ -513,14 +529,30 @@ class _StatsCollector:
         rows, loss, *sums = self._sums.tolist()
         tokens = len(self._slots_M)
         if not tokens:
-            return _Collected(loss=loss, num_rows=0, num_micro_batches=0, metrics={})
+            return _Collected(
+                loss=loss, num_rows=0, num_micro_batches=0, metrics={}, tokens=self._kept()
+            )
         metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
         if self._has_rollout:
             dist.all_reduce(self._gaps_M)
             metrics |= mismatch_metrics(self._gaps_M[self._slots_M], self._stale_M)
         return _Collected(
-            loss=loss, num_rows=int(rows), num_micro_batches=int(count), metrics=metrics
+            loss=loss,
+            num_rows=int(rows),
+            num_micro_batches=int(count),
+            metrics=metrics,
+            tokens=self._kept(),
         )
+
+    def _kept(self) -> TokenValues | None:
+        """Collective: the values of each loss token, if they are kept."""
+        if self._tokens_2M is None:
+            return None
+        dist.all_reduce(self._tokens_2M)
+        values_2M = torch.full_like(self._tokens_2M, torch.nan)
+        values_2M[:, self._slots_M] = self._tokens_2M[:, self._slots_M]
+        logprobs_M, entropy_M = values_2M.cpu().numpy()
+        return TokenValues(logprobs_M=logprobs_M, entropy_M=entropy_M)
 
 
 def _metric_names(loss: LossFn) -> list[str]:

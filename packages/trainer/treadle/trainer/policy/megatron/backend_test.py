@@ -146,6 +146,29 @@ def test_sequences_without_advantage_are_skipped_and_counted(folder: Path) -> No
     assert largest_difference(weights, all_weights) < 1e-7
 
 
+def test_a_step_keeps_what_it_computed_of_each_token(
+    folder: Path, opened: list[MegatronPolicy]
+) -> None:
+    policy = MegatronPolicy(PolicyConfig(optimizer=LINEAR), folder)
+    opened.append(policy)
+    first, *others = sequences()
+    batch = [replace(first, advantages=0.0), *others]
+    before = policy.logprobs(batch, temperature=0.9)
+    loss = policy_loss(AlgorithmConfig())
+    kept = policy.train_step(batch, loss, temperature=0.9, keep_tokens=True).tokens
+    assert kept is not None
+    expected = [
+        math.nan if sequence is batch[0] else logprob
+        for sequence, logprobs in zip(batch, before, strict=True)
+        for logprob, masked in zip(logprobs, sequence.loss_mask, strict=True)
+        if masked
+    ]
+    np.testing.assert_allclose(kept.logprobs_M, expected, atol=1e-5)
+    assert (np.isnan(kept.entropy_M) == np.isnan(expected)).all()
+    assert 0 < np.nanmean(kept.entropy_M) <= math.log(VOCAB)
+    assert policy.train_step(batch, loss).tokens is None
+
+
 def test_a_batch_without_any_advantage_has_no_gradient_and_no_metrics(folder: Path) -> None:
     batch = [replace(s, advantages=(0.0,) * len(s.ids)) for s in sequences()]
     stats, _ = step(folder, batch, ClippedSurrogate())
