@@ -81,9 +81,11 @@ def write_file(
                 file.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
         size = partial.stat().st_size
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:  # pyarrow names no file
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     return size
 

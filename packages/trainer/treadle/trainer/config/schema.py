@@ -564,6 +564,9 @@ class RunDirConfig(AnyRunConfig):
     val_trajectories: Annotated[int, Field(ge=0)] = 20
     """Validation trajectories to write to trajectories.jsonl and to the loggers' table after each
     validation, rounded up likewise."""
+    trajectories_max_bytes: Annotated[int, Field(ge=0)] = 100_000_000_000
+    """Budget of trajectories/, which has all trajectories of every step and validation. Once its
+    files have reached it, only failures and what trajectories.jsonl gets are added."""
     rollout_data_dir: Path | None = None
     """Directory for the text of every training trajectory, a file STEP.jsonl per step with verl's
     columns input, output, gts and score. Null: none is written."""

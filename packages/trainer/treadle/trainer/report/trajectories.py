@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 from treadle.agent_loop import Message, Tokens, Trajectory
 from treadle.tracing import (
@@ -92,7 +92,7 @@ class TrajectoryLog:
         Raises:
             OSError: The disk is full or gone.
         """
-        traces = _by_trajectory(spans)
+        traces = spans_by_trajectory(spans)
         trained: dict[int, float | None] = {}
         if advantages is not None:
             trained |= zip(map(id, trajectories), advantages, strict=True)
@@ -169,6 +169,19 @@ def to_record(
     trace: Iterable[FinishedSpan] = (),
 ) -> dict[str, object]:
     """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
+    fields = to_fields(trajectory, step=step, phase=phase, advantage=advantage, trace=trace)
+    return fields | {"samples": [_tokens(sample, decode) for sample in trajectory.samples]}
+
+
+def to_fields(
+    trajectory: Trajectory,
+    *,
+    step: int,
+    phase: Phase,
+    advantage: float | None,
+    trace: Iterable[FinishedSpan],
+) -> dict[str, Any]:
+    """Returns what `to_record` has beside the samples."""
     task = trajectory.task
     return {
         "step": step,
@@ -190,7 +203,6 @@ def to_record(
         "traceback": None if trajectory.error is None else whole_traceback(trajectory.error),
         "num_turns": trajectory.num_turns,
         "messages": [_message(message) for message in trajectory.messages],
-        "samples": [_tokens(sample, decode) for sample in trajectory.samples],
         "findings": [{"kind": f.kind, "text": f.text} for f in trajectory.findings],
         "metrics": aggregate([trajectory.metrics]),
         "trace": [_span(span) for span in trace],
@@ -219,20 +231,25 @@ def _tokens(tokens: Tokens, decode: Decode | None) -> dict[str, object]:
     return {
         "ids": list(tokens.ids),
         "logprobs": [round(logprob, 4) for logprob in tokens.logprobs],
-        "spans": [
-            {
-                "origin": span.origin.value,
-                "start": span.start,
-                "stop": span.stop,
-                "weight_version": span.weight_version,
-                "text": None if decode is None else decode(tokens.ids[span.start : span.stop]),
-            }
-            for span in tokens.spans
-        ],
+        "spans": to_spans(tokens, decode),
     }
 
 
-def _by_trajectory(
+def to_spans(tokens: Tokens, decode: Decode | None) -> list[dict[str, object]]:
+    """Returns the spans of a sample as plain data."""
+    return [
+        {
+            "origin": span.origin.value,
+            "start": span.start,
+            "stop": span.stop,
+            "weight_version": span.weight_version,
+            "text": None if decode is None else decode(tokens.ids[span.start : span.stop]),
+        }
+        for span in tokens.spans
+    ]
+
+
+def spans_by_trajectory(
     spans: Iterable[FinishedSpan],
 ) -> dict[tuple[object, object], list[FinishedSpan]]:
     """Spans by (task id, rollout index) of the trajectory above them, in the order they began.

@@ -32,6 +32,7 @@ from treadle.trainer.rollout.server_pool import ServerPool, required_capabilitie
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
+from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 __all__ = ["build_context", "total_steps"]
@@ -111,6 +112,14 @@ async def build_context(
         reference = None
         if config.algorithm.reference_addresses:
             reference = await stack.enter_async_context(connect_reference(config, inputs.renderer))
+        trajectory_store = await stack.enter_async_context(
+            TrajectoryStore(
+                run_dir,
+                decode=inputs.renderer.decode,
+                max_bytes=config.run.trajectories_max_bytes,
+                resume_after=resume_after,
+            )
+        )
         context = TrainingContext(
             config=config,
             train=inputs.train,
@@ -137,6 +146,7 @@ async def build_context(
             checkpoints=checkpoints,
             metrics_log=metrics_log,
             trajectory_log=trajectory_log,
+            trajectory_store=trajectory_store,
             decode=inputs.renderer.decode,
             notes_log=NotesLog(run_dir / "notes.jsonl", resume_after=resume_after),
             loggers=loggers,

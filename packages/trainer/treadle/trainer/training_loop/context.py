@@ -38,10 +38,10 @@ from treadle.trainer.policy.commands import (
     Values,
 )
 from treadle.trainer.policy.group import PolicyError, PolicyGroup
-from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.policy.types import TokenValues, TrainSequence
 from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
 from treadle.trainer.report.generation_files import write_generations
-from treadle.trainer.report.trajectories import Decode
+from treadle.trainer.report.trajectories import Decode, Phase
 from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
@@ -49,9 +49,10 @@ from treadle.trainer.rollout.served_reference import ServedReference
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.shaping import shaped
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
-from treadle.trainer.training_loop.groups import Group, Survivors
+from treadle.trainer.training_loop.groups import Group, StepBatch, Survivors
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 from treadle.trainer.training_loop.run_log import span_attributes
+from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.training_loop.update_metrics import broken_policy
 
 __all__ = ["Sampled", "Timer", "TrainingContext"]
@@ -112,6 +113,7 @@ class TrainingContext:
         checkpoints: Where checkpoints are kept.
         metrics_log: Of the run directory.
         trajectory_log: Of the run directory.
+        trajectory_store: Of the run directory.
         notes_log: Of the run directory.
         decode: Token ids to text, special tokens included.
         loggers: Beside the files of the run directory.
@@ -122,6 +124,7 @@ class TrainingContext:
             ahead of the steps.
         surplus: Groups that the next step trains on first.
         kl_coef: Of the KL penalty in the rewards of this step.
+        said_left_out: Whether a note has said that trajectories are left out of the store.
         first_of_kind: Knows the kinds of failures and findings that were shown.
         watch: Finds warning signs in the metrics.
     """
@@ -140,6 +143,7 @@ class TrainingContext:
     checkpoints: Checkpoints
     metrics_log: MetricsLog
     trajectory_log: TrajectoryLog
+    trajectory_store: TrajectoryStore
     notes_log: NotesLog
     decode: Decode
     loggers: Loggers
@@ -149,6 +153,7 @@ class TrainingContext:
     batches: int = 0
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0
+    said_left_out: bool = False
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
     watch: Watch = field(default_factory=Watch)
 
@@ -201,12 +206,10 @@ class TrainingContext:
             trajectories = [shaped(trajectory, self.config) for trajectory in trajectories]
         return Sampled(trajectories=trajectories, spans=recorded.spans)
 
-    async def log_training(
-        self, step: int, sampled: Sampled, advantages: Sequence[float | None] | None
-    ) -> None:
-        """Logs some of the trajectories of a step; the advantages are None if it failed.
+    async def log_training(self, step: int, sampled: Sampled, batch: StepBatch | None) -> None:
+        """Logs some of the trajectories of a step; the batch is None if there is none.
 
-        All of them go to `run.rollout_data_dir`, if there is one.
+        All of them wait for `keep_training`, and go to `run.rollout_data_dir`, if there is one.
 
         Raises:
             OutageError: Something is down that the trajectories need.
@@ -216,14 +219,59 @@ class TrainingContext:
             sampled.trajectories,
             phase="train",
             limit=self.config.run.trajectories_per_step,
-            advantages=advantages,
+            advantages=None if batch is None else batch.advantages_of(sampled.trajectories),
             spans=sampled.spans,
+        )
+        self._hold(
+            step,
+            sampled,
+            phase="train",
+            limit=self.config.run.trajectories_per_step,
+            batch=batch,
         )
         await self._write_generations(self.config.run.rollout_data_dir, step, sampled)
         self.rollout.check_outages(sampled.trajectories)
 
+    async def keep_training(self, tokens: TokenValues | None) -> None:
+        """Begins to write all trajectories of the step that was logged.
+
+        Args:
+            tokens: What the policy's update computed of each token; None: there was none.
+
+        Raises:
+            OSError: Those of the step before could not be written.
+        """
+        await self.trajectory_store.write(tokens)
+
+    def _hold(
+        self,
+        step: int,
+        sampled: Sampled,
+        *,
+        phase: Phase,
+        limit: int,
+        batch: StepBatch | None = None,
+    ) -> None:
+        left_out = self.trajectory_store.hold(
+            step,
+            sampled.trajectories,
+            phase=phase,
+            limit=limit,
+            spans=sampled.spans,
+            batch=batch,
+        )
+        if left_out and not self.said_left_out:
+            self.said_left_out = True
+            self.note(
+                step,
+                "trajectories/ has reached run.trajectories_max_bytes="
+                f"{self.config.run.trajectories_max_bytes}: from here on it gets failures and "
+                f"what trajectories.jsonl gets ({left_out} of {len(sampled.trajectories)} are left "
+                "out)",
+            )
+
     async def log_validation(self, step: int, sampled: Sampled) -> None:
-        """Logs some of the trajectories of a validation.
+        """Logs some of the trajectories of a validation, and begins to write all of them.
 
         All of them go to `run.validation_data_dir`, if there is one.
 
@@ -237,6 +285,8 @@ class TrainingContext:
             limit=self.config.run.val_trajectories,
             spans=sampled.spans,
         )
+        self._hold(step, sampled, phase="val", limit=self.config.run.val_trajectories)
+        await self.trajectory_store.write()
         if limit := self.config.run.val_trajectories:
             self.loggers.table(step, generations(sampled.trajectories, limit=limit))
         await self._write_generations(self.config.run.validation_data_dir, step, sampled)
@@ -409,4 +459,5 @@ class TrainingContext:
     async def complete_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         """Makes the model that was saved a checkpoint, with the metrics of its step."""
         with self.progress.phase("save"):
+            await self.trajectory_store.flush()
             await self.checkpoints.complete(step, metrics)

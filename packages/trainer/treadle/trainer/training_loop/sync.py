@@ -13,6 +13,7 @@ the same rows and the same seeds.
 from treadle.trainer.algorithms.estimators import AdvantageError
 from treadle.trainer.algorithms.reward_kl import Charges, coefficient_after
 from treadle.trainer.policy.commands import UpdateStats
+from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import gather
@@ -35,6 +36,7 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
             finite.
         WeightSyncError: no server takes new weights.
         RunDirectoryError: a checkpoint cannot be written.
+        OSError: the disk is full or gone.
     """
     if first_step == 1 and context.val and context.config.schedule.val_before_train:
         timer = Timer()
@@ -74,11 +76,12 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     except (AdvantageError, NoGroupLeftError):
         await context.log_training(step, found.sampled, None)
         raise
-    await context.log_training(step, found.sampled, batch.advantages_of(found.trajectories))
+    await context.log_training(step, found.sampled, batch)
     _report_failures(context, step, batch)
 
     # Update: of the critic, and after its warm-up of the policy.
     updated: dict[str, float] = {}
+    tokens: TokenValues | None = None
     if config.algorithm.needs_critic:
         with timer.phase("critic"):
             stats = await context.update_critic(step, batch.sequences)
@@ -89,6 +92,8 @@ async def _train_step(context: TrainingContext, step: int) -> None:
             stats = await context.update_policy(step, batch.sequences)
         _report_skipped(context, step, stats, "updates")
         updated |= update_metrics(stats)
+        tokens = stats.tokens
+    await context.keep_training(tokens)
 
     # The model is written before the servers that share devices with it take their memory back.
     last, saves = step == context.total_steps, _saves(context, step)

@@ -1,0 +1,193 @@
+"""Rows of the trajectory files, made of trajectories and of what a step did with them.
+
+Invariant: a row has the columns of `treadle.tracing.trajectories.SCHEMA`. A value per token is NaN
+where it does not apply: log-probabilities where the token was not sampled, those of the policy and
+the entropy where the sequence did not go through the model.
+
+Making rows of a large step takes seconds; the caller chooses the thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.agent_loop import Tokens, Trajectory
+from treadle.tracing import FinishedSpan
+from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
+from treadle.trainer.policy.types import TokenValues, TrainSequence
+from treadle.trainer.report.rollout import ground_truth
+from treadle.trainer.report.trajectories import (
+    Decode,
+    Phase,
+    spans_by_trajectory,
+    to_fields,
+    to_spans,
+)
+
+if TYPE_CHECKING:
+    from treadle.trainer.training_loop.groups import StepBatch
+
+__all__ = ["make_rows"]
+
+Floats = NDArray[np.float32]
+
+
+def make_rows(
+    trajectories: Sequence[Trajectory],
+    *,
+    step: int,
+    phase: Phase,
+    decode: Decode,
+    spans: Iterable[FinishedSpan] = (),
+    batch: StepBatch | None = None,
+    tokens: TokenValues | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yields the row of each trajectory.
+
+    Args:
+        trajectories: What to make rows of.
+        step: The step that they belong to; 0 before training.
+        phase: What they were sampled for.
+        decode: For the text of the token spans.
+        spans: What was recorded while they were sampled; each row gets its own part.
+        batch: What the step trains on; None: nothing.
+        tokens: What the policy's update computed of the batch; None: there was no update.
+    """
+    traces = spans_by_trajectory(spans)
+    values: dict[int, list[_Values]] = {}
+    advantages: Sequence[float | None] = [None] * len(trajectories)
+    if batch is not None:
+        values = _values_by_trajectory(batch, tokens)
+        advantages = batch.advantages_of(trajectories)
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        trace = traces.get((trajectory.task.task_id, trajectory.task.rollout_index), [])
+        fields = to_fields(trajectory, step=step, phase=phase, advantage=advantage, trace=trace)
+        of_samples = values.get(id(trajectory), [_Values()] * len(trajectory.samples))
+        samples = [
+            {
+                "ids": np.array(sample.ids, dtype=np.int32),
+                "spans": to_spans(sample, decode),
+                "logprobs": _at(sample.loss_mask, _sampled(sample)),
+                "policy_logprobs": _at(sample.loss_mask, given.logprobs),
+                "entropy": _at(sample.loss_mask, given.entropy),
+                "advantages": _at(sample.loss_mask, given.advantages),
+            }
+            for sample, given in zip(trajectory.samples, of_samples, strict=True)
+        ]
+        row = fields | _columns(trajectory, fields, trace) | {"samples": samples}
+        yield {name: _printable(value) for name, value in row.items()}
+
+
+def _columns(
+    trajectory: Trajectory, fields: Mapping[str, Any], trace: Sequence[FinishedSpan]
+) -> dict[str, Any]:
+    """Returns the columns that are not fields of a record, or otherwise."""
+    truth, source = ground_truth(trajectory), fields["data_source"]
+    asked = [m.content for m in trajectory.task.messages if m.role == "user"]
+    said = trajectory.messages[len(trajectory.task.messages) :]
+    called = [call.name for message in said for call in message.tool_calls]
+    return {
+        "data_source": None if source is None else str(source),
+        "ground_truth": truth if truth is None or isinstance(truth, str) else _json(truth),
+        "num_tokens": sum(len(sample.ids) for sample in trajectory.samples),
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
+        "duration_s": _duration_s(trace),
+        "prompt": asked[-1][:SNIPPET_CHARACTERS] if asked else "",
+        "response": trajectory.final_text[:SNIPPET_CHARACTERS],
+        "tools": list(dict.fromkeys(called)),
+        "drift": sum(finding.kind == "drift" for finding in trajectory.findings),
+        "messages": _json(fields["messages"]),
+        "trace": [{**span, "attributes": _json(span["attributes"])} for span in fields["trace"]],
+    }
+
+
+def _duration_s(trace: Sequence[FinishedSpan]) -> float | None:
+    """Returns the time from the first attempt's start to the last one's end."""
+    attempts = [span for span in trace if span.name == "trajectory"]
+    if not attempts:
+        return None
+    ends = [span.start_unix_ns + span.duration_ns for span in attempts]
+    return (max(ends) - min(span.start_unix_ns for span in attempts)) / 1e9
+
+
+# --- values per token ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Values:
+    """Of the loss tokens of one sample; None: it was not trained on, or not computed."""
+
+    advantages: Floats | None = None
+    logprobs: Floats | None = None
+    entropy: Floats | None = None
+
+
+def _values_by_trajectory(batch: StepBatch, tokens: TokenValues | None) -> dict[int, list[_Values]]:
+    """Returns the values of each sample of the members of a batch, by the id of the member.
+
+    Sequences are in the order of the members and their samples; a sample without sampled tokens has
+    none.
+    """
+    sequences = iter(batch.sequences)
+    found: dict[int, list[_Values]] = {}
+    begin = 0
+    for member in batch.members:
+        of_samples = found[id(member)] = []
+        for sample in member.samples:
+            if not sample.num_sampled_tokens:
+                of_samples.append(_Values())
+                continue
+            sequence = next(sequences)
+            end = begin + sequence.num_loss_tokens
+            of_samples.append(_values(sequence, tokens, slice(begin, end)))
+            begin = end
+    return found
+
+
+def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -> _Values:
+    places = [place for place, masked in enumerate(sequence.loss_mask) if masked]
+    return _Values(
+        advantages=np.array(sequence.advantages_at(places), dtype=np.float32),
+        logprobs=None if tokens is None else tokens.logprobs_M[slots],
+        entropy=None if tokens is None else tokens.entropy_M[slots],
+    )
+
+
+def _sampled(sample: Tokens) -> Floats:
+    """Returns the log-probabilities of the sampled tokens."""
+    mask = np.array(sample.loss_mask, dtype=bool)
+    return np.array(sample.logprobs, dtype=np.float32)[mask]
+
+
+def _at(mask: Sequence[bool], values: Floats | None) -> Floats | None:
+    """Returns the values in the places of the mask, NaN in the others."""
+    if values is None:
+        return None
+    placed = np.full(len(mask), np.nan, dtype=np.float32)
+    placed[np.array(mask, dtype=bool)] = values
+    return placed
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _json(value: object) -> str:
+    # Rows may hold what JSON does not, as for the trajectory log.
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _printable(value: Any) -> Any:
+    """Returns plain data whose strings are UTF-8: half a surrogate pair becomes its escape."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value

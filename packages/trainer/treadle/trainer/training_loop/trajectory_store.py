@@ -1,0 +1,174 @@
+"""Keeps all trajectories of a run, as Parquet files that are written beside training.
+
+Dataflow: `hold` takes the trajectories of a step as soon as they are logged, `write` begins the
+file once the update has said what it computed of each token, and the loop continues while a thread
+makes rows and writes them. What is held when the run ends, because the update failed, is written
+without that.
+
+Bound: one step is held or in work beside the one before it, which `write` waits for; its error ends
+the run there, or in `flush`, or at the end of the context. `flush` comes before a checkpoint is
+completed, so that a run that resumes from it has every file up to its step.
+
+Once the files have reached the budget, only failures and the groups that the trajectory log has
+are kept; each file says how many it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from treadle.agent_loop import Trajectory
+from treadle.tracing import FinishedSpan
+from treadle.tracing.trajectories import DIRECTORY, remove_files_after, total_bytes, write_file
+from treadle.trainer.policy.types import TokenValues
+from treadle.trainer.report.trajectories import Decode, Phase, choose
+from treadle.trainer.training_loop.trajectory_rows import make_rows
+
+if TYPE_CHECKING:
+    from treadle.trainer.training_loop.groups import StepBatch
+
+__all__ = ["TrajectoryStore"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    step: int
+    phase: Phase
+    trajectories: Sequence[Trajectory]
+    spans: Iterable[FinishedSpan]
+    batch: StepBatch | None
+    left_out: int
+
+
+class TrajectoryStore:
+    """Writes `trajectories/` of a run directory; a context that waits for the last file.
+
+    Args:
+        run_dir: The run directory.
+        decode: For the text of the token spans.
+        max_bytes: The budget. The file that reaches it is still written whole.
+        resume_after: As for `MetricsLog`: files of later steps are removed; None: all are.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, decode: Decode, max_bytes: int, resume_after: int | None = None
+    ) -> None:
+        self._directory = run_dir / DIRECTORY
+        remove_files_after(self._directory, resume_after)
+        self._decode = decode
+        self._max_bytes = max_bytes
+        self._num_bytes = total_bytes(self._directory)
+        self._held: _Held | None = None
+        self._writing: asyncio.Task[int] | None = None
+
+    def hold(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        *,
+        phase: Phase,
+        limit: int,
+        spans: Iterable[FinishedSpan] = (),
+        batch: StepBatch | None = None,
+    ) -> int:
+        """Takes what `write` writes. One step is held at a time.
+
+        Args:
+            step: The step; 0 before training.
+            trajectories: All of it.
+            phase: What they were sampled for.
+            limit: Once the budget is spent, `choose` picks groups by it.
+            spans: What was recorded while they were sampled.
+            batch: What the step trains on; None: nothing.
+
+        Returns:
+            How many trajectories are left out.
+        """
+        assert self._held is None, "each step is written before the next one is held"
+        kept = trajectories
+        if self._num_bytes >= self._max_bytes:
+            chosen = {id(trajectory) for trajectory in choose(trajectories, limit)}
+            kept = [t for t in trajectories if t.error is not None or id(t) in chosen]
+        self._held = _Held(
+            step=step,
+            phase=phase,
+            trajectories=kept,
+            spans=spans,
+            batch=batch,
+            left_out=len(trajectories) - len(kept),
+        )
+        return self._held.left_out
+
+    async def write(self, tokens: TokenValues | None = None) -> None:
+        """Begins to write what is held, when the file before it is written.
+
+        Args:
+            tokens: What the update computed of each token of the batch; None: there was none.
+
+        Raises:
+            OSError: The file before it could not be written.
+        """
+        await self.flush()
+        held, self._held = self._held, None
+        if held is None:
+            return
+        rows = make_rows(
+            held.trajectories,
+            step=held.step,
+            phase=held.phase,
+            decode=self._decode,
+            spans=held.spans,
+            batch=held.batch,
+            tokens=tokens,
+        )
+        file = asyncio.to_thread(
+            write_file,
+            self._directory,
+            step=held.step,
+            phase=held.phase,
+            rows=rows,
+            left_out=held.left_out,
+        )
+        self._writing = asyncio.create_task(file, name=f"trajectories of step {held.step}")
+
+    async def flush(self) -> None:
+        """Waits for the file in work.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            # A caller that is cancelled leaves the file to the end of the context.
+            self._num_bytes += await asyncio.shield(writing)
+        finally:
+            if writing.done():
+                self._writing = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Writes what is left; logs the error of that if another one ends the context."""
+        try:
+            await self.write()
+            await self.flush()
+        except OSError as own:
+            if error is None:
+                raise
+            _logger.warning("the last trajectories are not written: %s", own)
