@@ -56,6 +56,12 @@ def _report(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _trajectories(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.trajectories import main as command
+
+    return command(argv)
+
+
 # A command loads its module only when it is called, so that `--help` stays quick.
 _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
     {
@@ -66,6 +72,7 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
         "data": _data,
         "new": _new,
         "report": _report,
+        "trajectories": _trajectories,
     }
 )
 

@@ -4,7 +4,7 @@
 queries the files with DuckDB. Needs the extra `trajectories`.
 """
 
-from treadle.tracing.trajectories.filter import Filter, FilterError
+from treadle.tracing.trajectories.filter import FILTER_COLUMNS, Filter, FilterError
 from treadle.tracing.trajectories.read import SqlError, TrajectoryFiles, UnknownColumnError
 from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
 from treadle.tracing.trajectories.write import remove_files_after, total_bytes, write_file
@@ -12,6 +12,7 @@ from treadle.tracing.trajectories.write import remove_files_after, total_bytes, 
 __all__ = [
     "COLUMNS",
     "DIRECTORY",
+    "FILTER_COLUMNS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "Column",

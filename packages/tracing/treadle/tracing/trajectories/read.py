@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 import duckdb
 import pyarrow as pa
@@ -89,6 +90,12 @@ class TrajectoryFiles:
         return {n: f.damage for n, f in self._files.items() if f.damage is not None}
 
     @property
+    def num_files(self) -> int:
+        """Number of files that queries read."""
+        self._cursor()
+        return sum(f.damage is None for f in self._files.values())
+
+    @property
     def left_out(self) -> int:
         """Number of trajectories that the run did not keep, because its budget was spent."""
         self._cursor()
@@ -102,7 +109,22 @@ class TrajectoryFiles:
         limit: int | None = None,
         offset: int = 0,
     ) -> list[dict[str, Any]]:
-        """Returns trajectories as plain data, by column.
+        """Returns trajectories as plain data, by column; see `table`.
+
+        Raises:
+            UnknownColumnError: A column is not one of the schema.
+        """
+        return _rows(self.table(where, columns, order_by, limit, offset))
+
+    def table(
+        self,
+        where: Filter = Filter(),  # noqa: B008  # immutable
+        columns: Sequence[str] = LIST_COLUMNS,
+        order_by: Sequence[str] = (),
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> pa.Table:
+        """Returns trajectories as an Arrow table.
 
         Args:
             where: Which.
@@ -122,7 +144,7 @@ class TrajectoryFiles:
             f"SELECT {selected} FROM trajectories WHERE {condition} "
             f"ORDER BY {', '.join(keys)} LIMIT ? OFFSET ?"
         )
-        return _rows(self._run(text, [*values, limit, offset]))
+        return self._run(text, [*values, limit, offset])
 
     def count(self, where: Filter = Filter()) -> int:  # noqa: B008  # immutable
         """Returns the number of trajectories that pass."""
@@ -197,6 +219,17 @@ class TrajectoryFiles:
     def close(self) -> None:
         """Closes the database. Idempotent."""
         self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _cursor(self) -> duckdb.DuckDBPyConnection:
         """Returns a connection whose view has the files that are there now."""

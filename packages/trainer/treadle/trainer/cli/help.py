@@ -22,6 +22,7 @@ COMMANDS = MappingProxyType(
         "data": "convert a published data set to training rows",
         "new": "write a folder with a task of your own, which trains as it stands",
         "report": "make the report of a run anew",
+        "trajectories": "show the trajectories of a run that pass a filter, or query them with SQL",
     }
 )
 """What each command does; `treadle COMMAND --help` says how."""
@@ -83,7 +84,7 @@ def _top(root: type[BaseModel]) -> list[str]:
 
 
 def _commands() -> str:
-    lines = [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<12} {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(["commands (`treadle COMMAND --help` for more):", *lines])
 
 

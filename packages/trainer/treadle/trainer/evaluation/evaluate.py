@@ -2,7 +2,7 @@
 
 Invariant: when `evaluate` returns or raises, every process that it started has ended. The directory
 has `results.json` only if each task of each row was attempted; `trajectories.jsonl` holds every row
-whose trajectories have ended.
+whose trajectories have ended, and `trajectories/` all of them once the last one has.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from treadle.trainer.rollout.server_security import with_own_token
 from treadle.trainer.training_loop.context import Timer
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.run_log import run_log, run_tracing, span_attributes
+from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.training_loop.validation import validation_tasks
 
 __all__ = ["evaluate"]
@@ -136,8 +137,8 @@ async def _sample(
         rules=inputs.rules,
         reward=inputs.reward,
     )
-    path = checked.out / "trajectories.jsonl"
-    with TrajectoryLog(path, decode=inputs.renderer.decode) as log:
+    path, decode = checked.out / "trajectories.jsonl", inputs.renderer.decode
+    with TrajectoryLog(path, decode=decode) as log:
         groups = GroupLog(log, samples=config.rollout.val.samples_per_prompt, step=step)
 
         def ended(trajectory: Trajectory) -> None:
@@ -150,6 +151,7 @@ async def _sample(
         with (
             progress.phase("evaluate", total=len(tasks)),
             groups.recording(),
+            log.recording() as recorded,
             span_attributes(config, step=step, validate=True),
         ):
             trajectories = await rollout.run(
@@ -158,6 +160,12 @@ async def _sample(
                 min_weight_version=_weight_version(servers),
                 on_end=ended,
             )
+    run = config.run
+    async with TrajectoryStore(
+        checked.out, decode=decode, max_bytes=run.trajectories_max_bytes
+    ) as store:
+        limit, spans = run.val_trajectories, recorded.spans
+        store.hold(step, trajectories, phase="val", limit=limit, spans=spans)
     rollout.check_outages(trajectories)
     return trajectories
 

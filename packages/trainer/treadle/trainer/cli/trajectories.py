@@ -1,0 +1,137 @@
+"""`treadle trajectories RUN`: the trajectories of a run that pass filters, or an SQL query."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.trainer.cli.console import fail, say
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from treadle.tracing.trajectories import TrajectoryFiles
+
+__all__ = ["main"]
+
+_COLUMNS = (
+    *("step", "phase", "task_id", "rollout_index", "reward", "stop", "num_turns", "tools"),
+    "response",
+)
+_LIMIT = 20
+
+
+class TrajectoriesError(RuntimeError):
+    """There is nothing to show; the message names the cause, the value and the fix."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    from treadle.tracing.trajectories import FILTER_COLUMNS, SCHEMA
+
+    parser = argparse.ArgumentParser(
+        prog="treadle trajectories",
+        description="Shows the trajectories of a run or of an evaluation, also while it runs.\n\n"
+        "A filter is conditions that must all hold, as\n"
+        "  --filter 'reward<0.5 tool~python error= text~\"not found\"'\n"
+        "with = != < <= > >= for numbers, = != ~ (contains) !~ for text; an empty value is a\n"
+        f"missing one. Conditions know: {', '.join(FILTER_COLUMNS)}.",
+        epilog=f"columns: {', '.join(SCHEMA.names)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its directory")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="FILTER",
+        help="which trajectories; if given several times, all must hold",
+    )
+    parser.add_argument("--columns", metavar="A,B", help=f"default: {','.join(_COLUMNS)}")
+    parser.add_argument(
+        "--order-by",
+        metavar="A,-B",
+        help="the first column counts first, - is for falling values; step follows",
+    )
+    parser.add_argument(
+        "--sql", metavar="QUERY", help="a SELECT over the view `trajectories`, in DuckDB's SQL"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("table", "json", "csv"),
+        default="table",
+        help="json: an object per line; default: table",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help=f"maximum number of rows; default: {_LIMIT}, and all of those of --sql",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    from treadle.tracing.trajectories import (
+        DIRECTORY,
+        FilterError,
+        SqlError,
+        TrajectoryFiles,
+        UnknownColumnError,
+    )
+    from treadle.trainer.cli.rows import write_rows
+
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit is {args.limit}: it must be at least 1")
+    if args.sql is not None and (args.filter or args.columns or args.order_by):
+        parser.error("--sql says itself which rows and columns it wants: leave out the others")
+    with TrajectoryFiles(args.run) as files:
+        try:
+            if not files.num_files and not files.damaged:
+                raise TrajectoriesError(
+                    f"{args.run / DIRECTORY} has no trajectories: name the directory of a run or "
+                    "of an evaluation, after its first step"
+                )
+            table, total = _answer(files, args)
+        except (TrajectoriesError, FilterError, SqlError, UnknownColumnError) as error:
+            return fail(error)
+        damaged, left_out = files.damaged, files.left_out
+    write_rows(table, args.format, sys.stdout)
+    sys.stdout.flush()
+    if table.num_rows < total:
+        say(f"{table.num_rows:,} of {total:,}; --limit shows more", error=True)
+    for name, damage in damaged.items():
+        say(f"left out: {args.run / DIRECTORY / name}: {damage}", error=True)
+    if left_out:
+        say(
+            f"{left_out:,} trajectories were not kept, because run.trajectories_max_bytes "
+            "was reached",
+            error=True,
+        )
+    return 0
+
+
+def _answer(files: "TrajectoryFiles", args: argparse.Namespace) -> "tuple[pa.Table, int]":
+    """Returns the rows to show, and how many there are."""
+    from treadle.tracing.trajectories import Filter
+
+    if args.sql is not None:
+        table = files.sql(args.sql)
+        return table.slice(0, args.limit), table.num_rows
+    where = Filter()
+    for text in args.filter:
+        where &= Filter.parse(text)
+    table = files.table(
+        where,
+        columns=_names(args.columns) or _COLUMNS,
+        order_by=_names(args.order_by),
+        limit=args.limit or _LIMIT,
+    )
+    return table, files.count(where)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
