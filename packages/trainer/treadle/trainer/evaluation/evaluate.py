@@ -165,7 +165,9 @@ async def _sample(
         checked.out, decode=decode, max_bytes=run.trajectories_max_bytes
     ) as store:
         limit, spans = run.val_trajectories, recorded.spans
-        store.hold(step, trajectories, phase="val", limit=limit, spans=spans)
+        if said := store.hold(step, trajectories, phase="val", limit=limit, spans=spans):
+            progress.note(said)
+            notes.append(step, said)
     rollout.check_outages(trajectories)
     return trajectories
 

@@ -124,7 +124,6 @@ class TrainingContext:
             ahead of the steps.
         surplus: Groups that the next step trains on first.
         kl_coef: Of the KL penalty in the rewards of this step.
-        said_left_out: Whether a note has said that trajectories are left out of the store.
         first_of_kind: Knows the kinds of failures and findings that were shown.
         watch: Finds warning signs in the metrics.
     """
@@ -153,7 +152,6 @@ class TrainingContext:
     batches: int = 0
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0
-    said_left_out: bool = False
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
     watch: Watch = field(default_factory=Watch)
 
@@ -222,13 +220,8 @@ class TrainingContext:
             advantages=None if batch is None else batch.advantages_of(sampled.trajectories),
             spans=sampled.spans,
         )
-        self._hold(
-            step,
-            sampled,
-            phase="train",
-            limit=self.config.run.trajectories_per_step,
-            batch=batch,
-        )
+        limit = self.config.run.trajectories_per_step
+        self._hold(step, sampled, phase="train", limit=limit, batch=batch)
         await self._write_generations(self.config.run.rollout_data_dir, step, sampled)
         self.rollout.check_outages(sampled.trajectories)
 
@@ -252,23 +245,11 @@ class TrainingContext:
         limit: int,
         batch: StepBatch | None = None,
     ) -> None:
-        left_out = self.trajectory_store.hold(
-            step,
-            sampled.trajectories,
-            phase=phase,
-            limit=limit,
-            spans=sampled.spans,
-            batch=batch,
+        note = self.trajectory_store.hold(
+            step, sampled.trajectories, phase=phase, limit=limit, spans=sampled.spans, batch=batch
         )
-        if left_out and not self.said_left_out:
-            self.said_left_out = True
-            self.note(
-                step,
-                "trajectories/ has reached run.trajectories_max_bytes="
-                f"{self.config.run.trajectories_max_bytes}: from here on it gets failures and "
-                f"what trajectories.jsonl gets ({left_out} of {len(sampled.trajectories)} are left "
-                "out)",
-            )
+        if note is not None:
+            self.note(step, note)
 
     async def log_validation(self, step: int, sampled: Sampled) -> None:
         """Logs some of the trajectories of a validation, and begins to write all of them.

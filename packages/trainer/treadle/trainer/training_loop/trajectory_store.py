@@ -66,6 +66,7 @@ class TrajectoryStore:
         self._decode = decode
         self._max_bytes = max_bytes
         self._num_bytes = total_bytes(self._directory)
+        self._said = False
         self._held: _Held | None = None
         self._writing: asyncio.Task[int] | None = None
 
@@ -78,7 +79,7 @@ class TrajectoryStore:
         limit: int,
         spans: Iterable[FinishedSpan] = (),
         batch: StepBatch | None = None,
-    ) -> int:
+    ) -> str | None:
         """Takes what `write` writes. One step is held at a time.
 
         Args:
@@ -90,7 +91,7 @@ class TrajectoryStore:
             batch: What the step trains on; None: nothing.
 
         Returns:
-            How many trajectories are left out.
+            What to say when trajectories are left out for the first time.
         """
         assert self._held is None, "each step is written before the next one is held"
         kept = trajectories
@@ -105,7 +106,14 @@ class TrajectoryStore:
             batch=batch,
             left_out=len(trajectories) - len(kept),
         )
-        return self._held.left_out
+        if len(kept) == len(trajectories) or self._said:
+            return None
+        self._said = True
+        return (
+            f"trajectories/ has reached run.trajectories_max_bytes={self._max_bytes}: from here on "
+            f"it gets failures and what trajectories.jsonl gets, now {len(kept)} of "
+            f"{len(trajectories)} trajectories"
+        )
 
     async def write(self, tokens: TokenValues | None = None) -> None:
         """Begins to write what is held, when the file before it is written.

@@ -57,10 +57,12 @@ def _names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / DIRECTORY).iterdir())
 
 
-async def _write(store: TrajectoryStore, step: int, trajectories: Sequence[Trajectory]) -> int:
-    left_out = store.hold(step, trajectories, phase="train", limit=1)
+async def _write(
+    store: TrajectoryStore, step: int, trajectories: Sequence[Trajectory]
+) -> str | None:
+    said = store.hold(step, trajectories, phase="train", limit=1)
     await store.write()
-    return left_out
+    return said
 
 
 @pytest.mark.asyncio
@@ -163,11 +165,15 @@ async def test_beyond_the_budget_failures_and_chosen_groups_are_kept(tmp_path: P
         *_group("train/3", [0.5, None]),
     ]
     async with _store(tmp_path, max_bytes=1) as store:
-        assert await _write(store, 1, step) == 0
-        assert await _write(store, 2, step) == 0  # the first file is in work
-        assert await _write(store, 3, step) == 5
+        assert await _write(store, 1, step) is None
+        assert await _write(store, 2, step) is None  # the first file is in work
+        said = await _write(store, 3, step)
+        assert said is not None
+        assert said.startswith("trajectories/ has reached run.trajectories_max_bytes=1: from here")
+        assert said.endswith(", now 3 of 8 trajectories")
     async with _store(tmp_path, max_bytes=1, resume_after=3) as store:
-        assert await _write(store, 4, step) == 5
+        assert await _write(store, 4, step) is not None
+        assert await _write(store, 5, step) is None
     files = TrajectoryFiles(tmp_path)
     kept = files.query(Filter.parse("step=3"), ["task_id", "rollout_index"])
     assert [tuple(row.values()) for row in kept] == [
@@ -175,7 +181,7 @@ async def test_beyond_the_budget_failures_and_chosen_groups_are_kept(tmp_path: P
         ("train/1", 1),
         ("train/3", 1),
     ]
-    assert files.left_out == 10
+    assert files.left_out == 15
     assert files.count(Filter.parse("step=4")) == 3
 
 
