@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +28,10 @@ from treadle.tracing.trajectories.schema import (
 __all__ = ["remove_files_after", "total_bytes", "write_file"]
 
 _PARTIAL: Final = ".partial"
-_ROWS_PER_GROUP: Final = 64
-"""Reading one trajectory decompresses the row group that has it."""
+_ROWS_PER_GROUP: Final = 256
+_TOKENS_PER_GROUP: Final = 1 << 20
+"""Bounds of a row group. A query looks at each one, and reading one trajectory decompresses the one
+that has it."""
 _TOKEN_FLOATS: Final = tuple(
     f"samples.list.element.{name}.list.element"
     for name in ("logprobs", "policy_logprobs", "entropy", "advantages")
@@ -76,8 +77,7 @@ def write_file(
             column_encoding=dict.fromkeys(_TOKEN_FLOATS, "BYTE_STREAM_SPLIT"),
         ) as file:
             # A row group at a time, so that few rows are in memory, and other threads get a turn.
-            remaining = iter(rows)
-            while group := [_checked(row) for row in islice(remaining, _ROWS_PER_GROUP)]:
+            for group in _groups(rows):
                 file.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
         size = partial.stat().st_size
         os.replace(partial, path)
@@ -88,6 +88,21 @@ def write_file(
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     return size
+
+
+def _groups(rows: Iterable[Mapping[str, object]]) -> Iterator[list[Mapping[str, object]]]:
+    """Yields the rows of each row group; one that passes the bound of tokens ends its group."""
+    group: list[Mapping[str, object]] = []
+    tokens = 0
+    for row in rows:
+        group.append(_checked(row))
+        count = row["num_tokens"]
+        tokens += count if isinstance(count, int) else 0
+        if len(group) == _ROWS_PER_GROUP or tokens >= _TOKENS_PER_GROUP:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 def _checked(row: Mapping[str, object]) -> Mapping[str, object]:

@@ -36,6 +36,15 @@ def test_a_file_gives_back_its_rows_and_says_what_it_lacks(tmp_path: Path) -> No
     assert sample["spans"] == written["spans"]
 
 
+def test_a_row_group_is_bounded_by_rows_and_by_tokens(tmp_path: Path) -> None:
+    row = make_row(1, "train", 1, 1)
+    long = row | {"num_tokens": 600_000}
+    write_file(tmp_path, step=1, phase="train", rows=[*[row] * 300, long, long, row])
+    metadata = pq.read_metadata(tmp_path / "step-000001-train.parquet")
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    assert sizes == [256, 46, 1]
+
+
 def test_a_row_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
     row = make_row(1, "train", 1, 1)
     with pytest.raises(ValueError, match=r"unknown columns \['colour'\] and lacks \['stop'\]"):

@@ -162,7 +162,8 @@ def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -
 def _sampled(sample: Tokens) -> Floats:
     """Returns the log-probabilities of the sampled tokens."""
     mask = np.array(sample.loss_mask, dtype=bool)
-    return np.array(sample.logprobs, dtype=np.float32)[mask]
+    sampled: Floats = np.array(sample.logprobs, dtype=np.float32)[mask]
+    return sampled
 
 
 def _at(mask: Sequence[bool], values: Floats | None) -> Floats | None:

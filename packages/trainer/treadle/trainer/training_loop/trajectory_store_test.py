@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,8 +32,10 @@ def _decode(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def _store(run_dir: Path, **settings: Any) -> TrajectoryStore:
-    return TrajectoryStore(run_dir, **({"decode": _decode, "max_bytes": 10**9} | settings))
+def _store(
+    run_dir: Path, *, max_bytes: int = 10**9, resume_after: int | None = None
+) -> TrajectoryStore:
+    return TrajectoryStore(run_dir, decode=_decode, max_bytes=max_bytes, resume_after=resume_after)
 
 
 def _group(task_id: str, rewards: Sequence[float | None]) -> list[Trajectory]:
