@@ -71,7 +71,6 @@ from treadle.trainer.preflight.process_checks import (
 from treadle.trainer.preflight.without_torch import transformers_without_torch
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
-from treadle.trainer.rollout.served_reference import check_served_reference
 from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
 
 if TYPE_CHECKING:
@@ -253,6 +252,9 @@ class _Checks:
             with self._check():
                 self._reference = check_reference(reference, folder, config.policy.parallel)
         if config.algorithm.reference_addresses and self._renderer is not None:
+            # It loads grpc, which no other check needs.
+            from treadle.trainer.rollout.served_reference import check_served_reference
+
             with self._check():
                 check_served_reference(config, self._renderer)
 
