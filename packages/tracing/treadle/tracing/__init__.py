@@ -5,9 +5,10 @@
 """
 
 from treadle.tracing.finished import FinishedSpan, SpanContext, SpanError
-from treadle.tracing.jsonl import JsonlSink, SinkReport
+from treadle.tracing.jsonl import JsonlSink
 from treadle.tracing.metrics import Metric, Reduce, aggregate
 from treadle.tracing.propagate import extract, inject
+from treadle.tracing.queued import QueuedSink, SinkReport, SpanWriter
 from treadle.tracing.sampling import TraceSampler
 from treadle.tracing.sink import Fanout, MemorySink, NullSink, TraceSink
 from treadle.tracing.span import (
@@ -27,11 +28,13 @@ __all__ = [
     "MemorySink",
     "Metric",
     "NullSink",
+    "QueuedSink",
     "Reduce",
     "SinkReport",
     "SpanContext",
     "SpanError",
     "SpanHandle",
+    "SpanWriter",
     "TraceSampler",
     "TraceSink",
     "aggregate",

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+INPUTS: Final = "inputs"
+"""The attribute with what the work was given: a mapping of names to values."""
+OUTPUT: Final = "output"
+"""The attribute with what the work returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,9 @@ class SpanError:
 class FinishedSpan:
     """A closed span. `parent_id` is None for the root of a trace; `error` is None if none left it.
 
+    Of the attributes, `inputs` and `output` are what the work was given and returned; services that
+    tell these from other attributes show them as such.
+
     `start_unix_ns` is wall-clock time, for placing spans of several hosts on one line;
     `duration_ns` is measured on the monotonic clock.
     """
@@ -46,3 +55,8 @@ class FinishedSpan:
     duration_ns: int
     attributes: Mapping[str, object]
     error: SpanError | None
+
+    @property
+    def end_unix_ns(self) -> int:
+        """Wall-clock time of the end: the start and the duration."""
+        return self.start_unix_ns + self.duration_ns

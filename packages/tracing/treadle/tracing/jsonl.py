@@ -1,9 +1,7 @@
 """A sink that writes spans to a file, one JSON object per line, from its own thread.
 
-Invariant: every span given to `record` is either written or counted as dropped; the counts are
-exact once `close` has returned. `record` never waits: the queue holds `capacity` spans, and when it
-is full the newest span is dropped and the loss reported. Only the writer thread waits, on the
-queue; `record` and `close` wake it. `close` waits for the writer to finish the queue.
+Invariant: that of `QueuedSink`. Each line is complete on its way to the disk when the thread turns
+to the next one, so a killed process loses what was queued and no more.
 
 A line: {"name", "trace_id", "span_id", "parent_id", "start_unix_ns", "duration_ns", "attributes",
 "error": null or {"type", "message"}}. If spans were dropped, the last line is {"dropped": n}.
@@ -11,33 +9,17 @@ A line: {"name", "trace_id", "span_id", "parent_id", "start_unix_ns", "duration_
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-import queue
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
-from treadle.tracing.finished import FinishedSpan
-
-log = logging.getLogger(__name__)
+from treadle.tracing.finished import FinishedSpan, SpanError
+from treadle.tracing.queued import QueuedSink
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SinkReport:
-    """What became of the spans: on disk, refused by a full queue, or lost while being written."""
-
-    written: int
-    dropped: int
-    failed: int
-
-
-class JsonlSink:
+class JsonlSink(QueuedSink):
     """Appends spans to `path`. Close it, or use it with `with` or `async with`.
 
     Args:
@@ -49,121 +31,30 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, *, capacity: int = 10_000) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._queue: queue.Queue[FinishedSpan | None] = queue.Queue(maxsize=capacity)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._written = self._dropped = self._failed = 0
-        # Unbuffered: a line is on its way to the disk when the writer turns to the next one, so
-        # a killed process loses what was queued and no more.
-        file = path.open("ab", buffering=0)
-        self._writer = threading.Thread(
-            target=self._write, args=(file,), name=f"trace:{path.name}", daemon=True
-        )
-        self._writer.start()
+        super().__init__(str(path), _LineWriter(path.open("ab", buffering=0)), capacity=capacity)
 
-    @property
-    def recording(self) -> bool:
-        """True until closed."""
-        return not self._closed
 
-    @property
-    def report(self) -> SinkReport:
-        """The counts until now; final after `close`."""
-        return SinkReport(written=self._written, dropped=self._dropped, failed=self._failed)
+class _LineWriter:
+    """Writes each span as a line. The file is unbuffered: see the invariant."""
 
-    def record(self, span: FinishedSpan) -> None:
-        """Queue `span` for writing, or drop it if the queue is full or the sink closed."""
-        with self._lock:
-            if not self._closed:
-                try:
-                    self._queue.put_nowait(span)
-                except queue.Full:
-                    pass
-                else:
-                    return
-            self._dropped += 1
-            dropped = self._dropped
-        if _is_power_of_ten(dropped):
-            log.warning(
-                "%s: %d span(s) dropped, because %d were waiting for the disk; trace fewer "
-                "trajectories or raise the capacity",
-                self._path,
-                dropped,
-                self._queue.maxsize,
-            )
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
 
-    def close(self) -> SinkReport:
-        """Writes what is queued, closes the file and returns the final counts. Idempotent."""
-        with self._lock:
-            first = not self._closed
-            self._closed = True
-        if first:
-            self._queue.put(None)
-        self._writer.join()
-        if first and (self._dropped or self._failed):
-            log.warning(
-                "%s is incomplete: %d span(s) written, %d dropped, %d lost to write errors",
-                self._path,
-                self._written,
-                self._dropped,
-                self._failed,
-            )
-        return self.report
+    def write(self, spans: Sequence[FinishedSpan]) -> None:
+        for span in spans:
+            self._write_line(to_json(span))
 
-    async def aclose(self) -> SinkReport:
-        """`close` without blocking the event loop."""
-        return await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    def _write(self, file: BinaryIO) -> None:
-        with file:
-            while (span := self._queue.get()) is not None:
-                if self._write_span(file, span):
-                    self._written += 1
-                else:
-                    self._failed += 1
-            if self._dropped:
+    def close(self, dropped: int) -> None:
+        with self._file:
+            if dropped:
                 with suppress(OSError):
-                    self._write_line(file, json.dumps({"dropped": self._dropped}))
+                    self._write_line(json.dumps({"dropped": dropped}))
 
-    def _write_span(self, file: BinaryIO, span: FinishedSpan) -> bool:
-        try:
-            return self._write_line(file, to_json(span))
-        except Exception as error:
-            # The thread must survive any span: `close` waits for it.
-            if _is_power_of_ten(self._failed + 1):
-                log.error("%s: cannot write the span %r: %r", self._path, span.name, error)
-            return False
-
-    def _write_line(self, file: BinaryIO, line: str) -> bool:
-        # Half of a surrogate pair is not valid text, but its escape is valid JSON.
-        data = line.encode(errors="backslashreplace") + b"\n"
-        return file.write(data) == len(data)
+    def _write_line(self, line: str) -> None:
+        data = to_bytes(line)
+        if (written := self._file.write(data)) != len(data):
+            raise OSError(f"only {written} of {len(data)} bytes were written")
 
 
 def to_json(span: FinishedSpan) -> str:
@@ -182,15 +73,34 @@ def to_json(span: FinishedSpan) -> str:
             else {"type": span.error.type, "message": span.error.message},
         },
         ensure_ascii=False,
-        default=_thaw,
+        default=thaw,
     )
 
 
-def _thaw(value: object) -> object:
+def from_json(line: str | bytes) -> FinishedSpan:
+    """Returns the span of a line that `to_json` made.
+
+    Raises:
+        ValueError: The line is none.
+    """
+    try:
+        fields = json.loads(line)
+        error = fields.pop("error")
+        return FinishedSpan(**fields, error=None if error is None else SpanError(**error))
+    except (AttributeError, KeyError, TypeError) as problem:
+        raise ValueError(f"not the line of a span: {line[:200]!r}") from problem
+
+
+def to_bytes(line: str) -> bytes:
+    """Returns the line as UTF-8, with its newline.
+
+    Half of a surrogate pair is not valid text, but its escape is valid JSON.
+    """
+    return line.encode(errors="backslashreplace") + b"\n"
+
+
+def thaw(value: object) -> object:
+    """Returns a frozen attribute as what `json` takes; for its argument `default`."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"span attributes are frozen to plain data, yet hold {type(value).__name__}")
-
-
-def _is_power_of_ten(count: int) -> bool:
-    return count > 0 and set(str(count)[1:]) <= {"0"} and str(count)[0] == "1"

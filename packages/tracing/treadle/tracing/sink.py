@@ -1,7 +1,7 @@
 """A sink: where finished spans go. This module has those that need no thread and no file.
 
-Invariant: `record` returns at once and does not raise. The one sink that has to do slow work,
-`JsonlSink`, is in `jsonl.py`.
+Invariant: `record` returns at once and does not raise. A client that may wait is used through
+`QueuedSink` (`queued.py`).
 """
 
 from __future__ import annotations

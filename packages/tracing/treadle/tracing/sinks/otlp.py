@@ -1,0 +1,175 @@
+"""A sink of any service that takes OpenTelemetry's protocol (OTLP), as protobuf over HTTP.
+
+Ids and times are ours, unchanged, so that the spans of several processes form one trace. `inputs`
+and `output` become OpenInference's `input.value` and `output.value`, which Phoenix and Langfuse
+show as such; other nested attributes become JSON. An error is the span's status and an event
+`exception`.
+
+The exporter is OpenTelemetry's, with its retries and its variables `OTEL_EXPORTER_OTLP_*`; the
+queue before it is `QueuedSink`, which counts what is lost.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.util.types import AttributeValue
+
+from treadle.tracing import FinishedSpan, QueuedSink
+from treadle.tracing.finished import INPUTS, OUTPUT
+from treadle.tracing.jsonl import thaw
+
+__all__ = ["OtlpSink", "traces_url"]
+
+_PATH: Final = "/v1/traces"
+_SCOPE: Final = InstrumentationScope("treadle.tracing")
+_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+
+_KINDS: Final[Mapping[str, str]] = {
+    "trajectory": "AGENT",
+    "generate": "LLM",
+    "tool": "TOOL",
+    "reward": "EVALUATOR",
+}
+"""OpenInference's kind of a span by its name; others are a CHAIN."""
+
+_BATCH: Final = 64
+"""Spans per request: a turn's text may be 100 kB, and collectors take some 20 MB."""
+
+
+class OtlpSink(QueuedSink):
+    """Sends spans to an OTLP endpoint. Close it, or use it with `with` or `async with`.
+
+    Args:
+        endpoint: Its address, with or without `/v1/traces` at the end. None: as
+            `OTEL_EXPORTER_OTLP_ENDPOINT` and its relatives say, else http://localhost:4318.
+        service: Name of this process in the service, `service.name`.
+        headers: Sent with each request, beside those of `OTEL_EXPORTER_OTLP_HEADERS`.
+        capacity: Maximum number of spans that wait to be sent.
+        close_timeout_s: Maximum time in seconds that `close` waits.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        service: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        capacity: int = 10_000,
+        close_timeout_s: float = 30.0,
+    ) -> None:
+        url = None if endpoint is None else traces_url(endpoint)
+        super().__init__(
+            f"OpenTelemetry at {url or 'OTEL_EXPORTER_OTLP_ENDPOINT'}",
+            _Exporter(url, service, headers),
+            capacity=capacity,
+            batch=_BATCH,
+            linger_s=1.0,
+            close_timeout_s=close_timeout_s,
+        )
+
+
+def traces_url(endpoint: str) -> str:
+    """Returns the address of an endpoint's traces.
+
+    Raises:
+        ValueError: It is not an HTTP address.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"{endpoint!r} is not the address of an OTLP endpoint: give one as "
+            "http://localhost:4318 or https://HOST/PATH"
+        )
+    path = parts.path.rstrip("/")
+    return parts._replace(path=path if path.endswith(_PATH) else path + _PATH).geturl()
+
+
+class _Exporter:
+    def __init__(self, url: str | None, service: str, headers: Mapping[str, str] | None) -> None:
+        self._resource = Resource.create({"service.name": service})
+        self._client = OTLPSpanExporter(url, headers=headers)
+
+    def write(self, spans: Sequence[FinishedSpan]) -> None:
+        sent = self._client.export([_to_otel(span, self._resource) for span in spans])
+        if sent is not SpanExportResult.SUCCESS:
+            # The exporter has logged the cause; it does not return it.
+            raise ConnectionError("the endpoint did not take them; OpenTelemetry's log says why")
+
+    def close(self, dropped: int) -> None:
+        self._client.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _to_otel(span: FinishedSpan, resource: Resource) -> ReadableSpan:
+    status = Status(StatusCode.UNSET)
+    events: tuple[Event, ...] = ()
+    if (error := span.error) is not None:
+        kind, message = _text(error.type), _text(error.message)
+        status = Status(StatusCode.ERROR, f"{kind}: {message}")
+        event = {"exception.type": kind, "exception.message": message}
+        events = (Event("exception", event, span.end_unix_ns),)
+    return ReadableSpan(
+        _text(span.name),
+        _context(span.trace_id, span.span_id),
+        None if span.parent_id is None else _context(span.trace_id, span.parent_id),
+        resource,
+        _attributes(span),
+        events,
+        kind=SpanKind.INTERNAL,
+        instrumentation_scope=_SCOPE,
+        status=status,
+        start_time=span.start_unix_ns,
+        end_time=span.end_unix_ns,
+    )
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), False, _SAMPLED)
+
+
+def _attributes(span: FinishedSpan) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        "openinference.span.kind": _KINDS.get(span.name, "CHAIN")
+    }
+    for key, value in span.attributes.items():
+        if key in (INPUTS, OUTPUT):
+            name = "input" if key == INPUTS else "output"
+            as_text = isinstance(value, str)
+            attributes[f"{name}.value"] = _text(value) if as_text else _json(value)
+            attributes[f"{name}.mime_type"] = "text/plain" if as_text else "application/json"
+        elif value is not None:  # an attribute of OpenTelemetry has a value
+            attributes[_text(key)] = _value(value)
+    return attributes
+
+
+def _value(value: object) -> AttributeValue:
+    """Returns what an attribute may be: a scalar, or a list of scalars of one type."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else hex(value)
+    if isinstance(value, tuple):
+        types = {type(item) for item in value}
+        if len(types) <= 1 and types <= {str, bool, float, int}:
+            converted = [_value(item) for item in value]
+            if {type(item) for item in converted} == types:
+                return converted
+    return _json(value)
+
+
+def _json(value: object) -> str:
+    return _text(json.dumps(value, ensure_ascii=False, default=thaw))
+
+
+def _text(text: object) -> str:
+    """Returns valid Unicode: protobuf refuses half of a surrogate pair."""
+    return str(text).encode(errors="backslashreplace").decode()
