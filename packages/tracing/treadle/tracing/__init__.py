@@ -4,7 +4,7 @@
 `Metric` and `aggregate` carry numbers from trajectories to a step.
 """
 
-from treadle.tracing.finished import FinishedSpan, SpanContext, SpanError
+from treadle.tracing.finished import Deferred, FinishedSpan, SpanContext, SpanError, plain
 from treadle.tracing.jsonl import JsonlSink
 from treadle.tracing.metrics import Metric, Reduce, aggregate
 from treadle.tracing.propagate import extract, inject
@@ -15,13 +15,16 @@ from treadle.tracing.span import (
     SpanHandle,
     current_sink,
     current_span,
+    record_span,
     span,
     use_attributes,
     use_parent,
     use_sink,
 )
+from treadle.tracing.traced import traced
 
 __all__ = [
+    "Deferred",
     "Fanout",
     "FinishedSpan",
     "JsonlSink",
@@ -42,7 +45,10 @@ __all__ = [
     "current_span",
     "extract",
     "inject",
+    "plain",
+    "record_span",
     "span",
+    "traced",
     "use_attributes",
     "use_parent",
     "use_sink",

@@ -1,12 +1,12 @@
 """A finished span: what is known of a piece of work once it has ended.
 
-Invariant: plain, immutable data that holds nothing of the program it came from, so that a sink may
-keep it and write it whenever it likes.
+Invariant: immutable data that does not change after the span has ended, so that a sink may keep it
+and write it at any later time, on any thread. `plain` gives a sink what it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +35,23 @@ class SpanError:
     type: str
     message: str
 
+    @classmethod
+    def of(cls, error: BaseException) -> SpanError:
+        """Describes `error` and keeps nothing else of it."""
+        return cls(type=type(error).__qualname__, message=str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """The value of an attribute that is expensive, computed by `plain` when a sink writes it.
+
+    Attributes:
+        compute: Returns plain data. It is called on the sink's thread, perhaps more than once, and
+            must not depend on anything that changes.
+    """
+
+    compute: Callable[[], object]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSpan:
@@ -60,3 +77,18 @@ class FinishedSpan:
     def end_unix_ns(self) -> int:
         """Wall-clock time of the end: the start and the duration."""
         return self.start_unix_ns + self.duration_ns
+
+
+def plain(value: object) -> object:
+    """Returns the value of an attribute as dictionaries, lists and scalars, for a sink to write.
+
+    Raises:
+        Exception: A `Deferred` value could not be computed.
+    """
+    if isinstance(value, Deferred):
+        return plain(value.compute())
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from treadle.tracing.finished import FinishedSpan, SpanError
+from treadle.tracing.finished import Deferred, FinishedSpan, SpanError
 from treadle.tracing.queued import QueuedSink
 
 
@@ -101,6 +101,8 @@ def to_bytes(line: str) -> bytes:
 
 def thaw(value: object) -> object:
     """Returns a frozen attribute as what `json` takes; for its argument `default`."""
+    if isinstance(value, Deferred):
+        return value.compute()
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"span attributes are frozen to plain data, yet hold {type(value).__name__}")

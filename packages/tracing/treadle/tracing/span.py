@@ -26,12 +26,17 @@ from contextvars import ContextVar, Token
 from types import MappingProxyType, TracebackType
 from typing import Final, Protocol, Self
 
-from treadle.tracing.finished import FinishedSpan, SpanContext, SpanError
+from treadle.tracing.finished import Deferred, FinishedSpan, SpanContext, SpanError
 from treadle.tracing.sink import NullSink, TraceSink, record_safely
 
 
 class SpanHandle(Protocol):
     """An open span. Entered with `with` or `async with`, once."""
+
+    @property
+    def recording(self) -> bool:
+        """False if the attributes are thrown away: then none needs to be computed."""
+        ...
 
     def set(self, **attributes: object) -> None:
         """Adds or replaces attributes: plain data is copied, other objects become their text."""
@@ -89,6 +94,46 @@ def span(name: str, /, **attributes: object) -> SpanHandle:
     return _LiveSpan(sink, name, attributes)
 
 
+def record_span(
+    name: str,
+    /,
+    *,
+    start_unix_ns: int,
+    duration_ns: int,
+    error: SpanError | None = None,
+    context: SpanContext | None = None,
+    **attributes: object,
+) -> None:
+    """Records a span that has ended and was timed elsewhere, below the current one.
+
+    Args:
+        name: As for `span`.
+        start_unix_ns: Wall-clock time of its start, in ns.
+        duration_ns: Its duration in ns.
+        error: What left it.
+        context: Its identity, from `new_context` of the current span, if it has children. None:
+            a new one.
+        **attributes: As for `span`.
+    """
+    sink = _sink.get()
+    if not sink.recording:
+        return
+    parent = _parent.get()
+    context = context or new_context(parent)
+    own = {key: freeze(value) for key, value in attributes.items()}
+    finished = FinishedSpan(
+        name=name,
+        trace_id=context.trace_id,
+        span_id=context.span_id,
+        parent_id=parent.span_id if parent is not None else None,
+        start_unix_ns=start_unix_ns,
+        duration_ns=duration_ns,
+        attributes=MappingProxyType({**_shared.get(), **own}),
+        error=error,
+    )
+    record_safely(sink, finished)
+
+
 @contextmanager
 def use_sink(sink: TraceSink) -> Iterator[None]:
     """Sends the spans of this block, and of the tasks started in it, to `sink`."""
@@ -137,6 +182,10 @@ class _NullSpan:
     """The one span handed out while nothing records. Stateless, so it may be entered many times."""
 
     __slots__ = ()
+
+    @property
+    def recording(self) -> bool:
+        return False
 
     def set(self, **attributes: object) -> None:
         pass
@@ -190,6 +239,10 @@ class _LiveSpan:
         self._attributes = {**_shared.get(), **own}
         self._token: Token[SpanContext | None] | None = None
 
+    @property
+    def recording(self) -> bool:
+        return True
+
     def set(self, **attributes: object) -> None:
         for key, value in attributes.items():
             self._attributes[key] = freeze(value)
@@ -198,9 +251,7 @@ class _LiveSpan:
         assert self._token is None, f"span {self._name!r} entered twice"
         parent = _parent.get()
         self._parent_id = parent.span_id if parent is not None else None
-        self._context = SpanContext(
-            trace_id=parent.trace_id if parent is not None else new_id(128), span_id=new_id(64)
-        )
+        self._context = new_context(parent)
         self._token = _parent.set(self._context)
         self._start_unix = time.time_ns()
         self._start = time.perf_counter_ns()
@@ -227,9 +278,7 @@ class _LiveSpan:
             start_unix_ns=self._start_unix,
             duration_ns=duration,
             attributes=MappingProxyType(dict(self._attributes)),
-            error=None
-            if error is None
-            else SpanError(type=type(error).__qualname__, message=str(error)),
+            error=None if error is None else SpanError.of(error),
         )
         record_safely(self._sink, finished)
 
@@ -246,6 +295,13 @@ class _LiveSpan:
         self.__exit__(kind, error, tb)
 
 
+def new_context(parent: SpanContext | None) -> SpanContext:
+    """Returns the identity of a new span below `parent`, or of the root of a new trace."""
+    return SpanContext(
+        trace_id=parent.trace_id if parent is not None else new_id(128), span_id=new_id(64)
+    )
+
+
 def new_id(bits: int) -> str:
     """Returns a random non-zero identifier of `bits` bits as lower-case hexadecimal digits."""
     return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"
@@ -253,7 +309,7 @@ def new_id(bits: int) -> str:
 
 def freeze(value: object) -> object:
     """Copies `value` so that later changes of it do not reach a span: plain data only."""
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, str | int | float | bool | Deferred):
         return value
     if isinstance(value, list | tuple):
         return tuple(freeze(item) for item in value)

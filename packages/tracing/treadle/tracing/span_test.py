@@ -7,12 +7,15 @@ from types import MappingProxyType
 import pytest
 
 from treadle.tracing import (
+    Deferred,
     FinishedSpan,
     MemorySink,
     NullSink,
     SpanContext,
     current_sink,
     current_span,
+    plain,
+    record_span,
     span,
     use_attributes,
     use_parent,
@@ -217,3 +220,33 @@ def test_a_span_closed_in_another_context_is_still_recorded(sink: MemorySink) ->
     contextvars.copy_context().run(handle.__enter__)
     handle.__exit__(None, None, None)
     assert [finished.name for finished in sink.spans] == ["generator"]
+
+
+def test_a_span_that_was_timed_elsewhere_is_recorded_below_the_current_one(
+    sink: MemorySink,
+) -> None:
+    with use_attributes(step=1), span("call"):
+        record_span("queue", start_unix_ns=5, duration_ns=7, tokens=[1])
+    queue, call = sink.spans
+    assert (queue.start_unix_ns, queue.duration_ns, queue.error) == (5, 7, None)
+    assert (queue.trace_id, queue.parent_id) == (call.trace_id, call.span_id)
+    assert queue.attributes == {"step": 1, "tokens": (1,)}
+
+
+def test_a_deferred_attribute_is_computed_when_it_is_written(sink: MemorySink) -> None:
+    computed: list[str] = []
+
+    def compute() -> dict[str, object]:
+        computed.append("now")
+        return {"ids": (1, 2)}
+
+    with span("call", output={"text": Deferred(compute)}) as call:
+        assert call.recording
+    assert computed == []
+    assert plain(sink.spans[0].attributes) == {"output": {"text": {"ids": [1, 2]}}}
+    assert computed == ["now"]
+
+
+def test_a_span_without_a_sink_does_not_record() -> None:
+    assert not span("call").recording
+    record_span("queue", start_unix_ns=0, duration_ns=0)
