@@ -49,6 +49,7 @@ from treadle.agent_loop.errors import LoopError, PromptTooLongError, RolloutErro
 from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.loops.sampler import TurnSampler
+from treadle.agent_loop.span_content import message_content
 from treadle.agent_loop.tokens.renderer import BoundedRenderer, ParsedCompletion
 from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
 from treadle.agent_loop.tokens.transcript import Tokens
@@ -216,8 +217,8 @@ class CapturedSession:
             left = min(left, max_tokens)
         number = self._sampler.num_requests
         prompt = plan.prompt
-        with self._extending(plan):
-            async with span("turn", index=number, how=plan.how.value):
+        with span("turn", index=number, how=plan.how.value) as trace:
+            with self._extending(plan):
                 completion = await self._sampler.sample(
                     prompt,
                     left=left,
@@ -226,9 +227,11 @@ class CapturedSession:
                     sampling=sampling,
                     seed=seed,
                 )
-        self._check_open()
-        cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)
-        parsed = self._numbered(cut.parsed)
+            self._check_open()
+            cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)
+            parsed = self._numbered(cut.parsed)
+            if trace.recording:
+                trace.set(output=message_content(parsed.message))
         self._write(plan, cut.completion, parsed, uncut=cut.uncut, number=number)
         self._counts["tokens_past_stop"] += completion.num_tokens - cut.completion.num_tokens
         return CapturedTurn(

@@ -76,6 +76,8 @@ class Services:
         min_weight_version: Oldest weights that may sample.
         routed_experts: Whether completions report the experts of their rows, for a policy that
             replays them.
+        trace_text: Whether spans carry the text of prompts and completions (`prompt_text`,
+            `response_text`), decoded where a sink writes them.
         pulse: Records what the trajectory does, for the runner's watchdog; the runner sets it.
 
     Raises:
@@ -92,6 +94,7 @@ class Services:
     deadline: float = math.inf
     min_weight_version: int = 0
     routed_experts: bool = False
+    trace_text: bool = False
     pulse: Pulse = field(default_factory=Pulse)
 
     def __post_init__(self) -> None:

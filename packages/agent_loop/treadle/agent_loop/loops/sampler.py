@@ -16,6 +16,7 @@ from treadle.agent_loop.errors import ContractError
 from treadle.agent_loop.generator import RequestContext
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.runner.seeds import derive_seed
+from treadle.agent_loop.span_content import completion_output, request_inputs
 from treadle.agent_loop.tokens.renderer import PlacedImage
 from treadle.agent_loop.types import AgentTask, Completion, SamplingParams
 from treadle.tracing import span
@@ -85,10 +86,22 @@ class TurnSampler:
         self._services.pulse.beat(f"generating as {request.request_id}")
         started = time.perf_counter()
         async with span("generate", request_id=request.request_id) as trace:
+            if trace.recording:
+                trace.set(inputs=request_inputs(prompt, params))
             completion = await self._services.generator.generate(
                 prompt, params, request=request, images=images
             )
-            trace.set(tokens=completion.num_tokens, finish=completion.finish.value)
+            if trace.recording:
+                trace.set(
+                    prompt_tokens=len(prompt),
+                    cached_prompt_tokens=completion.cached_prompt_tokens,
+                    tokens=completion.num_tokens,
+                    finish=completion.finish.value,
+                    interruptions=completion.num_interruptions,
+                    queue_s=completion.queue_s,
+                    engine_s=completion.engine_s,
+                    output=completion_output(prompt, completion, self._services),
+                )
         self.generate_s += time.perf_counter() - started
         self.num_interruptions += completion.num_interruptions
         self._services.pulse.beat(f"going on after {request.request_id}")

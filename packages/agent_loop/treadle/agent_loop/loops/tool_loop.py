@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from treadle.agent_loop.loops.conversation import Conversation, Turn
 from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.loops.loop import Services
+from treadle.agent_loop.span_content import message_content
 from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.tools.interaction import UserSimulator, selected_interaction
 from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
@@ -90,8 +91,10 @@ class ToolAgentLoop:
             RolloutError: The conversation failed.
         """
         while True:
-            async with span("turn", index=chat.assistant_turns):  # GENERATE
+            async with span("turn", index=chat.assistant_turns) as trace:  # GENERATE
                 turn = await chat.generate()
+                if trace.recording:
+                    trace.set(output=message_content(turn.parsed.message))
             requests = turn.requests
             if self._on_malformed_call is OnMalformedCall.IGNORE:
                 requests = tuple(r for r in requests if isinstance(r, ToolCall))

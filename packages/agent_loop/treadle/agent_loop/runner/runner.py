@@ -36,6 +36,7 @@ from treadle.agent_loop.loops.loop import Score, Services
 from treadle.agent_loop.loops.registry import LoopRegistry
 from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
 from treadle.agent_loop.runner.watchdog import Watchdog
+from treadle.agent_loop.span_content import messages_content, trajectory_output
 from treadle.agent_loop.trajectory import Finding, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
 from treadle.agent_loop.user_calls import call_user
@@ -195,12 +196,21 @@ class RolloutRunner:
                 loop=task.loop,
                 attempt=attempt,
             ) as trace:
+                if trace.recording:
+                    trace.set(inputs={"messages": messages_content(task.messages)})
                 async with timeout:
                     with boundary(LoopError, f"agent loop {task.loop!r}, task {task.task_id!r}"):
                         trajectory = _checked(await loop.run(task, services), task)
                     services.pulse.beat("being scored")
                     trajectory = await self._score(trajectory)
-                trace.set(stop=trajectory.stop.value, reward=trajectory.reward)
+                if trace.recording:
+                    trace.set(
+                        stop=trajectory.stop.value,
+                        reward=trajectory.reward,
+                        turns=trajectory.num_turns,
+                        tokens=trajectory.num_sampled_tokens,
+                        output=trajectory_output(trajectory, services),
+                    )
                 return trajectory
         except TimeoutError as late:
             # Only our own timer: a TimeoutError of the loop has become a LoopError above.
@@ -222,8 +232,10 @@ class RolloutRunner:
         reward = self._services.reward
         if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
             return trajectory
-        with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
-            score = Score.of(await call_user("the reward", partial(reward, trajectory)))
+        async with span("reward") as trace:
+            with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
+                score = Score.of(await call_user("the reward", partial(reward, trajectory)))
+            trace.set(output={"value": float(score.value), "answer": score.answer})
         metrics = (*trajectory.metrics, *score.metrics)
         return replace(trajectory, reward=float(score.value), metrics=metrics, answer=score.answer)
 

@@ -35,7 +35,7 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.loops.loop import RewardFn
 from treadle.agent_loop.testing import ByteRenderer, EchoGenerator, ScriptedGenerator
-from treadle.tracing import MemorySink, use_sink
+from treadle.tracing import MemorySink, plain, use_sink
 
 pytestmark = pytest.mark.asyncio
 
@@ -483,6 +483,9 @@ async def test_the_run_is_traced() -> None:
     names = {s.name: s for s in sink.spans}
     assert names["generate"].parent_id == names["trajectory"].span_id
     assert names["trajectory"].attributes["stop"] == "finished"
+    output = plain(names["trajectory"].attributes["output"])
+    assert isinstance(output, dict)
+    assert [message["role"] for message in output["messages"]] == ["user", "assistant"]
     for each in names.values():
         assert each.attributes["sample_index"] == task(0).sample_index
         assert each.attributes["rollout_n"] == task(0).rollout_index

@@ -180,7 +180,7 @@ class UserSimulator:
                 `LoopLimits.tool_timeout_s`.
         """
         assert self._interaction is not None, "check `present` before asking"
-        async with span("interaction"):
+        async with span("interaction") as trace:
             with boundary(InteractionError, f"the interaction of task {self._task.task_id!r}"):
                 async with asyncio.timeout(self._limits.tool_timeout_s):
                     if self._session is None:
@@ -190,6 +190,7 @@ class UserSimulator:
                     reply = await end_if_cancelled("the interaction", work)
                 if not isinstance(reply, InteractionReply):
                     raise TypeError(f"respond() must return an InteractionReply, got {reply!r:.80}")
+            trace.set(output={"content": reply.content, "score": reply.score, "stop": reply.stop})
         self._num_replies += 1
         self._metrics.extend(reply.metrics)
         if reply.score is not None:

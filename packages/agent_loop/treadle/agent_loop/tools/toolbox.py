@@ -28,7 +28,7 @@ from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
 from treadle.agent_loop.user_calls import end_if_cancelled
-from treadle.tracing import Metric, Reduce, span
+from treadle.tracing import Metric, Reduce, SpanHandle, span
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -187,25 +187,31 @@ class Toolbox:
             self._counts["unknown"] += 1
             known = sorted(self._tools)
             return ToolResult(content=f"Unknown function '{call.name}'. Available tools: {known}")
+        async with span("tool", tool=call.name, inputs=call.arguments) as trace:
+            result = await self._result(call, session, trace)
+            if trace.recording:
+                trace.set(output=_output(result))
+            return result
+
+    async def _result(self, call: ToolCall, session: ToolSession, trace: SpanHandle) -> ToolResult:
         limit_s = self._limits.tool_timeout_s
         timeout = asyncio.timeout(limit_s)
-        async with span("tool", tool=call.name) as trace:
-            try:
-                with _named(call.name), boundary(ToolError, f"tool {call.name!r}"):
-                    try:
-                        async with timeout:
-                            work = session.call(call.arguments)
-                            return _checked(await self._end(call.name, work))
-                    except ToolFailure as failure:
-                        self._counts["failures"] += 1
-                        trace.set(failure=str(failure))
-                        return _failed(call, str(failure))
-            except ToolError:
-                if not timeout.expired():
-                    raise
-                self._counts["timeouts"] += 1
-                trace.set(failure="timeout")
-                return _failed(call, f"it did not end within {limit_s:g} s")
+        try:
+            with _named(call.name), boundary(ToolError, f"tool {call.name!r}"):
+                try:
+                    async with timeout:
+                        work = session.call(call.arguments)
+                        return _checked(await self._end(call.name, work))
+                except ToolFailure as failure:
+                    self._counts["failures"] += 1
+                    trace.set(failure=str(failure))
+                    return _failed(call, str(failure))
+        except ToolError:
+            if not timeout.expired():
+                raise
+            self._counts["timeouts"] += 1
+            trace.set(failure="timeout")
+            return _failed(call, f"it did not end within {limit_s:g} s")
 
     async def _end(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """Awaits a tool, which cannot outlive the call for longer than its grace."""
@@ -233,6 +239,18 @@ def _checked(result: object) -> ToolResult:
     if not isinstance(result, ToolResult):
         raise TypeError(f"call() must return a ToolResult, got {result!r:.80}")
     return result
+
+
+def _output(result: ToolResult) -> dict[str, object]:
+    """Returns a tool's answer for its span, before it is truncated; images by their type."""
+    output: dict[str, object] = {
+        "content": result.content,
+        "reward": result.reward,
+        "stop": result.stop,
+    }
+    if result.images:
+        output["images"] = [image.mime for image in result.images]
+    return output
 
 
 def _failed(call: ToolCall, reason: str) -> ToolResult:
