@@ -84,10 +84,17 @@ def test_a_run_trains_validates_and_writes_its_files(
 
 
 def _check_spans(trainer: Trainer) -> None:
-    """Checks that each span says of which step and which trajectory it is."""
+    """Checks that each span says of which step it is and, within a trajectory, of which one."""
     lines = (trainer.run_dir / "traces.jsonl").read_text(encoding="utf-8").splitlines()
     spans = [json.loads(line) for line in lines]
-    assert {"trajectory", "turn", "generate"} <= {span["name"] for span in spans}
+    of_steps = [span for span in spans if span["name"] in ("update", "weight_sync")]
+    assert [(span["name"], span["attributes"]["step"]) for span in of_steps] == [
+        ("update", 1),
+        ("weight_sync", 1),
+        ("update", 2),
+        ("weight_sync", 2),
+    ]
+    assert {"trajectory", "turn", "generate", "reward"} <= {span["name"] for span in spans}
     attributes = [span["attributes"] for span in spans]
     assert {(each["step"], each["validate"]) for each in attributes} == {
         (0, True),
@@ -99,7 +106,7 @@ def _check_spans(trainer: Trainer) -> None:
     found = {
         (each["step"], each["sample_index"], each["rollout_n"])
         for each in attributes
-        if not each["validate"]
+        if not each["validate"] and "sample_index" in each
     }
     assert len(found) == 2 * 16
 

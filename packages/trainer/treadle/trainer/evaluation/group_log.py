@@ -11,6 +11,7 @@ from typing import Self
 from treadle.agent_loop import Trajectory
 from treadle.tracing import Fanout, FinishedSpan, current_sink, use_sink
 from treadle.trainer.report import TrajectoryLog
+from treadle.trainer.report.trajectories import outline
 
 __all__ = ["GroupLog"]
 
@@ -71,7 +72,7 @@ class _SpansByTask:
 
     def record(self, span: FinishedSpan) -> None:
         """Keeps `span`."""
-        self._traces.setdefault(span.trace_id, []).append(span)
+        self._traces.setdefault(span.trace_id, []).append(outline(span))
         if span.name == "trajectory":
             key = (span.attributes.get("task_id"), span.attributes.get("rollout_index"))
             self._attempts.setdefault(key, []).append(span.trace_id)

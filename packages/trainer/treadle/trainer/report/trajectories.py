@@ -16,10 +16,11 @@ A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
 from treadle.agent_loop import Message, Tokens, Trajectory
@@ -29,6 +30,7 @@ from treadle.tracing import (
     MemorySink,
     aggregate,
     current_sink,
+    plain,
     use_sink,
 )
 from treadle.trainer.report.failures import whole_traceback
@@ -61,7 +63,7 @@ class TrajectoryLog:
     @contextmanager
     def recording(self) -> Iterator[MemorySink]:
         """Keeps what is traced in this block, beside where it goes anyway, for `append`."""
-        recorded = MemorySink()
+        recorded = _OutlineSink()
         with use_sink(Fanout(current_sink(), recorded)):
             yield recorded
 
@@ -126,6 +128,20 @@ class TrajectoryLog:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _OutlineSink(MemorySink):
+    """Keeps spans without what they were given and returned."""
+
+    def record(self, span: FinishedSpan) -> None:
+        """Keeps the outline of `span`."""
+        super().record(outline(span))
+
+
+def outline(span: FinishedSpan) -> FinishedSpan:
+    """Returns a span without `inputs` and `output`: the line of its trajectory has the messages."""
+    kept = {k: v for k, v in span.attributes.items() if k not in ("inputs", "output")}
+    return replace(span, attributes=MappingProxyType(kept))
 
 
 def choose(trajectories: Sequence[Trajectory], limit: int) -> list[Trajectory]:
@@ -277,12 +293,6 @@ def _span(span: FinishedSpan) -> dict[str, object]:
         "parent_id": span.parent_id,
         "start_unix_ns": span.start_unix_ns,
         "duration_ns": span.duration_ns,
-        "attributes": {key: _plain(value) for key, value in span.attributes.items()},
+        "attributes": plain(span.attributes),
         "error": None if span.error is None else f"{span.error.type}: {span.error.message}",
     }
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value

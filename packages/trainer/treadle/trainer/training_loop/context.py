@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.agent_loop import AgentTask, Trajectory
-from treadle.tracing import FinishedSpan
+from treadle.tracing import FinishedSpan, SpanHandle, span
 from treadle.trainer.algorithms.estimators import FoundEstimator
 from treadle.trainer.algorithms.reward_kl import Charges
 from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
@@ -53,7 +53,11 @@ from treadle.trainer.training_loop.groups import Group, StepBatch, Survivors
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 from treadle.trainer.training_loop.run_log import span_attributes
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
-from treadle.trainer.training_loop.update_metrics import broken_policy
+from treadle.trainer.training_loop.update_metrics import (
+    broken_policy,
+    critic_metrics,
+    update_metrics,
+)
 
 __all__ = ["Sampled", "Timer", "TrainingContext"]
 
@@ -336,18 +340,23 @@ class TrainingContext:
         Raises:
             PolicyError: A policy rank failed, or the critic is not finite afterwards.
         """
-        with self.progress.phase("critic"):
-            command = UpdateCritic(
-                sequences=tuple(sequences),
-                algorithm=self.config.algorithm,
-                epochs=self.config.critic.epochs or self.config.algorithm.epochs,
-                free_memory=self.memory_offload is not None,
-            )
+        command = UpdateCritic(
+            sequences=tuple(sequences),
+            algorithm=self.config.algorithm,
+            epochs=self.config.critic.epochs or self.config.algorithm.epochs,
+            free_memory=self.memory_offload is not None,
+        )
+        with (
+            self.progress.phase("critic"),
+            self._span("update", step, model="critic", sequences=len(sequences)) as trace,
+        ):
             stats = (await self.policy.call(command))[0]
-        assert isinstance(stats, UpdateStats)
-        if stats.broken is not None:
-            lower = "critic.optimizer.lr"
-            raise PolicyError(broken_policy(step, stats, self.checkpoints.last_good, lower=lower))
+            assert isinstance(stats, UpdateStats)
+            if stats.broken is not None:
+                lower, good = "critic.optimizer.lr", self.checkpoints.last_good
+                raise PolicyError(broken_policy(step, stats, good, lower=lower))
+            if trace.recording:
+                trace.set(output=critic_metrics(stats))
         return stats
 
     async def update_policy(self, step: int, sequences: Sequence[TrainSequence]) -> UpdateStats:
@@ -356,17 +365,22 @@ class TrainingContext:
         Raises:
             PolicyError: A policy rank failed, or the policy is not finite afterwards.
         """
-        with self.progress.phase("train"):
-            command = Update(
-                sequences=tuple(sequences),
-                algorithm=self.config.algorithm,
-                temperature=self.config.rollout.temperature,
-                free_memory=self.memory_offload is not None,
-            )
+        command = Update(
+            sequences=tuple(sequences),
+            algorithm=self.config.algorithm,
+            temperature=self.config.rollout.temperature,
+            free_memory=self.memory_offload is not None,
+        )
+        with (
+            self.progress.phase("train"),
+            self._span("update", step, model="policy", sequences=len(sequences)) as trace,
+        ):
             stats = (await self.policy.call(command))[0]
-        assert isinstance(stats, UpdateStats)
-        if stats.broken is not None:
-            raise PolicyError(broken_policy(step, stats, self.checkpoints.last_good))
+            assert isinstance(stats, UpdateStats)
+            if stats.broken is not None:
+                raise PolicyError(broken_policy(step, stats, self.checkpoints.last_good))
+            if trace.recording:
+                trace.set(output=update_metrics(stats))
         return stats
 
     async def sync_weights(self, version: int) -> dict[str, float]:
@@ -378,17 +392,26 @@ class TrainingContext:
             SetupError: a restarted server does not fit.
         """
         offload = self.memory_offload
-        with self.progress.phase("sync"):
+        with (
+            self.progress.phase("sync"),
+            self._span("weight_sync", version, servers=len(self.servers.live)) as trace,
+        ):
             report = await self.servers.sync_weights(
                 version, prepare=None if offload is None else offload.wake_weights
             )
             if offload is not None:
                 await offload.wake_kv_cache()
-        return {
-            "weights/bytes": float(report.num_bytes),
-            "sync/bytes": float(report.sent_bytes),
-            "sync/delta_ratio": report.sent_bytes / max(1, report.num_bytes),
-        }
+            metrics = {
+                "weights/bytes": float(report.num_bytes),
+                "sync/bytes": float(report.sent_bytes),
+                "sync/delta_ratio": report.sent_bytes / max(1, report.num_bytes),
+            }
+            trace.set(output=metrics)
+        return metrics
+
+    def _span(self, name: str, step: int, **attributes: object) -> SpanHandle:
+        name_of_run = self.config.run.name
+        return span(name, step=step, validate=False, experiment_name=name_of_run, **attributes)
 
     async def offload_metrics(self) -> dict[str, float]:
         """Returns what `policy.offload` moved since the last call, of the rank with the most.
