@@ -7,9 +7,10 @@
 from treadle.tracing.finished import Deferred, FinishedSpan, SpanContext, SpanError, plain
 from treadle.tracing.jsonl import JsonlSink
 from treadle.tracing.metrics import Metric, Reduce, aggregate
-from treadle.tracing.propagate import extract, inject
+from treadle.tracing.propagate import extract, inject, serving_span
 from treadle.tracing.queued import QueuedSink, SinkReport, SpanWriter
 from treadle.tracing.sampling import TraceSampler
+from treadle.tracing.service_sink import service_sink
 from treadle.tracing.sink import Fanout, MemorySink, NullSink, TraceSink
 from treadle.tracing.span import (
     SpanHandle,
@@ -47,6 +48,8 @@ __all__ = [
     "inject",
     "plain",
     "record_span",
+    "service_sink",
+    "serving_span",
     "span",
     "traced",
     "use_attributes",

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.tracing import FinishedSpan, JsonlSink, SinkReport, SpanError, jsonl, span, use_sink
+from treadle.tracing import (
+    Deferred,
+    FinishedSpan,
+    JsonlSink,
+    SinkReport,
+    SpanError,
+    jsonl,
+    span,
+    use_sink,
+)
 from treadle.tracing.span import freeze
 
 HeldWriter = tuple[threading.Event, threading.Event]
@@ -173,3 +182,18 @@ def test_every_attribute_can_be_written(attributes: dict[str, object]) -> None:
     line = jsonl.to_json(written)
     assert "\n" not in line
     assert json.loads(line)["attributes"] == attributes
+
+
+def test_a_deferred_value_is_computed_by_the_writing_thread(tmp_path: Path) -> None:
+    threads: list[str] = []
+
+    def compute() -> tuple[str, ...]:
+        threads.append(threading.current_thread().name)
+        return ("text",)
+
+    with JsonlSink(tmp_path / "t.jsonl") as sink, use_sink(sink), span("call") as call:
+        call.set(output={"response_text": Deferred(compute)})
+    (line,) = (tmp_path / "t.jsonl").read_text().splitlines()
+    assert json.loads(line)["attributes"] == {"output": {"response_text": ["text"]}}
+    assert threads != [threading.current_thread().name]
+    assert len(threads) == 1

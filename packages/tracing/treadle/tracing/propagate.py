@@ -1,20 +1,22 @@
 """The parent of a span, carried to another process and back in a W3C `traceparent` header.
 
 Invariant: what cannot be understood is treated as absent, never as an error: the other side may be
-newer, older or something else entirely (W3C Trace Context, section 3.2). All functions are pure.
+newer, older or something else entirely (W3C Trace Context, section 3.2).
 
     metadata = (("x-token", token), *inject())            # caller: gRPC metadata, HTTP headers
-    with use_parent(extract(context.invocation_metadata())):   # callee: spans nest below the caller
+    with serving_span(sink, context.invocation_metadata, "serve"):   # callee: below the caller's
         ...
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from treadle.tracing.finished import SpanContext
-from treadle.tracing.span import current_span
+from treadle.tracing.sink import NullSink, TraceSink
+from treadle.tracing.span import SpanHandle, current_span, span, use_parent, use_sink
 
 HEADER = "traceparent"
 
@@ -52,3 +54,31 @@ def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
     if set(trace_id) == {"0"} or set(span_id) == {"0"} or not int(flags, 16) & 1:
         return None
     return SpanContext(trace_id=trace_id, span_id=span_id)
+
+
+@contextmanager
+def serving_span(
+    sink: TraceSink,
+    metadata: Callable[[], Iterable[tuple[str, str | bytes]] | None],
+    name: str,
+    /,
+    **attributes: object,
+) -> Iterator[SpanHandle]:
+    """Serves a call within a span below the caller's; the caller decides what is traced.
+
+    Args:
+        sink: Where the spans of the block go.
+        metadata: Returns the call's metadata; called only if `sink` records.
+        name: As for `span`.
+        **attributes: As for `span`.
+
+    Returns:
+        The span; one that does nothing if the caller does not record its trace.
+    """
+    parent = extract(metadata() or ()) if sink.recording else None
+    with (
+        use_sink(sink if parent is not None else NullSink()),
+        use_parent(parent),
+        span(name, **attributes) as trace,
+    ):
+        yield trace
