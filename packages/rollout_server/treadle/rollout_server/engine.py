@@ -23,7 +23,7 @@ This module imports neither torch nor protobuf: it is the seam between both.
 import enum
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -284,9 +284,15 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """First event: the sequence has a slot and its prompt is being read."""
+    """First event: the sequence has a slot and its prompt is being read.
+
+    Attributes:
+        cached_prompt_tokens: Number of tokens of the prompt that need not be computed.
+        since_s: Seconds since the engine took the sequence, if it tells so later.
+    """
 
     cached_prompt_tokens: int
+    since_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,9 +339,15 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event."""
+    """Last event.
+
+    Attributes:
+        reason: Why the sequence ended.
+        prefill_s: Seconds from the start to the first token. None: that came when it was sampled.
+    """
 
     reason: FinishReason
+    prefill_s: float | None = field(default=None, compare=False)
 
 
 EngineEvent = Started | PromptLogprobs | Tokens | Finished

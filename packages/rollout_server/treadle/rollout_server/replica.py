@@ -32,6 +32,7 @@ from treadle.rollout_server.errors import (
 from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.engine_controller import EngineController
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
+from treadle.rollout_server.scheduling.pauses import Pauses
 from treadle.rollout_server.updates.weight_update import CurrentUpdate
 from treadle.rollout_server.updates.weight_updater import WeightUpdater
 
@@ -66,6 +67,11 @@ class Replica:
     def admission(self) -> Admission:
         """Number of calls that run and that wait."""
         return self._controller.admission
+
+    @property
+    def pauses(self) -> Pauses:
+        """When running sequences were kept without sampling."""
+        return self._controller.pauses
 
     @property
     def current_update(self) -> CurrentUpdate:
@@ -137,7 +143,7 @@ class Replica:
             controller.queue.pause_admission()
             controller.queue.reject_waiting(controller.not_serving())
             try:
-                await engine.pause(policy)
+                await controller.pause(engine, policy)
             except asyncio.CancelledError:
                 if before is ServerState.SERVING and self.state is ServerState.PAUSED:
                     await controller.go_on()

@@ -37,6 +37,7 @@ from treadle.rollout_server.services.interceptors import Guard
 from treadle.rollout_server.services.methods import Methods
 from treadle.rollout_server.services.server import ServerServicer
 from treadle.rollout_server.version import server_version
+from treadle.tracing import TraceSink, service_sink
 
 _log = logging.getLogger(__name__)
 _HEALTHY = frozenset({ServerState.SERVING, ServerState.PAUSED, ServerState.UPDATING})
@@ -111,12 +112,17 @@ async def serve(
     stats.count_updates(replica.current_update)
     stats.time_switches(replica.lifecycle, replica.clock.time)
     grpc_server = grpc.aio.server(interceptors=(Guard(token),), options=options)
-    health_servicer = _assemble(grpc_server, replica, stats)
-    address = f"{config.address.rpartition(':')[0]}:{_bind(grpc_server, config)}"
-    changed = asyncio.Event()
-    replica.lifecycle.observe(lambda _: changed.set())
-    await _set_health(health_servicer, replica.state)
-    with _metrics(config, replica, stats, token) as metrics_address:
+    with (
+        service_sink(
+            jsonl=config.tracing.jsonl, otlp=config.tracing.otlp, service="treadle-rollout-server"
+        ) as sink,
+        _metrics(config, replica, stats, token) as metrics_address,
+    ):
+        health_servicer = _assemble(grpc_server, replica, stats, sink)
+        address = f"{config.address.rpartition(':')[0]}:{_bind(grpc_server, config)}"
+        changed = asyncio.Event()
+        replica.lifecycle.observe(lambda _: changed.set())
+        await _set_health(health_servicer, replica.state)
         await grpc_server.start()
         reporter = asyncio.create_task(_report_health(health_servicer, replica, changed))
         try:
@@ -155,11 +161,11 @@ async def _close(grpc_server: grpc.aio.Server, replica: Replica, grace_s: float)
 
 
 def _assemble(
-    grpc_server: grpc.aio.Server, replica: Replica, stats: ServerStats
+    grpc_server: grpc.aio.Server, replica: Replica, stats: ServerStats, sink: TraceSink
 ) -> health.aio.HealthServicer:
     health_servicer = health.aio.HealthServicer()
     methods = Methods()
-    generation.add_to_server(generation.GenerationServicer(replica, stats), methods)
+    generation.add_to_server(generation.GenerationServicer(replica, stats, sink), methods)
     weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), methods)
     srv_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
         ServerServicer(replica, server_version()), methods

@@ -170,6 +170,19 @@ class SecurityConfig(_Model):
         return self
 
 
+class TracingConfig(_Model):
+    """Where the spans of calls go whose callers record their traces."""
+
+    jsonl: Path | None = Field(
+        default=None, description="File to append spans to, one JSON object per line."
+    )
+    otlp: str | None = Field(
+        default=None,
+        description="OpenTelemetry endpoint, as http://localhost:4318 (needs "
+        "treadle-tracing[otlp]).",
+    )
+
+
 class ServerConfig(_Model):
     """The configuration of `python -m treadle.rollout_server`."""
 
@@ -222,6 +235,7 @@ class ServerConfig(_Model):
     coalesce: CoalesceConfig = CoalesceConfig()
     weights: WeightsConfig = WeightsConfig()
     security: SecurityConfig = SecurityConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @model_validator(mode="after")
     def _addresses_are_safe(self) -> Self:

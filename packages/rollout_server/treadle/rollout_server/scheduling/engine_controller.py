@@ -26,6 +26,7 @@ from treadle.rollout_server.errors import (
 )
 from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
+from treadle.rollout_server.scheduling.pauses import Pauses
 from treadle.rollout_server.scheduling.request_queue import RequestQueue
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class EngineController:
         admission: Number of calls that run and that wait.
         queue: Where calls wait for the engine.
         control: Held while telling the engine what to do.
+        pauses: When the engine kept running sequences without sampling.
         released: Device memory that the engine has released.
         weight_version: Version last committed; 0 before any update.
         mixed: Whether the engine holds tensors of more than one version.
@@ -56,6 +58,7 @@ class EngineController:
         self.admission = Admission(max_in_flight=config.max_in_flight, max_queued=config.max_queued)
         self.queue = RequestQueue(self.admission, clock)
         self.control = asyncio.Lock()
+        self.pauses = Pauses(clock)
         self.released: frozenset[MemoryKind] = frozenset()
         self.weight_version = 0
         self.mixed = False
@@ -118,6 +121,7 @@ class EngineController:
             await engine.resume()
         except Exception as error:
             raise self.fail(error) from error
+        self.pauses.end()
         if self.state in (ServerState.PAUSED, ServerState.UPDATING):
             self.lifecycle.move(ServerState.SERVING)
             self.queue.resume_admission()
@@ -134,6 +138,14 @@ class EngineController:
         if MemoryKind.WEIGHTS in self.released:
             raise StateConflict(call, "without its weights", "call RestoreMemory first")
 
+    async def pause(self, engine: Engine, policy: InFlightPolicy) -> None:
+        """Pauses the engine; see `Engine.pause`."""
+        if policy is not InFlightPolicy.CONTINUE:
+            self.pauses.end()  # What an earlier pause had kept runs to its end, or ends now.
+        await engine.pause(policy)
+        if policy is InFlightPolicy.CONTINUE:
+            self.pauses.begin()
+
     async def enter_update(self, policy: InFlightPolicy) -> Engine:
         """Moves to UPDATING: calls queue and the engine is paused. `leave_update` ends it."""
         engine = self.engine
@@ -141,7 +153,7 @@ class EngineController:
             self._home = self.state
         self.lifecycle.move(ServerState.UPDATING)
         self.queue.pause_admission()
-        await engine.pause(policy)
+        await self.pause(engine, policy)
         return engine
 
     async def leave_update(self, *, mixed: bool) -> None:
@@ -161,6 +173,7 @@ class EngineController:
             assert self.loaded_engine is not None
             if not self.released:  # Else no sequence is kept that could finish.
                 await self.loaded_engine.resume()
+                self.pauses.end()
         elif self.state is not ServerState.UPDATING:
             return
         elif self._home is ServerState.PAUSED:
@@ -191,7 +204,7 @@ class EngineController:
             self.lifecycle.move(ServerState.LOADING)
             self.queue.reject_waiting(self.not_serving())
         try:
-            await self.loaded_engine.pause(InFlightPolicy.INTERRUPT)
+            await self.pause(self.loaded_engine, InFlightPolicy.INTERRUPT)
         except Exception as error:
             self.fail(error)
 

@@ -32,26 +32,34 @@ _FINISH_REASONS = {
 
 
 class Numbers(TypedDict):
-    """Numbers that the server adds to events: seconds in its queue and engine, tokens so far."""
+    """Numbers that the server adds to events.
+
+    Attributes:
+        queue_s: Seconds in the queue.
+        engine_s: Seconds in the engine so far.
+        prefill_s: Those before the first token.
+        paused_s: Those in which sampling was paused.
+        num_tokens: Number of tokens so far.
+    """
 
     queue_s: float
     engine_s: float
+    prefill_s: float
+    paused_s: float
     num_tokens: int
 
 
-def encode_event(event: EngineEvent, *, queue_s: float, engine_s: float, num_tokens: int) -> bytes:
+def encode_event(event: EngineEvent, numbers: Numbers) -> bytes:
     """Encodes one event, with the numbers for which its message has fields."""
-    name, fields = _fields(event, queue_s, engine_s, num_tokens)
+    name, fields = _fields(event, numbers)
     return _serialized({name: fields})
 
 
-def encode_batch(
-    events: Sequence[EngineEvent], *, queue_s: float, engine_s: float, num_tokens: int
-) -> bytes:
+def encode_batch(events: Sequence[EngineEvent], numbers: Numbers) -> bytes:
     """Encodes events that are ready together, in order; only for requests with `batched`."""
     batch: dict[str, Any] = {}
     for event in events:
-        name, fields = _fields(event, queue_s, engine_s, num_tokens)
+        name, fields = _fields(event, numbers)
         if name in ("tokens", "prompt_logprobs"):
             batch.setdefault(name, []).append(fields)
         else:
@@ -96,9 +104,7 @@ def _serialized(event: dict[str, Any]) -> bytes:
     return pb.GenerateResponse(**event).SerializeToString()
 
 
-def _fields(
-    event: EngineEvent, queue_s: float, engine_s: float, num_tokens: int
-) -> tuple[str, dict[str, Any]]:
+def _fields(event: EngineEvent, numbers: Numbers) -> tuple[str, dict[str, Any]]:
     """Returns the event's name in `GenerateResponse.event`, and its fields."""
     match event:
         case Tokens():
@@ -116,13 +122,15 @@ def _fields(
         case Started():
             return "started", {
                 "cached_prompt_tokens": event.cached_prompt_tokens,
-                "queue_time": _duration(queue_s),
+                "queue_time": _duration(numbers["queue_s"]),
             }
         case Finished():
             return "finished", {
                 "reason": _FINISH_REASONS[event.reason],
-                "num_tokens": num_tokens,
-                "engine_time": _duration(engine_s),
+                "num_tokens": numbers["num_tokens"],
+                "engine_time": _duration(numbers["engine_s"]),
+                "prefill_time": _duration(numbers["prefill_s"]),
+                "paused_time": _duration(numbers["paused_s"]),
             }
 
 

@@ -4,34 +4,30 @@ Invariant: a stream is one `started`, chunks of tokens, one `finished`, or it fa
 call ends, its sequence has left the engine when the handler returns.
 """
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.engine import EngineEvent, Finished, Started, Tokens
-from treadle.rollout_server.errors import RolloutServerError
+from treadle.rollout_server.engine import EngineEvent
 from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.services.call_record import CallRecord
 from treadle.rollout_server.services.coalesce import Coalescer
 from treadle.rollout_server.services.codec import decode_generate
-from treadle.rollout_server.services.errors import reason_name
 from treadle.rollout_server.services.event_message import (
     MAX_REPORT_BYTES,
-    Numbers,
     encode_batch,
     encode_event,
     report_bytes,
     split_report,
 )
 from treadle.rollout_server.services.methods import Methods
+from treadle.tracing import TraceSink, serving_span
 
-_log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
@@ -41,11 +37,13 @@ class GenerationServicer:
     Args:
         replica: What it serves.
         stats: Counts completions by outcome.
+        sink: Where the spans of calls go whose callers record their traces.
     """
 
-    def __init__(self, replica: Replica, stats: ServerStats) -> None:
+    def __init__(self, replica: Replica, stats: ServerStats, sink: TraceSink) -> None:
         self._replica = replica
         self._stats = stats
+        self._sink = sink
 
     async def generate(
         self,
@@ -54,7 +52,16 @@ class GenerationServicer:
     ) -> bytes:
         """Writes one completion as serialized `GenerateResponse`s; returns the last one."""
         replica = self._replica
-        with _Call(self._stats, replica.clock.time) as call:
+        with (
+            serving_span(
+                self._sink,
+                context.invocation_metadata,
+                "server.generate",
+                request_id=request.request_id,
+                prompt_tokens=len(request.prompt_token_ids),
+            ) as trace,
+            CallRecord(self._stats, replica.pauses, replica.clock.time, trace) as call,
+        ):
             wanted = decode_generate(request, replica.engine.info)
             row_bytes = replica.engine.info.model.routed_row_bytes
 
@@ -64,10 +71,10 @@ class GenerationServicer:
                 numbers = call.numbers()
                 if report_bytes(events) > MAX_REPORT_BYTES:
                     parts = (part for event in events for part in split_report(event, row_bytes))
-                    return [encode_event(part, **numbers) for part in parts]
+                    return [encode_event(part, numbers) for part in parts]
                 if request.batched and len(events) > 1:
-                    return [encode_batch(events, **numbers)]
-                return [encode_event(event, **numbers) for event in events]
+                    return [encode_batch(events, numbers)]
+                return [encode_event(event, numbers) for event in events]
 
             async def send(events: Sequence[EngineEvent]) -> None:
                 for message in messages(events):
@@ -84,76 +91,12 @@ class GenerationServicer:
                     replica.generate(wanted, min_weight_version=request.min_weight_version)
                 ) as events:
                     async for event in events:
+                        call.arrived(event)
                         coalescer.add(event)
                 *before, last = messages(await coalescer.rest())
             for message in before:
                 await context.write(message)
             return last
-
-
-class _Call:
-    """Counts one completion. A context manager: leaving it ends the completion."""
-
-    __slots__ = ("_began", "_now", "_outcome", "_started", "_stats", "num_tokens")
-
-    def __init__(self, stats: ServerStats, now: Callable[[], float]) -> None:
-        self._stats = stats
-        self._now = now
-        self._began = now()
-        self._started: float | None = None
-        self._outcome = "cancelled"
-        self.num_tokens = 0
-
-    def note(self, events: Sequence[EngineEvent], prompt_tokens: int) -> None:
-        """Counts events that are about to be sent."""
-        stats = self._stats
-        for event in events:
-            if isinstance(event, Tokens):
-                self.num_tokens += len(event.token_ids)
-                stats.sampled_tokens += len(event.token_ids)
-            elif isinstance(event, Started):
-                self._started = self._now()
-                stats.queue_s.add(self._started - self._began)
-                stats.prompt_tokens += prompt_tokens
-                stats.cached_prompt_tokens += event.cached_prompt_tokens
-            elif isinstance(event, Finished):
-                self._outcome = event.reason.value
-
-    def numbers(self) -> Numbers:
-        """Returns the numbers that messages carry."""
-        now = self._now()
-        started = now if self._started is None else self._started
-        return {
-            "queue_s": started - self._began,
-            "engine_s": now - started,
-            "num_tokens": self.num_tokens,
-        }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, RolloutServerError):
-            self._outcome = reason_name(error).lower()
-        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
-            self._outcome = "bug"  # Else gRPC could not write: the caller has gone.
-        self._stats.completions[self._outcome] += 1
-        if self._started is not None:
-            self._stats.engine_s.add(self._now() - self._started)
-        if _log.isEnabledFor(logging.DEBUG):
-            numbers = self.numbers()
-            _log.debug(
-                "%s after %d tokens, %.3f s in the queue, %.3f s in the engine",
-                self._outcome,
-                self.num_tokens,
-                numbers["queue_s"],
-                numbers["engine_s"],
-            )
 
 
 def add_to_server(servicer: GenerationServicer, server: Methods) -> None:

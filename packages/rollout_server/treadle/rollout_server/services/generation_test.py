@@ -27,6 +27,7 @@ from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.generation import GenerationServicer
 from treadle.rollout_server.testing import serve_in_process
+from treadle.tracing import NullSink
 
 MODEL = ModelInfo(architecture="x", vocab_size=9, context_length=64, eos_token_ids=frozenset())
 EVENTS: list[EngineEvent] = [Started(2), Tokens((1, 2), (-0.5, -1.0), 3), Tokens((4,), (-2.0,), 4)]
@@ -140,13 +141,16 @@ async def test_a_completion_whose_caller_has_gone_counts_as_cancelled() -> None:
     replica.serve(engine)
 
     class Gone:
+        def invocation_metadata(self) -> None:
+            raise AssertionError("without a sink nobody reads it")
+
         async def write(self, message: bytes) -> None:
             engine.go_on.set()
             raise grpc.aio.InternalError("the stream has ended")
 
     context: Any = Gone()
     with pytest.raises(grpc.aio.InternalError):
-        await GenerationServicer(replica, stats).generate(wanted(batched=True), context)
+        await GenerationServicer(replica, stats, NullSink()).generate(wanted(batched=True), context)
     assert stats.completions == {"cancelled": 1}
     assert replica.admission.in_flight == 0
     await replica.aclose()

@@ -11,6 +11,7 @@ Pure; `engine.py` calls it on the event loop.
 
 import math
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,7 @@ class Sequence:
         self.request = request
         self.rid = rid
         self.interrupted = False
+        self._submitted_at = time.monotonic()
         self._started = False
         self._num_emitted = 0
         self._marks: list[tuple[int, int]] = []
@@ -95,7 +97,9 @@ class Sequence:
         meta = answer["meta_info"]
         if not self._started:
             self._started = True
-            yield Started(meta.get("cached_tokens", 0))
+            # SGLang tells of a sequence with its first token.
+            since_s = time.monotonic() - self._submitted_at
+            yield Started(meta.get("cached_tokens", 0), since_s)
         if meta["completion_tokens"] and not self._num_emitted:
             # SGLang sends all of the prompt's with the first token.
             logprobs = tuple(entry[0] for entry in meta.get("input_token_logprobs", ())[1:])

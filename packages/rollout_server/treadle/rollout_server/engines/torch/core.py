@@ -229,11 +229,15 @@ class EngineCore:
 
     def step(self) -> None:
         """Runs one step. Requires `runnable`."""
+        admitted: list[tuple[Sequence, int]] = []
         if self._policy is None:
             for sequence in self._scheduler.admit(lambda key: self._prefixes.longest(key)[0]):
                 self._start(sequence)
+                admitted.append((sequence, sequence.num_cached))
         work = self._scheduler.plan()
         logits_BV, sampling = self._forward(work)
+        for sequence, cached in admitted:  # The event loop gets nothing before the step's end.
+            self._emit(sequence, Started(cached, self._clock() - sequence.started_at))
         if sampling:
             if self._batch is None or self._batch[0] != sampling:
                 settings = [sequence.request.sampling for sequence in sampling]
@@ -270,8 +274,8 @@ class EngineCore:
             sequence.routed_experts += holder.routed_experts[: cached * self._model.row_bytes]
         sequence.num_cached = cached
         sequence.epoch = self._epoch
+        sequence.started_at = self._clock()
         self._started += 1
-        self._emit(sequence, Started(cached))
 
     def _forward(self, work: list[ScheduledIds]) -> tuple[torch.Tensor, list[Sequence]]:
         """Runs the model; returns logits ``[B, vocab]`` and the sequences to sample for.
@@ -368,6 +372,7 @@ class EngineCore:
     def _append(self, sequence: Sequence, token_id: int, logprob: float) -> FinishReason | None:
         """Appends a sampled token; returns the finish reason if it is the last one."""
         if not sequence.num_sampled:
+            sequence.prefill_s = self._clock() - sequence.started_at
             self._scheduler.prefill_done(sequence)
             if sequence.epoch == self._epoch:
                 self._prefixes.add_live(sequence.prompt_key, sequence)
@@ -388,7 +393,7 @@ class EngineCore:
         if sequence.row is not None:
             self._free_row(sequence)
         self._flush_sequence(sequence)
-        self._emit(sequence, Finished(reason))
+        self._emit(sequence, Finished(reason, sequence.prefill_s))
 
     def _free_row(self, sequence: Sequence) -> None:
         """Frees the row; retains a copy for later prompts with the same prefix."""

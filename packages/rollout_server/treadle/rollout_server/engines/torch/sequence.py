@@ -34,6 +34,8 @@ class Sequence:
             the row is a mixture that only this sequence may use.
         positions: Positions of its ids; None if they equal the indices.
         image_embeddings: Embeddings of images that are only partly read, by start index.
+        started_at: When it got its row; seconds of the core's clock.
+        prefill_s: Seconds from then to its first token; None before that.
         ended: Whether no event follows.
         unsent_ids: Sampled ids that are not yet emitted.
         routed_experts: Experts of the first `num_cached` ids, as `Tokens.routed_experts`; empty
@@ -53,6 +55,8 @@ class Sequence:
     num_cached: int = 0
     row: int | None = None
     epoch: int = 0
+    started_at: float = 0.0
+    prefill_s: float | None = None
     ended: bool = False
     unsent_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[float] = field(default_factory=list)

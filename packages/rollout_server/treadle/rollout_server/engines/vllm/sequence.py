@@ -13,6 +13,7 @@ This module does not import vLLM; it relies on the attributes of outputs only.
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Many
@@ -101,6 +102,7 @@ class Sequence:
         self.started = self.ended = False
         self._stats = stats
         self._state: VersionedState | None = None
+        self._submitted_at = time.monotonic()
         self._num_tokens = 0
         self._events: deque[EngineEvent | Exception | None] = deque()  # None: withdrawn.
         self._woken = asyncio.Event()
@@ -108,6 +110,7 @@ class Sequence:
     def submitted(self, state: VersionedState) -> None:
         """Records that vLLM has the sequence; `state` has the version labels of its tokens."""
         self._state = state
+        self._submitted_at = time.monotonic()
 
     def put(self, output: Any) -> None:
         """Takes one `RequestOutput`; ignores exceptions, because the engine calls `fail`."""
@@ -174,7 +177,8 @@ class Sequence:
         if not self.started:
             self.started = True
             self._stats.running.increment()
-            self._emit(Started(cached_prompt_tokens))
+            # vLLM tells of a sequence with its first token.
+            self._emit(Started(cached_prompt_tokens, time.monotonic() - self._submitted_at))
 
     def _take_prompt(self, logprobs: Many[float]) -> None:
         """Emits the log-probs of the prompt that are wanted; vLLM has them of all ids but one."""
