@@ -42,6 +42,7 @@ from treadle.agent_loop.rpc.handshake import (
     check_images_taken,
 )
 from treadle.agent_loop.rpc.in_flight_completion import InFlightCompletion
+from treadle.agent_loop.rpc.phase_spans import record_phases
 from treadle.agent_loop.rpc.replica_client import ReplicaClient, RpcDeadlines
 from treadle.agent_loop.rpc.replica_connections import ReplicaConnections
 from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
@@ -259,7 +260,9 @@ class GrpcTokenGenerator:
         try:
             async with self._replicas.calling(replica):
                 await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
-            return stream.end()
+            finish = stream.end()
+            record_phases(stream, call=in_flight.num_calls)
+            return finish
         except grpc.aio.AioRpcError as failed:
             return classify(replica.info.address, failed)
         finally:

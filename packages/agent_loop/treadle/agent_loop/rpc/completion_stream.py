@@ -63,6 +63,9 @@ class CompletionStream:
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
         engine_s: Seconds in the engine.
+        prefill_s: Those before the first token; None before the end, and of a server that does not
+            report them.
+        paused_s: Those in which sampling was paused.
     """
 
     address: str
@@ -77,6 +80,8 @@ class CompletionStream:
     cached_prompt_tokens: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
+    prefill_s: float | None = None
+    paused_s: float = 0.0
     _routed: list[bytes] = field(default_factory=list)
     _num_tokens: int = 0
     _started: bool = False
@@ -218,6 +223,9 @@ class CompletionStream:
         if self._finish is FinishReason.STOP and self._num_tokens == 0:
             self._refuse("finished says stop, and no token came")
         self.engine_s = finished.engine_time.ToNanoseconds() / 1e9
+        if finished.HasField("prefill_time"):
+            self.prefill_s = finished.prefill_time.ToNanoseconds() / 1e9
+            self.paused_s = finished.paused_time.ToNanoseconds() / 1e9
         self._finished = True
 
     def _refuse(self, problem: str) -> NoReturn:

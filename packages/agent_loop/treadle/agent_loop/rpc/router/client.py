@@ -36,6 +36,7 @@ from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+from treadle.tracing import inject, span
 
 _log = logging.getLogger(__name__)
 _MAX_UNSENT = 10_000
@@ -177,9 +178,19 @@ class RemoteRouter:
             avoid_addresses=sorted(avoid),
         )
         deadline = self._clock.now() + wait_s
+        async with span("route", session_id=session_id) as trace:
+            address = await self._ask_until(request, deadline, last if usable else None)
+            trace.set(server=address)
+            return address
+
+    async def _ask_until(
+        self, request: pb.OpenSessionRequest, deadline: float, last: _Answer | None
+    ) -> str | None:
+        """Asks the router until it answers or the deadline comes; `last` may be used meanwhile."""
+        avoid = request.avoid_addresses
         failure: RpcFailure | None = None
         while True:
-            if last is not None and usable and self._backoff.until > self._clock.now():
+            if last is not None and self._backoff.until > self._clock.now():
                 return last.address
             await self._wait_until(self._backoff.until, deadline, failure)
             answer = await self._ask(request, deadline - self._clock.now())
@@ -219,7 +230,7 @@ class RemoteRouter:
         timeout_s = min(left_s, self._deadlines.open_session_s)
         try:
             response = await self._stub.OpenSession(
-                request, timeout=timeout_s, metadata=self._metadata
+                request, timeout=timeout_s, metadata=(*self._metadata, *inject())
             )
         except grpc.aio.AioRpcError as failed:
             return classify(self._address, failed)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         asyncio.run(_run(config, arguments.ready_file))
-    except (SetupError, OSError) as error:
+    except (SetupError, OSError, ValueError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1
     return 0
@@ -78,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         help="lifetime of an answer",
     )
     add("--state_file", type=Path, help="keeps registered and draining replicas across restarts")
+    add(
+        "--tracing_jsonl", type=Path, help="file for the spans of calls whose callers record theirs"
+    )
+    add("--tracing_otlp", help="OpenTelemetry endpoint for them, as http://localhost:4318")
     add("--ready_file", type=Path, help='written when serving: {"address": ..., "pid": ...}')
     add("--tls_certificate", type=Path, help="PEM chain of the router")
     add("--tls_key", type=Path, help="PEM private key of the router")
@@ -121,6 +125,8 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
         state_file=arguments.state_file,
         tls=tls,
         token=token,
+        tracing_jsonl=arguments.tracing_jsonl,
+        tracing_otlp=arguments.tracing_otlp,
     )
 
 

@@ -35,6 +35,7 @@ from treadle.agent_loop.rpc.router.state import check_address, is_address, read_
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+from treadle.tracing import TraceSink, service_sink, serving_span
 
 with needs_extra("router", __name__):
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -68,6 +69,8 @@ class RouterConfig:
         tls: PEM private key and PEM certificate chain; None means plain text.
         token: Required of callers; None admits everyone.
         shutdown_grace_s: Time limit for calls in flight at shutdown.
+        tracing_jsonl: File for the spans of calls whose callers record theirs; None means no file.
+        tracing_otlp: OpenTelemetry endpoint for them; None means none.
     """
 
     address: str = "127.0.0.1:0"
@@ -80,6 +83,8 @@ class RouterConfig:
     tls: tuple[bytes, bytes] | None = None
     token: str | None = None
     shutdown_grace_s: float = 1.0
+    tracing_jsonl: Path | None = None
+    tracing_otlp: str | None = None
 
 
 class RoutingServicer(pb_grpc.RoutingServiceServicer):
@@ -88,16 +93,31 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     Args:
         queue: Assigns sessions to replicas.
         config: The router's configuration.
+        sink: Where the spans of calls go whose callers record their traces.
     """
 
-    def __init__(self, queue: SessionQueue, config: RouterConfig) -> None:
+    def __init__(self, queue: SessionQueue, config: RouterConfig, sink: TraceSink) -> None:
         self._queue = queue
         self._config = config
+        self._sink = sink
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
         """Returns the session's replica, waiting for room."""
+        with serving_span(
+            self._sink,
+            context.invocation_metadata,
+            "router.open_session",
+            session_id=request.session_id,
+        ) as trace:
+            response = await self._open_session(request, context)
+            trace.set(server=response.address, moved=response.moved)
+            return response
+
+    async def _open_session(
+        self, request: pb.OpenSessionRequest, context: Context
+    ) -> pb.OpenSessionResponse:
         session_id = _session_id(request.session_id)
         if len(request.avoid_addresses) > MAX_AVOIDED:
             received = f"{len(request.avoid_addresses)} values"
@@ -208,8 +228,19 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
     Raises:
         SetupError: The router cannot listen on the address, a replica's address is invalid, or
             the state file cannot be read.
+        OSError: The file of the spans cannot be opened.
+        ValueError: OpenTelemetry is not installed, or its address is none.
     """
-    queue = SessionQueue(config.policy, clock=clock or LoopClock(), lease_s=config.lease_s)
+    with service_sink(
+        jsonl=config.tracing_jsonl, otlp=config.tracing_otlp, service="treadle-router"
+    ) as sink:
+        async with _serve(config, sink, clock or LoopClock()) as address:
+            yield address
+
+
+@asynccontextmanager
+async def _serve(config: RouterConfig, sink: TraceSink, clock: Clock) -> AsyncIterator[str]:
+    queue = SessionQueue(config.policy, clock=clock, lease_s=config.lease_s)
     for replica in config.replicas:
         check_address(replica)
         queue.add(replica)
@@ -225,7 +256,7 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
         ),
     )
     pb_grpc.add_RoutingServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        RoutingServicer(queue, config), server
+        RoutingServicer(queue, config, sink), server
     )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

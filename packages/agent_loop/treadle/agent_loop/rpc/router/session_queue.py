@@ -24,6 +24,7 @@ from typing import Protocol
 from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.routing.placement import Router
 from treadle.agent_loop.routing.session_table import NoReplica
+from treadle.tracing import span
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class SessionQueue:
     async def _wait(self, session_id: str, waiter: _Waiter, wait_s: float) -> str | None:
         self._waiters.setdefault(session_id, []).append(waiter)
         try:
-            async with asyncio.timeout(wait_s):
+            async with span("route", session_id=session_id), asyncio.timeout(wait_s):
                 while not waiter.answer.done():
                     self._break_stall()
                     await asyncio.wait([waiter.answer], timeout=self._stall_s)
