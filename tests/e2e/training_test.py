@@ -109,6 +109,13 @@ def _check_spans(trainer: Trainer) -> None:
         if not each["validate"] and "sample_index" in each
     }
     assert len(found) == 2 * 16
+    by_id = {span["span_id"]: span for span in spans}
+    for name in ("rollout-0", "rollout-1"):
+        text = (trainer.run_dir / "traces" / f"{name}.jsonl").read_text(encoding="utf-8")
+        served = [json.loads(line) for line in text.splitlines()]
+        calls = [span for span in served if span["name"] == "server.generate"]
+        assert {by_id[call["parent_id"]]["name"] for call in calls} == {"generate"}
+        assert {"queue", "prefill", "decode"} <= {span["name"] for span in served}
 
 
 def _check_loggers(trainer: Trainer) -> None:

@@ -31,6 +31,7 @@ from treadle.trainer.rollout.attached_server import AttachedServer
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
+from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import with_own_token
 from treadle.trainer.training_loop.context import Timer
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
@@ -103,7 +104,8 @@ async def _start(stack: contextlib.AsyncExitStack, checked: CheckedEvaluation) -
     launcher = make_launcher(checked.config, checked.out / "logs")
     await stack.enter_async_context(launcher)
     secured = stack.enter_context(with_own_token(checked.config, checked.out))
-    servers = await stack.enter_async_context(ServerPool(launcher, secured))
+    traces = server_traces(checked.config, checked.out)
+    servers = await stack.enter_async_context(ServerPool(launcher, secured, traces=traces))
     await servers.connect(_requirements(checked))
     return servers
 

@@ -92,6 +92,7 @@ class ServerPool:
         *,
         publish: Publish | None = None,
         weights_directory: Path | None = None,
+        traces: Path | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -101,11 +102,13 @@ class ServerPool:
             publish: Gives the policy's weights to servers. None: they keep those of the model
                 directory, and `sync_weights` is not called.
             weights_directory: Where the files of the file transport are; None: there are none.
+            traces: Directory of the servers' spans, a file per server; None: they record none.
         """
         self._launcher = launcher
         self._config = config
         self._publish = publish
         self._weights_directory = weights_directory
+        self._traces = traces
         self._weight_version = 0
         self._generator: GrpcTokenGenerator | None = None
         self._connection = contextlib.AsyncExitStack()
@@ -417,6 +420,7 @@ class ServerPool:
                 self._config,
                 name if not incarnation else f"{name}-restart-{incarnation}",
                 weights_directory=self._weights_directory,
+                traces=self._traces,
             )
         )
         try:

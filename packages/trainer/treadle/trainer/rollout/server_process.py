@@ -22,7 +22,13 @@ from treadle.trainer.launch.environment import cpu_count, foreign_environment, t
 from treadle.trainer.launch.process import ProcessSpec
 from treadle.trainer.rollout.server_security import needs_own_token
 
-__all__ = ["ask_server_command", "check_server_command", "engine_settings", "server_spec"]
+__all__ = [
+    "ask_server_command",
+    "check_server_command",
+    "engine_settings",
+    "server_spec",
+    "server_traces",
+]
 
 _OWN_ENVIRONMENT = ("vllm", "sglang")
 _HELP_DEADLINE_S = 120.0
@@ -46,15 +52,25 @@ def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
     return {key: value for key, value in values.items() if value != fields[key].default}
 
 
-def server_spec(config: Config, name: str, *, weights_directory: Path | None) -> ProcessSpec:
+def server_traces(config: Config, run_dir: Path) -> Path | None:
+    """Returns the directory of the servers' spans; None if they are not wanted as files."""
+    return (run_dir / "traces").absolute() if config.tracing.backend == "jsonl" else None
+
+
+def server_spec(
+    config: Config, name: str, *, weights_directory: Path | None, traces: Path | None = None
+) -> ProcessSpec:
     """Returns the process specification of one replica's server.
 
     Args:
         config: The run's configuration.
         name: The name of the process.
         weights_directory: Where the files of the file transport are; None: no weights will come.
+        traces: Directory of the file with the server's spans; None: it records none.
     """
     arguments = dict(_arguments(config, weights_directory))
+    if traces is not None:
+        arguments["tracing.jsonl"] = str(traces / f"{name}.jsonl")
     return ProcessSpec(
         name=name,
         module="treadle.rollout_server",
@@ -103,6 +119,8 @@ def ask_server_command(config: Config) -> str:
     wanted = [key for key, _ in _arguments(config, Path("weights"))]
     if needs_own_token(config):
         wanted.append("security.token_file")
+    if server_traces(config, Path()) is not None:
+        wanted.append("tracing.jsonl")
     shown = shlex.join((*command, "--help"))
     try:
         answer = subprocess.run(

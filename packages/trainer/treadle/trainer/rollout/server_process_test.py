@@ -5,11 +5,18 @@ from typing import Any
 import pytest
 
 from treadle.trainer.config.load import ConfigError
-from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from treadle.trainer.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    TracingConfig,
+)
 from treadle.trainer.rollout.server_process import (
     ask_server_command,
     check_server_command,
     server_spec,
+    server_traces,
 )
 
 
@@ -53,6 +60,15 @@ def test_a_server_is_told_what_was_set_and_nothing_else() -> None:
         ("--model.enable_prefix_caching", "false"),
         ("--engine_args", '{"block_size": 16, "compilation_config": {"level": 0}}'),
     }
+
+
+def test_a_server_writes_its_spans_beside_those_of_the_run() -> None:
+    traced = _config().model_copy(update={"tracing": TracingConfig(backend="jsonl")})
+    traces = server_traces(traced, Path("/run"))
+    args = server_spec(traced, "rollout-1", weights_directory=None, traces=traces).args
+    told = dict(zip(args[::2], args[1::2], strict=True))
+    assert told["--tracing.jsonl"] == "/run/traces/rollout-1.jsonl"
+    assert server_traces(_config(), Path("/run")) is None
 
 
 def test_the_command_takes_the_place_of_the_interpreter() -> None:

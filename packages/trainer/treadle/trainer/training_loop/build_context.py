@@ -29,6 +29,7 @@ from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, T
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
+from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
@@ -83,7 +84,11 @@ async def build_context(
             security=ServerSecurity.of(secured.rollout),
         )
         servers = ServerPool(
-            launcher, secured, publish=publisher.publish, weights_directory=weights_directory
+            launcher,
+            secured,
+            publish=publisher.publish,
+            weights_directory=weights_directory,
+            traces=server_traces(config, run_dir),
         )
         offloaded = config.policy.offload.names and config.rollout.release_memory
 
