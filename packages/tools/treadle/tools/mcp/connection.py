@@ -19,6 +19,7 @@ from mcp.types import CallToolResult
 
 from treadle.agent_loop import AgentTask
 from treadle.tools.mcp.servers import ServerConfig, innermost
+from treadle.tracing import traced
 
 
 class Connections:
@@ -93,6 +94,7 @@ class Connection:
             ) from self._failure
         return self._client
 
+    @traced
     async def call(self, name: str, arguments: Mapping[str, object]) -> CallToolResult:
         """Calls a tool and waits for its answer."""
         client = await self.opened()

@@ -25,6 +25,7 @@ import httpx
 
 from treadle.tools.host_semaphore import HostSemaphore
 from treadle.tools.search.passage import Passage
+from treadle.tracing import traced
 
 _TRY_AGAIN = frozenset({500, 502, 503, 504})
 
@@ -95,6 +96,7 @@ class RetrievalService:
                 await opened.limit.__aexit__(None, None, None)
             await opened.http.aclose()
 
+    @traced
     async def retrieve(self, queries: Sequence[str], *, topk: int) -> list[list[Passage]]:
         """Asks all queries in one request; between `enter` and `leave`.
 

@@ -26,6 +26,7 @@ from treadle.agent_loop import (
 )
 from treadle.tools.arguments import require_extra
 from treadle.tools.rewards.judge.rubric import OpenAiAddress, RolloutServers, Rubric
+from treadle.tracing import traced
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
@@ -104,6 +105,7 @@ class OpenAiModel:
     async def __aexit__(self, *error: object) -> None:
         await self._client.close()
 
+    @traced
     async def ask(self, question: str, *, max_requests: int) -> Answer:
         """See `JudgeModel`."""
         from openai import OpenAIError
@@ -168,6 +170,7 @@ class ServedModel:
         self._generator = None
         await self._stack.aclose()
 
+    @traced
     async def ask(self, question: str, *, max_requests: int) -> Answer:
         """See `JudgeModel`; what the servers' client repeats until `timeout_s` is one request."""
         assert self._generator is not None, "the judge is entered before it is asked"
