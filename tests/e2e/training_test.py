@@ -11,6 +11,7 @@ import pytest
 from treadle.trainer.demo import DEMO
 from treadle.trainer.loggers.testing import brittle
 
+from .span_table import Spans, add_span, documented_spans
 from .testing import Trainer
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,6 +96,10 @@ def _check_spans(trainer: Trainer) -> None:
         ("weight_sync", 2),
     ]
     assert {"trajectory", "turn", "generate", "reward"} <= {span["name"] for span in spans}
+    recorded: Spans = {}
+    for span in of_steps:
+        add_span(recorded, "driver", span["name"], span["attributes"])
+    assert recorded.items() <= documented_spans().items()
     attributes = [span["attributes"] for span in spans]
     assert {(each["step"], each["validate"]) for each in attributes} == {
         (0, True),
