@@ -20,6 +20,7 @@ def status(tmp_path: Path, first: list[dict[str, float]], second: list[dict[str,
     [
         {"time/step_s": 3.0},
         {"agent_loop/generate_s": 0.1},
+        {"agent_loop/slowest/response_tokens": 12.0},
         {"rollout/kl": 2e-9},
         {"rollout/logprob_diff_max": 1e-6},
     ],

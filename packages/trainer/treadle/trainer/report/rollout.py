@@ -21,6 +21,7 @@ from treadle.trainer.report.metrics import (
     VAL_REWARD,
     VAL_TOOL_RATE,
 )
+from treadle.trainer.report.spread import spread_metrics
 
 if TYPE_CHECKING:
     from treadle.trainer.report.at_k import Interval
@@ -37,8 +38,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         `rollout/num_failed`, `rollout/turns`, `rollout/samples`, `rollout/response_tokens` (means
         over trajectories), the share of each stop reason as `stop/<reason>`; `reward/tool` and
         `reward/turn`, the means over all calls and scored turns; `findings/<kind>`, how many of
-        all trajectories have one; `tokens/sampled`, `tokens/observed`, `tokens/prompt` (sums); and
-        what loops and tools reported, combined by their own rules.
+        all trajectories have one; `tokens/sampled`, `tokens/observed`, `tokens/prompt` (sums);
+        what loops and tools reported, combined by their own rules; and `spread_metrics`.
     """
     ended = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics = aggregate(trajectory.metrics for trajectory in ended)
@@ -53,6 +54,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= {f"findings/{kind}": float(count) for kind, count in found.items()}
     if not ended:
         return metrics
+    metrics |= spread_metrics(ended)
     metrics[TOOL_RATE] = _mean(ended, called_a_tool)
     metrics["rollout/turns"] = _mean(ended, lambda t: t.num_turns)
     metrics["rollout/samples"] = len(samples) / len(ended)
