@@ -19,6 +19,7 @@ from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
 from treadle.trainer.loggers.loggers import Loggers, open_loggers
 from treadle.trainer.loggers.run_logger import Table
+from treadle.trainer.report.warning_signs import Alert
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -27,6 +28,7 @@ _TABLE = Table(
     columns=("prompt", "answer", "reward"),
     rows=[("2 | 3?", "#### 5\nyes", 1.0), ("no answer", "", None)],
 )
+_ALERT = Alert("no_signal", "every reward is 0")
 Logged = Mapping[str, Mapping[int, float]]
 
 
@@ -35,6 +37,7 @@ def _log(loggers: Loggers, steps: range, *, again: bool) -> None:
         loggers.table(step, _TABLE)
         values = {"reward/mean": step / 8, "val/reward/best@2": 1.0}
         loggers.metrics(step, values | ({} if again else {"not_finite": math.nan}))
+        loggers.alert(step, _ALERT)
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def test_wandb_offline(log: Any, tmp_path: Path) -> None:
 
     log("wandb")
     found: dict[int, float] = {}
-    runs, tables = [], 0
+    runs, alerts, tables = [], [], 0
     summary: dict[str, str] = {}
     for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb")):
         for data in _leveldb_records(path.read_bytes()):
@@ -89,10 +92,13 @@ def test_wandb_offline(log: Any, tmp_path: Path) -> None:
                 assert step not in found
                 found[step] = items["reward/mean"]
                 tables += items["val/generations.nrows"] == 2
+            elif record.HasField("alert"):
+                alerts.append((record.alert.title, record.alert.text))
             elif record.HasField("summary"):
                 summary |= {item.key: item.value_json for item in record.summary.update}
     assert found == _rewards(0, 1, 2, 3, 4)
     assert tables == 5
+    assert alerts == [("no_signal", f"step {step}: every reward is 0") for step in range(5)]
     assert summary["summary/reward"] == "0.5"
     ids = {run.run_id for run in runs}
     assert ids == {(tmp_path / "loggers" / "run_id").read_text()}
@@ -139,6 +145,7 @@ def test_tensorboard(log: Any, tmp_path: Path) -> None:
     }
     assert '"samples_per_prompt": 8' in texts["config/text_summary"]
     assert "| 2 \\| 3? | #### 5<br>yes | 1 |" in texts["val/generations/text_summary"]
+    assert texts["alerts/no_signal/text_summary"] == "every reward is 0"
 
 
 def _tf_records(data: bytes) -> Iterator[bytes]:
@@ -176,6 +183,7 @@ def test_mlflow(log: Any, tmp_path: Path) -> None:
     assert {key for key, _, _ in metrics} == {"reward/mean", "val/reward/best_at_2"}
     assert params["rollout.samples_per_prompt"] == "8"
     assert tags["summary.reward"] == "0.5"
+    assert tags["alert.no_signal"] == "step 4: every reward is 0"
     tables = sorted(tmp_path.glob("mlartifacts/**/val/generations/*.json"))
     assert len(tables) == 5
     assert json.loads(tables[0].read_text())["data"][0] == ["2 | 3?", "#### 5\nyes", 1.0]
@@ -186,6 +194,7 @@ def test_trackio(log: Any, tmp_path: Path) -> None:
     (path,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(path) as database:
         lines = database.execute("select run_name, step, metrics from metrics").fetchall()
+        alerts = database.execute("select title, text, step from alerts").fetchall()
         (config,) = database.execute("select config from configs").fetchone()
     assert {name for name, _, _ in lines} == {
         f"calculator-{(tmp_path / 'loggers' / 'run_id').read_text()}"
@@ -194,4 +203,7 @@ def test_trackio(log: Any, tmp_path: Path) -> None:
     rewards = [(step, each["reward/mean"]) for step, each in logged if "reward/mean" in each]
     assert sorted(rewards) == list(_rewards(0, 1, 2, 3, 4).items())
     assert sum("val/generations" in each for _, each in logged) == 5
+    assert sorted(alerts, key=lambda alert: alert[2]) == [
+        ("no_signal", "every reward is 0", step) for step in range(5)
+    ]
     assert json.loads(config)["rollout"]["samples_per_prompt"] == 8

@@ -13,6 +13,7 @@ from treadle.trainer.loggers.logger_process import LoggerProcess
 from treadle.trainer.loggers.named import ALWAYS, short_name
 from treadle.trainer.loggers.run_logger import End, Table
 from treadle.trainer.loggers.secrets import without_secrets
+from treadle.trainer.report.warning_signs import Alert
 
 __all__ = ["Loggers", "open_loggers"]
 
@@ -41,6 +42,10 @@ class Loggers:
                 "rows": [list(row) for row in table.rows],
             }
         )
+
+    def alert(self, step: int, alert: Alert) -> None:
+        """Gives an alert of a step to the loggers that take alerts."""
+        self._put({"kind": "alert", "step": step, "name": alert.name, "text": alert.text})
 
     def _put(self, record: Mapping[str, Any]) -> None:
         for process in self.processes:

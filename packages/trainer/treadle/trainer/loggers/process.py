@@ -7,7 +7,8 @@ logger took before the run was resumed is not given again, unless the logger ove
 increasing steps. The process ends when its input ends, whatever the logger does.
 
 The first line is a `Hello`; each later one is a record: {"kind": "metrics", "step", "values"},
-{"kind": "table", "step", "name", "columns", "rows"} or {"kind": "finish", "end", "summary"}. The
+{"kind": "table", "step", "name", "columns", "rows"}, {"kind": "alert", "step", "name", "text"} or
+{"kind": "finish", "end", "summary"}. The
 answers, on the standard output that the process was given, are {"kind": "started"}, then for each
 record {"kind": "done", "sent"} or {"kind": "failed", "sent", "what", "text"}, and {"kind":
 "ended"}. `sent` is false for a record that the process itself took from `metrics.jsonl`, and for a
@@ -27,7 +28,7 @@ from typing import Any, cast
 
 from treadle.agent_loop import SetupError, user_place
 from treadle.trainer.loggers.named import load_logger
-from treadle.trainer.loggers.run_logger import End, LoggedRun, RunLogger, Table
+from treadle.trainer.loggers.run_logger import End, LoggedRun, RunLogger, Table, TakesAlerts
 from treadle.trainer.report.metrics import STEP, read_metrics
 
 __all__ = ["main"]
@@ -88,12 +89,15 @@ class _Logging:
         if kind == "finish":
             self.logger.finish(cast(End, record["end"]), record["summary"])
             return
-        key = "metrics" if kind == "metrics" else f"table {record['name']}"
+        key = "metrics" if kind == "metrics" else f"{kind} {record['name']}"
         step: int = record["step"]
         if step <= self._has(key):
             return
         if kind == "metrics":
             self.logger.metrics(step, record["values"])
+        elif kind == "alert":
+            if isinstance(self.logger, TakesAlerts):
+                self.logger.alert(step, record["name"], record["text"])
         else:
             table = Table(name=record["name"], columns=record["columns"], rows=record["rows"])
             self.logger.table(step, table)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["End", "LoggedRun", "RunLogger", "Table"]
+__all__ = ["End", "LoggedRun", "RunLogger", "Table", "TakesAlerts"]
 
 End = Literal["finished", "failed", "interrupted"]
 """How a run ended."""
@@ -63,4 +63,13 @@ class RunLogger(Protocol):
 
     def finish(self, end: End, summary: Mapping[str, float]) -> None:
         """Takes the end of the run, and writes what is not yet written."""
+        ...
+
+
+@runtime_checkable
+class TakesAlerts(Protocol):
+    """What a logger has beside the methods of `RunLogger` if its service shows alerts."""
+
+    def alert(self, step: int, name: str, text: str) -> None:
+        """Takes an alert of a step; `name` is that of its rule."""
         ...

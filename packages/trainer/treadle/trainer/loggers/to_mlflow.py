@@ -74,6 +74,10 @@ class Logger:
         content = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
         self._client.log_dict(self._id, content, f"{table.name}/step-{step:08d}.json")
 
+    def alert(self, step: int, name: str, text: str) -> None:
+        """Sets the tag `alert.<name>`: MLflow has no alerts. The last one of a name stays."""
+        self._client.set_tag(self._id, f"alert.{name}", f"step {step}: {text}")
+
     def finish(self, end: End, summary: Mapping[str, float]) -> None:
         """See `RunLogger`; the summary becomes tags."""
         for name, value in summary.items():

@@ -51,6 +51,11 @@ class Logger:
         self._writer.add_text(table.name, text, step)
         self._writer.flush()
 
+    def alert(self, step: int, name: str, text: str) -> None:
+        """Writes the alert as text."""
+        self._writer.add_text(f"alerts/{name}", text, step)
+        self._writer.flush()
+
     def finish(self, end: End, summary: Mapping[str, float]) -> None:
         """Writes how the run ended, with its summary, as text."""
         lines = (f"- {name}: {value:g}" for name, value in summary.items())

@@ -37,6 +37,10 @@ class Logger:
         rows = [list(row) for row in table.rows]
         self._run.log({table.name: self._table(columns=list(table.columns), data=rows)}, step=step)
 
+    def alert(self, step: int, name: str, text: str) -> None:
+        """See `TakesAlerts`."""
+        self._run.alert(title=name, text=text, step=step)
+
     def finish(self, end: End, summary: Mapping[str, float]) -> None:
         """Writes what is not yet written; Trackio has no place for a summary."""
         self._run.finish()

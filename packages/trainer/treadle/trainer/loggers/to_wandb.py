@@ -40,6 +40,10 @@ class Logger:
         rows = [list(row) for row in table.rows]
         self._run.log({table.name: self._table(columns=list(table.columns), data=rows)}, step=step)
 
+    def alert(self, step: int, name: str, text: str) -> None:
+        """See `TakesAlerts`; W&B shows it beside the run, and sends it as your account says."""
+        self._run.alert(title=name, text=f"step {step}: {text}", level="WARN", wait_duration=0)
+
     def finish(self, end: End, summary: Mapping[str, float]) -> None:
         """See `RunLogger`."""
         self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})

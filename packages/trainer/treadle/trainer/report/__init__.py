@@ -5,7 +5,7 @@ While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `roll
 """
 
 from treadle.trainer.report.metrics import MetricsLog, last_saved_step, read_metrics
-from treadle.trainer.report.notes import NotesLog
+from treadle.trainer.report.notes import AlertLog, NotesLog
 from treadle.trainer.report.pace import Pace
 from treadle.trainer.report.page.files import write_page, write_reports
 from treadle.trainer.report.page.live import LiveReport, live_report
@@ -17,6 +17,7 @@ from treadle.trainer.report.terminal.progress import Progress, open_progress
 from treadle.trainer.report.trajectories import TrajectoryLog
 
 __all__ = [
+    "AlertLog",
     "Change",
     "LiveReport",
     "MetricsLog",

@@ -1,14 +1,19 @@
-"""The notes of a run: `notes.jsonl`, one {"step", "note"} per thing that was said about a step.
+"""The notes and the alerts of a run: `notes.jsonl` and `alerts.jsonl`.
 
-Invariant: as for the metrics log, a run that resumes after step s removes later lines.
+A note is one {"step", "note"} per thing that was said about a step, an alert one {"step", "name",
+"text"} per alert that was told.
+
+Invariant: as for the metrics log, a run that resumes after step s removes later lines. An alert is
+in both: among the notes for people, and under its name for programs.
 """
 
 import json
 from pathlib import Path
 
 from treadle.trainer.report.terminal.lines import keep_lines
+from treadle.trainer.report.warning_signs import Alert
 
-__all__ = ["NotesLog"]
+__all__ = ["AlertLog", "NotesLog"]
 
 
 class NotesLog:
@@ -20,11 +25,7 @@ class NotesLog:
     """
 
     def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_after is not None:
-            keep_lines(path, resume_after)
-        else:
-            path.unlink(missing_ok=True)
+        _begin(path, resume_after)
         self._path = path
 
     def append(self, step: int, note: str) -> None:
@@ -33,6 +34,34 @@ class NotesLog:
         Raises:
             OSError: The disk is full or gone.
         """
-        line = json.dumps({"step": step, "note": note}, ensure_ascii=False)
-        with self._path.open("ab") as file:
-            file.write(line.encode(errors="backslashreplace") + b"\n")
+        _append(self._path, {"step": step, "note": note})
+
+
+class AlertLog:
+    """Appends to `path`, which is created with its directory; arguments as of `NotesLog`."""
+
+    def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
+        _begin(path, resume_after)
+        self._path = path
+
+    def append(self, step: int, alert: Alert) -> None:
+        """Writes one alert.
+
+        Raises:
+            OSError: The disk is full or gone.
+        """
+        _append(self._path, {"step": step, "name": alert.name, "text": alert.text})
+
+
+def _begin(path: Path, resume_after: int | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if resume_after is not None:
+        keep_lines(path, resume_after)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _append(path: Path, line: dict[str, object]) -> None:
+    text = json.dumps(line, ensure_ascii=False)
+    with path.open("ab") as file:
+        file.write(text.encode(errors="backslashreplace") + b"\n")

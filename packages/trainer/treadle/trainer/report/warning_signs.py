@@ -1,101 +1,100 @@
-"""Warning signs: what a run's metrics say about a run that does not learn.
+"""Applies the alerts to one step after another, and to a whole run.
 
-A sign is told in the first step that shows it, and again after 10, 100, ... steps in a row. All
-functions are pure but `Watch.step`, which keeps the metrics that it needs.
+Invariant: an alert is told in the first step in which it fires, and again after 10, 100, ... steps
+in a row. `Watch` keeps the metrics that the rules read and no others, so that a long run costs
+little; all else is pure.
 """
 
 import math
-import statistics
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from treadle.trainer.report.metrics import REWARD, SIGNAL, STEP, TRAINED_TOKENS, Record
+from treadle.trainer.report.alert_rules import KEPT_STEPS, RULES
+from treadle.trainer.report.metrics import STEP, TRAINED_TOKENS, Record
 
-__all__ = ["Watch", "run_signs"]
+__all__ = ["Alert", "Watch", "run_signs"]
 
-_EXPLODED = 10.0
-"""A gradient norm this many times above the median of the steps before has exploded."""
-_MIN_NORMS, _MAX_NORMS = 5, 50
+_READ: Final = frozenset(name for rule in RULES for name in rule.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """What is told about a step.
+
+    Attributes:
+        name: Of its rule.
+        text: For people: what was measured, and what to do.
+    """
+
+    name: str
+    text: str
 
 
 class Watch:
-    """Tells the warning signs of one step after another."""
+    """Tells the alerts of one step after another.
 
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
+    Args:
+        before: The steps that a resumed run keeps, so that it goes on as if it had not ended.
+    """
+
+    def __init__(self, before: Sequence[Record] = ()) -> None:
+        self._history: deque[Record] = deque(maxlen=KEPT_STEPS)
         self._in_a_row: Counter[str] = Counter()
+        for record in before:
+            if record[STEP] > 0:
+                self.step(record)
 
-    def step(self, metrics: Record) -> list[str]:
+    def step(self, metrics: Record) -> list[Alert]:
         """Returns what is to be said about a training step."""
-        signs = dict(self.signs(metrics))
-        for kind in [kind for kind in self._in_a_row if kind not in signs]:
-            del self._in_a_row[kind]
-        said = []
-        for kind, text in signs.items():
-            self._in_a_row[kind] += 1
-            steps = self._in_a_row[kind]
+        texts = self.firing(metrics)
+        for name in [name for name in self._in_a_row if name not in texts]:
+            del self._in_a_row[name]
+        told = []
+        for name, text in texts.items():
+            self._in_a_row[name] += 1
+            steps = self._in_a_row[name]
             if math.log10(steps).is_integer():
-                said.append(text if steps == 1 else f"{text} (for {steps} steps in a row)")
-        return said
+                more = "" if steps == 1 else f" (for {steps} steps in a row)"
+                told.append(Alert(name, text + more))
+        return told
 
-    def signs(self, metrics: Record) -> Iterator[tuple[str, str]]:
-        """Yields (kind, text) for each sign of a training step, and remembers its gradient norm."""
-        if metrics.get(SIGNAL) == 0:
-            yield "no signal", _no_signal(metrics)
-        failed = metrics.get("rollout/num_failed", 0.0)
-        total = metrics.get("rollout/num_trajectories", 0.0)
-        if failed > total / 2:
-            yield "failed", f"most trajectories failed: {failed:.0f} of {total:.0f}"
-        norm = metrics.get("actor/grad_norm")
-        if norm is None:
-            return
-        if not math.isfinite(norm):
-            yield "not finite", "the gradient is not finite: lower policy.optimizer.lr"
-            return
-        if len(self._norms) >= _MIN_NORMS:
-            median = statistics.median(self._norms)
-            if median > 0 and norm > _EXPLODED * median:
-                yield (
-                    "exploded",
-                    f"the gradient exploded: its norm is {norm:.3g}, and the median of the "
-                    f"{len(self._norms)} steps before is {median:.3g}; lower policy.optimizer.lr",
-                )
-        if norm > 0:  # a step without signal has none
-            self._norms.append(norm)
+    def firing(self, metrics: Record) -> Mapping[str, str]:
+        """Returns the text of each alert that fires in a training step, and remembers the step."""
+        self._history.append({name: metrics[name] for name in _READ if name in metrics})
+        history = tuple(self._history)
+        texts = {rule.name: rule.check(history) for rule in RULES}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    @property
+    def active(self) -> frozenset[str]:
+        """The names of the alerts that fired in the last step."""
+        return frozenset(self._in_a_row)
 
 
 def run_signs(records: Sequence[Record]) -> tuple[str, ...]:
     """Returns the warning signs of a whole run, one line each, for its summary."""
     steps = [record for record in records if record[STEP] > 0]
     watch = Watch()
-    kinds = Counter(kind for step in steps for kind, _ in watch.signs(step))
+    fired = Counter(name for step in steps for name in watch.firing(step))
     untrained = sum(step.get(TRAINED_TOKENS) == 0 for step in steps)
     failed, total = _sum(steps, "rollout/num_failed"), _sum(steps, "rollout/num_trajectories")
     unknown, skipped = _sum(steps, "tool/unknown"), _sum(steps, "actor/skipped_updates")
     held_out = _sum(records, "val/num_failed")
     of = f"of {len(steps)} steps"
-    bad = kinds["exploded"] + kinds["not finite"]
+    alerts = {
+        f"{r.said} in {fired[r.name]} {of}": fired[r.name] for r in RULES if r.name != "failed"
+    }
     lines = {
         f"nothing was trained in {untrained} {of}": untrained,
-        f"no group had differing rewards in {kinds['no signal']} {of}": kinds["no signal"],
+        **alerts,
         f"{failed:.0f} of {total:.0f} trajectories failed ({failed / (total or 1):.0%})": failed,
         f"{held_out:.0f} trajectories of validations failed": held_out,
         f"the model called unknown tools {unknown:.0f} times": unknown,
-        f"the gradient exploded or was not finite in {bad} {of}": bad,
         f"{skipped:.0f} updates were skipped": skipped,
     }
     return tuple(line for line, count in lines.items() if count)
-
-
-def _no_signal(metrics: Record) -> str:
-    low, high = metrics.get("reward/min"), metrics.get("reward/max")
-    if low is not None and low == high:
-        rewards = f"every reward is {metrics.get(REWARD, low):g}"
-    else:
-        rewards = "no group has differing rewards"
-    if metrics.get(TRAINED_TOKENS) == 0:
-        return f"nothing was trained: {rewards}, so every advantage is 0"
-    return f"{rewards}, so every advantage is 0 and the reward moves no weight"
 
 
 def _sum(records: Sequence[Record], name: str) -> float:

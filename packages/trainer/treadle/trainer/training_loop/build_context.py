@@ -25,7 +25,16 @@ from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
 from treadle.trainer.policy.commands import Load, LoadCritic
 from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
+from treadle.trainer.report import (
+    AlertLog,
+    LiveReport,
+    MetricsLog,
+    NotesLog,
+    Progress,
+    TrajectoryLog,
+    read_metrics,
+)
+from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
@@ -154,6 +163,8 @@ async def build_context(
             trajectory_store=trajectory_store,
             decode=inputs.renderer.decode,
             notes_log=NotesLog(run_dir / "notes.jsonl", resume_after=resume_after),
+            alert_log=AlertLog(run_dir / "alerts.jsonl", resume_after=resume_after),
+            watch=Watch(read_metrics(run_dir / "metrics.jsonl")),
             loggers=loggers,
             progress=progress,
             report=report,

@@ -39,7 +39,14 @@ from treadle.trainer.policy.commands import (
 )
 from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.policy.types import TokenValues, TrainSequence
-from treadle.trainer.report import LiveReport, MetricsLog, NotesLog, Progress, TrajectoryLog
+from treadle.trainer.report import (
+    AlertLog,
+    LiveReport,
+    MetricsLog,
+    NotesLog,
+    Progress,
+    TrajectoryLog,
+)
 from treadle.trainer.report.generation_files import write_generations
 from treadle.trainer.report.trajectories import Decode, Phase
 from treadle.trainer.report.warning_signs import Watch
@@ -119,6 +126,8 @@ class TrainingContext:
         trajectory_log: Of the run directory.
         trajectory_store: Of the run directory.
         notes_log: Of the run directory.
+        alert_log: Of the run directory.
+        watch: Finds the alerts in the metrics.
         decode: Token ids to text, special tokens included.
         loggers: Beside the files of the run directory.
         progress: What the user sees.
@@ -129,7 +138,6 @@ class TrainingContext:
         surplus: Groups that the next step trains on first.
         kl_coef: Of the KL penalty in the rewards of this step.
         first_of_kind: Knows the kinds of failures and findings that were shown.
-        watch: Finds warning signs in the metrics.
     """
 
     config: Config
@@ -148,6 +156,8 @@ class TrainingContext:
     trajectory_log: TrajectoryLog
     trajectory_store: TrajectoryStore
     notes_log: NotesLog
+    alert_log: AlertLog
+    watch: Watch
     decode: Decode
     loggers: Loggers
     progress: Progress
@@ -157,7 +167,6 @@ class TrainingContext:
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
-    watch: Watch = field(default_factory=Watch)
 
     @property
     def version(self) -> int:
@@ -436,8 +445,10 @@ class TrainingContext:
         self.progress.step_done(step, metrics)
         self.report.step_done(step, metrics)
         if step > 0:
-            for sign in self.watch.step(metrics):
-                self.note(step, sign)
+            for alert in self.watch.step(metrics):
+                self.note(step, alert.text)
+                self.alert_log.append(step, alert)
+                self.loggers.alert(step, alert)
         if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
             self.report.update()
         if self.on_step is None:
