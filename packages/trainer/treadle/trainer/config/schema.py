@@ -527,6 +527,12 @@ class AnyRunConfig(Section):
     and jsonl (metrics.jsonl) are always on, as is the report."""
     loggers_timeout_s: Seconds = 60.0
     """Maximum time that the end of the run waits for the loggers to finish."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port at which Prometheus reads the run's metrics while it trains (GET /metrics); 0 picks a
+    free one, which the console names. Null: nothing listens."""
+    metrics_host: str = "127.0.0.1"
+    """Address to listen on for it. Whoever reaches it can read the metrics, without a password;
+    they hold no text of trajectories."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the data order, of sampling and of training."""
     resume: Literal["auto", "never"] | Path = "auto"

@@ -49,7 +49,9 @@ from treadle.trainer.report import (
     summarize,
 )
 from treadle.trainer.report.metrics import TRAIN_LOSS, VAL_LOSS
+from treadle.trainer.report.prometheus import serve_run_metrics
 from treadle.trainer.report.terminal.logged_progress import LoggedProgress
+from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
 from treadle.trainer.sft.check import CheckedSft
 from treadle.trainer.sft.examples import batch_of
 from treadle.trainer.training_loop.context import Timer
@@ -88,9 +90,12 @@ async def run_sft(run: CheckedSft) -> Summary:
             ) as display,
             run_log(run_dir / "logs" / "trainer.log", display),
             open_metrics(run_dir, resume) as metrics_log,
+            serve_run_metrics(config.run) as (run_metrics, metrics_url),
         ):
-            progress = LoggedProgress(display, total_steps=total)
+            progress = MeasuredProgress(LoggedProgress(display, total_steps=total), run_metrics)
             progress.note(f"run directory  {run_dir}\n{run.plan()}")
+            if metrics_url is not None:
+                progress.note(f"metrics for Prometheus  {metrics_url}")
             for note in (*run.notes, *resume.notes):
                 progress.note(note)
             async with live_report(

@@ -34,6 +34,7 @@ from treadle.trainer.report import (
     TrajectoryLog,
     read_metrics,
 )
+from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import connect_reference
@@ -61,6 +62,7 @@ async def build_context(
     metrics_log: MetricsLog,
     loggers: Loggers,
     progress: Progress,
+    run_metrics: RunMetrics,
     report: LiveReport,
 ) -> AsyncIterator[TrainingContext]:
     """Starts the processes, and restores the checkpoint.
@@ -76,6 +78,7 @@ async def build_context(
         metrics_log: Of the run directory.
         loggers: Of the run.
         progress: What the user sees.
+        run_metrics: What Prometheus sees.
         report: What the user sees later.
     """
     checkpoint, resume_after = resume.checkpoint, resume.after
@@ -167,6 +170,7 @@ async def build_context(
             watch=Watch(read_metrics(run_dir / "metrics.jsonl")),
             loggers=loggers,
             progress=progress,
+            run_metrics=run_metrics,
             report=report,
             on_step=own.on_step,
             batches=_batches(checkpoint),

@@ -48,6 +48,7 @@ from treadle.trainer.report import (
     TrajectoryLog,
 )
 from treadle.trainer.report.generation_files import write_generations
+from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.report.trajectories import Decode, Phase
 from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.loops_from_config import sampling_params
@@ -131,6 +132,7 @@ class TrainingContext:
         decode: Token ids to text, special tokens included.
         loggers: Beside the files of the run directory.
         progress: What the user sees.
+        run_metrics: What Prometheus sees.
         report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
         batches: Number of the last batch of rows that was sampled; with dynamic sampling it runs
@@ -161,6 +163,7 @@ class TrainingContext:
     decode: Decode
     loggers: Loggers
     progress: Progress
+    run_metrics: RunMetrics
     report: LiveReport
     on_step: OnStep | None = None
     batches: int = 0
@@ -449,6 +452,7 @@ class TrainingContext:
                 self.note(step, alert.text)
                 self.alert_log.append(step, alert)
                 self.loggers.alert(step, alert)
+            self.run_metrics.set_alerts(self.watch.active)
         if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
             self.report.update()
         if self.on_step is None:

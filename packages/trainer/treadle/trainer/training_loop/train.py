@@ -29,7 +29,9 @@ from treadle.trainer.report import (
     read_metrics,
     summarize,
 )
+from treadle.trainer.report.prometheus import serve_run_metrics
 from treadle.trainer.report.terminal.logged_progress import LoggedProgress
+from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.run_log import run_log, run_tracing
 from treadle.trainer.training_loop.sync import run_sync
@@ -69,9 +71,13 @@ async def run_training(run: CheckedRun) -> Summary:
             run_log(run_dir / "logs" / "trainer.log", display),
             run_tracing(config, run_dir),
             open_metrics(run_dir, resume) as metrics_log,
+            serve_run_metrics(config.run) as (run_metrics, metrics_url),
         ):
-            progress = LoggedProgress(display, total_steps=plan.total_steps)
+            logged = LoggedProgress(display, total_steps=plan.total_steps)
+            progress = MeasuredProgress(logged, run_metrics)
             progress.note(f"run directory  {run_dir}\n{plan.text()}")
+            if metrics_url is not None:
+                progress.note(f"metrics for Prometheus  {metrics_url}")
             for note in resume.notes:
                 progress.note(note)
             if first_step <= plan.total_steps:
@@ -96,6 +102,7 @@ async def run_training(run: CheckedRun) -> Summary:
                         metrics_log=metrics_log,
                         loggers=loggers,
                         progress=progress,
+                        run_metrics=run_metrics,
                         report=report,
                     ) as context,
                 ):
