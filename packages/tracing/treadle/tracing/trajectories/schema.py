@@ -75,6 +75,9 @@ _SPAN = _struct(
     ("weight_version", pa.int64(), True),
     ("text", pa.string(), True),
 )
+# Lists per token are as long as `ids`. A float is NaN where it does not apply: where the token was
+# not sampled, and of the policy also where the sequence did not go through the model. A list is
+# null where the sample was not trained on.
 _SAMPLE = _struct(
     ("ids", _list(pa.int32())),
     ("spans", _list(_SPAN)),
@@ -125,9 +128,7 @@ COLUMNS: Final = (
         "samples",
         _list(_SAMPLE),
         False,
-        "Per sample: token ids; spans [start, stop) with who wrote them, the weights that sampled "
-        "them and their text; and per token, NaN where it does not apply, the log-probability that "
-        "the server reported, the policy's before the update, its entropy and the advantage.",
+        "Its token sequences, with what is known of each token.",
     ),
     Column("findings", _list(_FINDING), False, "What deserves attention and is no error."),
     Column("metrics", pa.map_(pa.string(), pa.float64()), False, "What loop and tools reported."),

@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--columns", metavar="A,B", help=f"default: {','.join(_COLUMNS)}")
     parser.add_argument(
         "--order-by",
-        metavar="A,-B",
-        help="the first column counts first, - is for falling values; step follows",
+        metavar="A,B",
+        help="the first column counts first; --order-by=-A is for falling values",
     )
     parser.add_argument(
         "--sql", metavar="QUERY", help="a SELECT over the view `trajectories`, in DuckDB's SQL"
