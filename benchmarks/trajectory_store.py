@@ -4,9 +4,11 @@
 the text, the log-probabilities of server and policy, the entropy and the advantage of each token.
 As no two of its floats are alike, they compress less than those of a model that is sure.
 
+`--what rows`: what is done before, of 64 such trajectories with the demo's tokenizer.
+
 `--what query`: 100,000 short trajectories in 100 files, asked as the web page asks::
 
-    ./pants run benchmarks/trajectory_store.py -- --what write query
+    ./pants run benchmarks/trajectory_store.py -- --what rows write query
     ./pants run benchmarks/trajectory_store.py -- --what step --rounds 5
 
 `--what step`: the calculator demo, in turns with all trajectories kept and with a budget of 0,
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import statistics
 import subprocess
@@ -33,8 +36,25 @@ from typing import Any
 
 import numpy as np
 
+from treadle.agent_loop import (
+    AgentTask,
+    Message,
+    Origin,
+    Span,
+    StopReason,
+    Tokens,
+    Trajectory,
+)
+from treadle.agent_loop.hf import HfRenderer
 from treadle.tracing.trajectories import DIRECTORY, Filter, TrajectoryFiles, write_file
-from treadle.tracing.trajectories.testing import make_row, make_rows
+from treadle.tracing.trajectories.testing import make_row
+from treadle.tracing.trajectories.testing import make_rows as make_short_rows
+from treadle.trainer.algorithms.estimators import find_estimator
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.demo import MODELS
+from treadle.trainer.policy.types import TokenValues
+from treadle.trainer.training_loop.groups import groups_of, make_batch
+from treadle.trainer.training_loop.trajectory_rows import make_rows
 
 WORDS = 20_000
 
@@ -123,6 +143,60 @@ def measure_writing(rounds: int) -> Iterator[str]:
     )
 
 
+def measure_rows(rounds: int) -> Iterator[str]:
+    """Yields what it takes to make rows of a step's trajectories, with the text of their tokens."""
+    trajectories = list(long_trajectories(64, 4096, prompt=512))
+    estimator = find_estimator(AlgorithmConfig())
+    batch = make_batch(groups_of(trajectories), estimator, version=1)
+    values_M = np.zeros(sum(s.num_loss_tokens for s in batch.sequences), np.float32)
+    tokens = TokenValues(logprobs_M=values_M, entropy_M=values_M)
+    decode = HfRenderer.from_directory(MODELS["demo:calculator"]).decode
+
+    def make() -> None:
+        for _ in make_rows(
+            trajectories, step=1, phase="train", decode=decode, batch=batch, tokens=tokens
+        ):
+            pass
+
+    measured = Measured.of(make, rounds)
+    count = sum(len(t.tokens.ids) for t in trajectories)
+    yield (
+        f"rows: {count:,} tokens in {measured}: "
+        f"{count / measured.processor_s / 1e6:.1f} million tokens per processor second"
+    )
+
+
+def long_trajectories(count: int, length: int, prompt: int) -> Iterator[Trajectory]:
+    """Yields trajectories of random ids, in groups of 8 whose rewards differ."""
+    draw = random.Random(0)
+    mask = (False,) * prompt + (True,) * (length - prompt)
+    spans = (
+        Span(origin=Origin.PROMPT, start=0, stop=prompt),
+        Span(origin=Origin.SAMPLED, start=prompt, stop=length, weight_version=1),
+    )
+    for number in range(count):
+        task = AgentTask(
+            task_id=f"train/{number // 8}",
+            sample_index=number // 8,
+            rollout_index=number % 8,
+            loop="single_turn_agent",
+            messages=(Message(role="user", content="What is 6 * 7?"),),
+        )
+        tokens = Tokens(
+            ids=tuple(draw.randrange(1000) for _ in mask),
+            loss_mask=mask,
+            logprobs=tuple(-draw.random() if sampled else 0.0 for sampled in mask),
+            spans=spans,
+        )
+        yield Trajectory(
+            task=task,
+            samples=(tokens,),
+            messages=task.messages,
+            stop=StopReason.FINISHED,
+            reward=float(number % 2),
+        )
+
+
 def measure_queries(rounds: int) -> Iterator[str]:
     """Yields what queries over 100,000 trajectories take."""
     steps, rows, samples = 100, 125, 8
@@ -133,7 +207,7 @@ def measure_queries(rounds: int) -> Iterator[str]:
                 run / DIRECTORY,
                 step=step,
                 phase="train",
-                rows=make_rows(step, "train", rows=rows, samples=samples),
+                rows=make_short_rows(step, "train", rows=rows, samples=samples),
             )
 
         def open_and_count() -> None:
@@ -209,13 +283,20 @@ def _train(run: Path, max_bytes: int) -> Measured:
     )
 
 
-MEASURES = {"write": measure_writing, "query": measure_queries, "step": measure_steps}
+MEASURES = {
+    "rows": measure_rows,
+    "write": measure_writing,
+    "query": measure_queries,
+    "step": measure_steps,
+}
 
 
 def main() -> None:
     """Prints a line per figure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--what", nargs="+", choices=tuple(MEASURES), default=("write", "query"))
+    parser.add_argument(
+        "--what", nargs="+", choices=tuple(MEASURES), default=("rows", "write", "query")
+    )
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     for what in args.what:
