@@ -1,0 +1,291 @@
+"""The app: curves of one or several runs, and the trajectories of one of them.
+
+Every two seconds, and when `r` is pressed, threads read the metrics and query the table anew; the
+event loop shows what comes back, unless a newer query has been asked meanwhile. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from rich.text import Text
+from textual import on, work
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.containers import Horizontal, Vertical
+from textual.widgets import (
+    DataTable,
+    Footer,
+    Input,
+    OptionList,
+    Select,
+    Static,
+    TabbedContent,
+    TabPane,
+)
+from textual.widgets.option_list import Option
+from textual_plotext import PlotextPlot
+
+from treadle.tracing.terminal.conversation import ConversationScreen
+from treadle.tracing.terminal.inert import inert
+from treadle.tracing.terminal.run_files import Curves, JsonLines, read_curves
+from treadle.tracing.trajectories import DIRECTORY, Filter, FilterError, TrajectoryFiles
+
+__all__ = ["NotARunError", "RunApp", "run"]
+
+_RELOAD_S: Final = 2.0
+_PAGE: Final = 200
+"""Rows of the table; the next ones are a page further."""
+_FIRST: Final = "reward/mean"
+_COLUMNS: Final = (
+    *("step", "phase", "task_id", "rollout_index", "reward", "advantage", "stop", "num_turns"),
+    *("num_tokens", "duration_s", "drift", "tools", "prompt"),
+)
+_HEADS: Final = {
+    "rollout_index": "#",
+    "num_turns": "turns",
+    "num_tokens": "tokens",
+    "duration_s": "s",
+}
+_WIDEST: Final = 60
+
+
+class NotARunError(ValueError):
+    """A directory has none of the files of a run; the message names it."""
+
+
+class _Run:
+    """One run directory.
+
+    Args:
+        directory: Where the run writes, or wrote.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not any((directory / name).exists() for name in ("metrics.jsonl", DIRECTORY)):
+            raise NotARunError(
+                f"{directory} is not a run directory: metrics.jsonl and {DIRECTORY}/ are missing; "
+                "name a run's directory, its run.dir"
+            )
+        self.name = inert(directory.resolve().name)
+        self.metrics = JsonLines(directory / "metrics.jsonl")
+        self.alerts = JsonLines(directory / "alerts.jsonl")
+        self.trajectories = TrajectoryFiles(directory)
+        self.curves = Curves()
+
+    def reload(self) -> None:
+        """Reads what has changed."""
+        if self.metrics.reload():
+            self.curves = read_curves(self.metrics.lines)
+        self.alerts.reload()
+
+
+class RunApp(App[None]):
+    """Shows run directories until the user quits.
+
+    Args:
+        directories: At least one.
+
+    Raises:
+        NotARunError: A directory is none of a run.
+    """
+
+    TITLE = "treadle"
+    CSS = """
+    #metrics { width: 36; }
+    #alerts { height: auto; max-height: 6; color: $warning; }
+    #said { height: auto; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("r", "reload", "Reload"),
+        ("slash", "filter", "Filter"),
+        ("n", "page(1)", "Next page"),
+        ("p", "page(-1)", "Previous page"),
+        ("q", "quit", "Quit"),
+    ]
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        super().__init__()
+        self._runs = [_Run(directory) for directory in directories]
+        self._metric = _FIRST
+        self._filter = Filter()
+        self._page = 0
+        self._num_found = 0
+        self._keys: list[tuple[int, str, str, int]] = []
+
+    def compose(self) -> ComposeResult:
+        """Yields the widgets."""
+        with TabbedContent():
+            with TabPane("Curves", id="curves"), Horizontal():
+                yield OptionList(id="metrics")
+                with Vertical():
+                    yield PlotextPlot(id="plot")
+                    yield Static(id="alerts")
+            with TabPane("Trajectories", id="trajectories"):
+                if len(self._runs) > 1:
+                    runs = [(run.name, number) for number, run in enumerate(self._runs)]
+                    yield Select(runs, value=0, allow_blank=False, id="run")
+                yield Input(placeholder='reward<0.5 tool=python text~"not found"', id="filter")
+                yield Static(id="said")
+                yield DataTable(cursor_type="row", id="table")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Shows what is there, and keeps it up to date."""
+        self.query_one(DataTable).add_columns(*(_HEADS.get(name, name) for name in _COLUMNS))
+        self.action_reload()
+        self.set_interval(_RELOAD_S, self._reload_if_idle)
+
+    def close(self) -> None:
+        """Closes the databases, after the app has ended: until then a thread may query them."""
+        for run in self._runs:
+            run.trajectories.close()
+
+    def _reload_if_idle(self) -> None:
+        """Reads the runs anew, unless a thread still does: a large run may take longer."""
+        if not any(worker.is_running for worker in self.workers):
+            self.action_reload()
+
+    def action_reload(self) -> None:
+        """Reads the runs anew."""
+        self._read_metrics()
+        self._query_trajectories()
+
+    def action_filter(self) -> None:
+        """Leads to the line of the filter."""
+        self.query_one(TabbedContent).active = "trajectories"
+        self.query_one("#filter", Input).focus()
+
+    def action_page(self, by: int) -> None:
+        """Shows the next or the previous page of the table."""
+        last = max(0, self._num_found - 1) // _PAGE
+        self._page = min(max(0, self._page + by), last)
+        self._query_trajectories()
+
+    @on(OptionList.OptionHighlighted, "#metrics")
+    def _choose_metric(self, event: OptionList.OptionHighlighted) -> None:
+        if event.option.id is not None:
+            self._metric = event.option.id
+            self._draw()
+
+    @on(Input.Submitted, "#filter")
+    def _set_filter(self, event: Input.Submitted) -> None:
+        try:
+            self._filter = Filter.parse(event.value)
+        except FilterError as error:
+            self._say(str(error))
+            return
+        self._page = 0
+        self._query_trajectories()
+        self.query_one(DataTable).focus()
+
+    @on(Select.Changed, "#run")
+    def _set_run(self) -> None:
+        self._page = 0
+        self._query_trajectories()
+
+    @on(DataTable.RowSelected, "#table")
+    def _open(self, event: DataTable.RowSelected) -> None:
+        self._read_one(self._keys[event.cursor_row])
+
+    @work(thread=True, exclusive=True, group="metrics")
+    def _read_metrics(self) -> None:
+        for run in self._runs:
+            run.reload()
+        self.call_from_thread(self._show_metrics)
+
+    @work(thread=True, exclusive=True, group="trajectories")
+    def _query_trajectories(self) -> None:
+        where, page, files = self._filter, self._page, self._chosen.trajectories
+        found = files.count(where)
+        rows = files.query(where, _COLUMNS, order_by=("-step",), limit=_PAGE, offset=page * _PAGE)
+        if (where, page, files) == (self._filter, self._page, self._chosen.trajectories):
+            self.call_from_thread(self._show_trajectories, found, rows, files.damaged)
+
+    @work(thread=True, exclusive=True, group="one")
+    def _read_one(self, key: tuple[int, str, str, int]) -> None:
+        trajectory = self._chosen.trajectories.one(*key)
+        if trajectory is None:
+            self.call_from_thread(self._say, "its file is gone or damaged")
+        else:
+            self.call_from_thread(self.push_screen, ConversationScreen(trajectory))
+
+    @property
+    def _chosen(self) -> _Run:
+        return self._runs[self.query_one("#run", Select).value if len(self._runs) > 1 else 0]  # type: ignore[index]
+
+    def _show_metrics(self) -> None:
+        names = sorted({name for run in self._runs for name in run.curves.steps})
+        options = self.query_one("#metrics", OptionList)
+        if names != [option.id for option in options.options]:
+            metric = self._metric
+            options.set_options([Option(Text(inert(name)), id=name) for name in names])
+            if metric in names:
+                options.highlighted = names.index(metric)
+        alerts = [
+            Text(inert(f"{run.name}, step {line['step']}: {line.get('text')}"))
+            for run in self._runs
+            for line in run.alerts.lines[-3:]
+        ]
+        self.query_one("#alerts", Static).update(Text("\n").join(alerts))
+        self._draw()
+
+    def _draw(self) -> None:
+        plot = self.query_one(PlotextPlot)
+        plot.plt.clear_data()
+        plot.plt.title(inert(self._metric))
+        plot.plt.xlabel("step")
+        for run in self._runs:
+            steps = run.curves.steps.get(self._metric)
+            if steps:
+                label = run.name if len(self._runs) > 1 else None
+                plot.plt.plot(steps, run.curves.values[self._metric], label=label, marker="braille")
+        plot.refresh()
+
+    def _show_trajectories(
+        self, found: int, rows: list[dict[str, Any]], damaged: dict[str, str]
+    ) -> None:
+        table = self.query_one(DataTable)
+        cursor = table.cursor_row
+        self._num_found = found
+        self._keys = [(r["step"], r["phase"], r["task_id"], r["rollout_index"]) for r in rows]
+        table.clear()
+        for row in rows:
+            table.add_row(*(_cell(row[name]) for name in _COLUMNS))
+        table.move_cursor(row=min(cursor, max(0, len(rows) - 1)))
+        first = self._page * _PAGE
+        said = f"{first + 1:,} to {first + len(rows):,} of {found:,}" if rows else "none"
+        left_out = f"; left out: {', '.join(map(inert, sorted(damaged)))}" if damaged else ""
+        self._say(f"{said}{left_out}")
+
+    def _say(self, text: str) -> None:
+        self.query_one("#said", Static).update(Text(inert(text)))
+
+
+def _cell(value: object) -> Text:
+    if value is None:
+        return Text("-", justify="right")
+    if isinstance(value, float):
+        return Text(f"{value:.4g}", justify="right")
+    if isinstance(value, int):
+        return Text(str(value), justify="right")
+    text = ", ".join(value) if isinstance(value, list) else str(value)
+    return Text(inert(" ".join(text.split()))[:_WIDEST])
+
+
+def run(run_dirs: Sequence[Path]) -> None:
+    """Shows run directories in the terminal until the user quits.
+
+    Args:
+        run_dirs: At least one; several compare their curves.
+
+    Raises:
+        NotARunError: A directory is none of a run.
+    """
+    app = RunApp(run_dirs)
+    try:
+        app.run()
+    finally:
+        app.close()

@@ -1,0 +1,182 @@
+"""The app, driven by Textual's pilot on real files."""
+
+import contextlib
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input, OptionList, Static
+from textual.worker import WorkerCancelled
+from textual_plotext import PlotextPlot
+
+from treadle.tracing.terminal.app import NotARunError, RunApp
+from treadle.tracing.terminal.conversation import ConversationScreen, conversation
+from treadle.tracing.terminal.inert import inert
+from treadle.tracing.terminal.run_files import JsonLines, read_curves
+from treadle.tracing.trajectories.testing import make_row, write_run
+
+
+def log(run_dir: Path, *lines: dict[str, object], name: str = "metrics.jsonl") -> None:
+    run_dir.mkdir(exist_ok=True)
+    with (run_dir / name).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+async def settle(pilot: Pilot[None]) -> None:
+    """Waits for the threads, and for what they have the event loop show."""
+    while any(not worker.is_finished for worker in pilot.app.workers):
+        with contextlib.suppress(WorkerCancelled):  # A newer query has taken its place.
+            await pilot.app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+def said(app: RunApp) -> str:
+    return str(app.query_one("#said", Static).render())
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = write_run(tmp_path / "run")
+    log(run, *({"step": step, "reward/mean": step / 4, "tool/calls": 3.0} for step in range(1, 4)))
+    log(run, {"step": 2, "name": "drift", "text": "ids \x1b[31m drift"}, name="alerts.jsonl")
+    return run
+
+
+@pytest.mark.asyncio
+async def test_curves_are_chosen_and_grow_with_the_run(run_dir: Path) -> None:
+    app = RunApp([run_dir])
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        metrics = app.query_one("#metrics", OptionList)
+        assert [option.id for option in metrics.options] == ["reward/mean", "tool/calls"]
+        plot = app.query_one(PlotextPlot)
+        assert "reward/mean" in plot.plt.build()
+        metrics.focus()
+        await pilot.press("down")
+        assert "tool/calls" in plot.plt.build()
+        assert "step 2: ids \\x1b[31m drift" in str(app.query_one("#alerts", Static).render())
+        log(run_dir, {"step": 4, "reward/mean": 1.0, "own/metric": 7})
+        await pilot.press("r")
+        await settle(pilot)
+        names = [option.id for option in metrics.options]
+        assert names == ["own/metric", "reward/mean", "tool/calls"]
+        assert metrics.highlighted == 2  # the choice stays
+
+
+@pytest.mark.asyncio
+async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
+    app = RunApp([run_dir])
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        assert said(app) == "1 to 54 of 54"
+        await pilot.press("slash")
+        app.query_one("#filter", Input).value = "tool=python phase=train step=3"
+        await pilot.press("enter")
+        await settle(pilot)
+        table = app.query_one(DataTable)
+        assert 0 < table.row_count < 54
+        assert said(app) == f"1 to {table.row_count} of {table.row_count}"
+        await pilot.press("enter")
+        await settle(pilot)
+        assert isinstance(app.screen, ConversationScreen)
+        shown = str(app.screen.query_one("#conversation", Static).render())
+        assert "step 3  train" in shown
+        assert "-> python(" in shown
+        await pilot.press("escape")
+        assert not isinstance(app.screen, ConversationScreen)
+
+
+@pytest.mark.asyncio
+async def test_a_wrong_filter_says_why(run_dir: Path) -> None:
+    app = RunApp([run_dir])
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        await pilot.press("slash")
+        app.query_one("#filter", Input).value = "rewad<1"
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "did you mean reward?" in said(app)
+        assert app.query_one(DataTable).row_count == 54
+
+
+@pytest.mark.asyncio
+async def test_pages_of_a_long_table(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1, rows=100, samples=3, val_rows=0)
+    app = RunApp([run])
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        app.query_one(DataTable).focus()
+        for key, text in (
+            ("n", "201 to 300 of 300"),
+            ("n", "201 to 300 of 300"),
+            ("p", "1 to 200 of 300"),
+        ):
+            await pilot.press(key)
+            await settle(pilot)
+            assert said(app) == text
+
+
+@pytest.mark.asyncio
+async def test_several_runs_and_a_damaged_file(run_dir: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", steps=1)
+    log(other, {"step": 1, "reward/mean": 0.1})
+    (other / "trajectories" / "step-000001-val.parquet").write_bytes(b"PAR1")
+    app = RunApp([run_dir, other])
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        assert {"run", "other"} <= set(app.query_one(PlotextPlot).plt.build().split())
+        app.query_one("#run").value = 1  # type: ignore[attr-defined]
+        await pilot.pause()
+        await settle(pilot)
+        assert said(app) == "1 to 16 of 16; left out: step-000001-val.parquet"
+
+
+def test_a_directory_of_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotARunError, match=f"{tmp_path} is not a run directory"):
+        RunApp([tmp_path])
+
+
+def test_what_a_model_wrote_is_inert() -> None:
+    row = make_row(1, "train", 0, 1)
+    evil = "\x1b]0;title\x07[bold]x[/bold]\u202egnp.exe\u200b\x9b2J"
+    row |= {"messages": json.dumps([{"role": "assistant", "content": evil, "name": evil}])}
+    row |= {"error": evil, "traceback": evil, "answer": evil, "task_id": evil}
+    row["findings"] = [{"kind": evil, "text": evil}]
+    text = conversation(row).plain
+    assert "[bold]x[/bold]" in text
+    assert "\\x1b]0;title\\x07" in text
+    assert "\\u202e" in text
+    assert not {c for c in text if unicodedata.category(c) in {"Cc", "Cf"}} - {"\n"}
+
+
+@settings(max_examples=50)
+@given(
+    st.text(
+        st.sampled_from("aé中\n\t\x00\x1b\x7f\x9b\u200b\u202e\u2028\ufeff\U000e0001"), max_size=20
+    )
+)
+def test_inert_text_has_no_harmful_character_and_is_not_changed_again(text: str) -> None:
+    shown = inert(text)
+    assert not {c for c in shown if unicodedata.category(c)[0] in "CZ"} - {"\n", " "}
+    assert inert(shown) == shown
+
+
+def test_a_log_that_is_being_written_or_damaged(tmp_path: Path) -> None:
+    log_file = JsonLines(tmp_path / "metrics.jsonl")
+    assert not log_file.reload()
+    path = log_file.path
+    path.write_text(
+        '{"step": 1, "a": 1, "b": null, "c": "x", "d": true}\nnonsense\n[1]\n{"step": 2, "a"'
+    )
+    assert log_file.reload()
+    assert not log_file.reload()
+    assert (len(log_file.lines), log_file.damaged) == (1, 2)
+    curves = read_curves(log_file.lines)
+    assert (curves.steps, curves.values) == ({"a": [1]}, {"a": [1.0]})
+    path.unlink()
+    assert log_file.reload()
+    assert log_file.lines == []
