@@ -45,6 +45,19 @@ ORDER: Final = ("step", "phase", "task_id", "rollout_index")
 """What identifies a trajectory; the order that breaks ties."""
 
 
+_MISTAKES: Final = (
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.ConversionException,
+    duckdb.NotImplementedException,
+    duckdb.OutOfMemoryException,
+    duckdb.OutOfRangeException,
+    duckdb.ParserException,
+    duckdb.PermissionException,
+)
+"""Errors of a query's text; others may come from a damaged file."""
+
+
 class UnknownColumnError(ValueError):
     """There is no such column; the message lists the known ones."""
 
@@ -73,8 +86,15 @@ class TrajectoryFiles:
         self._directory = (run_dir / DIRECTORY).resolve()
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
-        self._viewed: tuple[str, ...] | None = None
+        self._viewed: tuple[str, ...] = ()
         self._database = duckdb.connect(":memory:")
+        self._database.register("empty", SCHEMA.empty_table())
+        for text in (
+            "CREATE TABLE no_trajectories AS SELECT * FROM empty",
+            "CREATE VIEW trajectories AS SELECT * FROM no_trajectories",
+        ):
+            self._database.execute(text)
+        self._database.unregister("empty")
         for setting in (
             f"allowed_directories = [{_quoted(str(self._directory))}]",
             "enable_external_access = false",
@@ -156,15 +176,12 @@ class TrajectoryFiles:
         """Returns all columns of one trajectory; None if no good file has it. Reads one file."""
         cursor = self._cursor()
         name = file_name(step, phase)
-        if self._viewed is None or name not in self._viewed:
+        if name not in self._viewed:
             return None
-        text = (
-            f"SELECT * FROM read_parquet({_quoted(str(self._directory / name))}) "
-            "WHERE task_id = ? AND rollout_index = ?"
-        )
+        text = f"SELECT * FROM {self._source([name])} WHERE task_id = ? AND rollout_index = ?"
         try:
-            found = cursor.sql(text, params=[task_id, rollout_index]).to_arrow_table()
-        except duckdb.Error as error:
+            found = _fetched(cursor, text, [task_id, rollout_index])
+        except (duckdb.Error, pa.ArrowInvalid) as error:
             if self._explains(error):
                 return None
             raise
@@ -188,32 +205,39 @@ class TrajectoryFiles:
                     "write one SELECT, as SELECT step, avg(reward) FROM trajectories GROUP BY step"
                 )
             return self._run(text)
-        except duckdb.Error as error:
+        except (duckdb.Error, pa.ArrowInvalid) as error:
             raise SqlError(str(error)) from None
 
     def _run(self, text: str, values: Sequence[object] = ()) -> pa.Table:
         while True:
             cursor = self._cursor()
             try:
-                return cursor.sql(text, params=list(values)).to_arrow_table()
-            except duckdb.Error as error:
+                return _fetched(cursor, text, values)
+            except (duckdb.Error, pa.ArrowInvalid) as error:
                 if not self._explains(error):
                     raise
 
-    def _explains(self, error: duckdb.Error) -> bool:
+    def _explains(self, error: duckdb.Error | pa.ArrowInvalid) -> bool:
         """Returns whether a file turns out to be damaged, although its footer is whole.
 
-        Reads all files if the error can come from a damaged one.
+        Reads all files, unless the error is one of the query's text.
         """
-        if type(error) is not duckdb.Error and "Failed to read file" not in str(error):
+        if isinstance(error, _MISTAKES):
             return False
         with self._lock:
-            found = {
-                name: file._replace(damage=damage)
-                for name, file in self._files.items()
-                if file.damage is None and (damage := _damage(self._directory / name)) is not None
-            }
-            self._files |= found
+            return self._find_damage()
+
+    def _find_damage(self) -> bool:
+        """Reads all files that count as good; returns whether one of them is not."""
+        cursor = self._database.cursor()
+        found: dict[str, _File] = {}
+        for name, file in self._files.items():
+            if file.damage is None:
+                try:
+                    _fetched(cursor, f"SELECT * FROM {self._source([name])}")
+                except (duckdb.Error, pa.ArrowInvalid) as error:
+                    found[name] = file._replace(damage=f"it is damaged: {error}")
+        self._files |= found
         return bool(found)
 
     def close(self) -> None:
@@ -235,19 +259,22 @@ class TrajectoryFiles:
         """Returns a connection whose view has the files that are there now."""
         with self._lock:
             self._examine()
-            good = tuple(sorted(n for n, f in self._files.items() if f.damage is None))
-            if good != self._viewed:
-                self._database.execute(f"CREATE OR REPLACE VIEW trajectories AS {self._from(good)}")
-                self._viewed = good
+            while (good := self._good()) != self._viewed:
+                text = f"CREATE OR REPLACE VIEW trajectories AS SELECT * FROM {self._source(good)}"
+                try:
+                    self._database.execute(text)
+                    self._viewed = good
+                except duckdb.Error:  # DuckDB is stricter with footers than Arrow
+                    if not self._find_damage():
+                        raise
             return self._database.cursor()
 
-    def _from(self, names: Sequence[str]) -> str:
-        if names:
-            paths = ", ".join(_quoted(str(self._directory / name)) for name in names)
-            return f"SELECT * FROM read_parquet([{paths}])"
-        empty = self._database.from_arrow(SCHEMA.empty_table())
-        types = zip(empty.columns, empty.types, strict=True)
-        return f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in types)} LIMIT 0"
+    def _good(self) -> tuple[str, ...]:
+        return tuple(sorted(name for name, file in self._files.items() if file.damage is None))
+
+    def _source(self, names: Sequence[str]) -> str:
+        paths = ", ".join(_quoted(str(self._directory / name)) for name in names)
+        return f"read_parquet([{paths}])" if names else "no_trajectories"
 
     def _examine(self) -> None:
         found: dict[str, _File] = {}
@@ -270,7 +297,7 @@ def _examined(path: Path) -> tuple[int, str | None]:
     """Returns what a file says that it left out, and what is wrong with it."""
     try:
         schema = pq.read_schema(path)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         return 0, f"it cannot be read: {error}"
     metadata = schema.metadata or {}
     version = metadata.get(SCHEMA_VERSION_KEY, b"none").decode(errors="replace")
@@ -282,14 +309,18 @@ def _examined(path: Path) -> tuple[int, str | None]:
     return (int(left_out), None) if left_out.isdigit() else (0, "its metadata is damaged")
 
 
-def _damage(path: Path) -> str | None:
-    """Returns what is wrong with the content of a file."""
-    try:
-        for _ in pq.ParquetFile(path).iter_batches():
-            pass
-    except (OSError, pa.ArrowException) as error:
-        return f"it is damaged: {error}"
-    return None
+def _fetched(
+    cursor: duckdb.DuckDBPyConnection, text: str, values: Sequence[object] = ()
+) -> pa.Table:
+    """Returns the result of a query, whose strings are UTF-8.
+
+    Raises:
+        ArrowInvalid: They are not.
+        Error: The query failed.
+    """
+    table = cursor.sql(text, params=list(values)).to_arrow_table()
+    table.validate(full=True)
+    return table
 
 
 def _column(name: str) -> str:

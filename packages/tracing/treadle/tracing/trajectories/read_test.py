@@ -202,6 +202,28 @@ def test_damage_that_a_query_meets_is_found_by_it(tmp_path: Path) -> None:
         duckdb.execute(f"FROM read_parquet('{path}')").fetchall()
 
 
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None
+)
+@given(st.lists(st.tuples(st.integers(0), st.binary(min_size=1, max_size=8)), min_size=1))
+def test_any_damage_of_a_file_leaves_the_others(
+    tmp_path: Path, changes: list[tuple[int, bytes]]
+) -> None:
+    directory = write_run(tmp_path, steps=2, rows=1, samples=1, val_rows=0) / DIRECTORY
+    path = directory / "step-000001-train.parquet"
+    content = bytearray(path.read_bytes())
+    for place, new in changes:
+        start = place % len(content)
+        content[start : start + len(new)] = new
+    path.write_bytes(content)
+    with TrajectoryFiles(tmp_path) as files:
+        rows = files.query(columns=SCHEMA.names)
+        assert sum(row["step"] == 2 for row in rows) >= 1
+        if files.damaged:
+            assert [row["step"] for row in rows] == [2]
+            assert files.one(1, "train", "train/0", 0) is None
+
+
 def test_threads_may_query_at_once(files: TrajectoryFiles) -> None:
     counts: list[int] = []
     threads = [
