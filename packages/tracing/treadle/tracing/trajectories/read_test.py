@@ -203,7 +203,7 @@ def test_damage_that_a_query_meets_is_found_by_it(tmp_path: Path) -> None:
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None
 )
 @given(st.lists(st.tuples(st.integers(0), st.binary(min_size=1, max_size=8)), min_size=1))
 def test_any_damage_of_a_file_leaves_the_others(
