@@ -1,0 +1,97 @@
+"""The command line of the page: reads the arguments, listens on loopback, opens the browser.
+
+Invariant: the socket is bound before its address is printed, so that the address always works. The
+server runs until it is interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from treadle.tracing.viewer.app import make_app
+from treadle.tracing.viewer.arguments import HOST, PORT, add_arguments
+from treadle.tracing.viewer.runs import NotARunError, open_runs
+
+__all__ = ["PortTakenError", "main", "serve"]
+
+_GRACE_S: Final = 1
+
+
+class PortTakenError(ValueError):
+    """The page cannot listen; the message names the port, the cause and the fix."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves the page until it is interrupted; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="viewer",
+        description="Shows runs in the browser, while they train and afterwards: curves, "
+        "trajectories, the time of a step. Reads the run directories and writes nothing.",
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        serve(args.runs, port=args.port, browser=not args.no_browser)
+    except (NotARunError, PortTakenError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def serve(directories: list[Path], *, port: int | None, browser: bool) -> None:
+    """Serves the page of some run directories until SIGINT or SIGTERM.
+
+    Args:
+        directories: At least one.
+        port: 0 for a free one; None for the usual one, or a free one.
+        browser: Whether to open the page.
+
+    Raises:
+        NotARunError: A directory is none of a run.
+        PortTakenError: The port cannot be used.
+    """
+    app = make_app(open_runs(directories))
+    with _listen(port) as listening:
+        address = f"http://{HOST}:{listening.getsockname()[1]}/"
+        sys.stdout.write(f"{address}  (Ctrl-C ends it)\n")
+        sys.stdout.flush()
+        if browser:
+            # Finding a browser takes a second or two; the first request waits in the socket.
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(port: int | None) -> socket.socket:
+    for wanted in (PORT, 0) if port is None else (port,):
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((HOST, wanted))
+            listening.listen()
+        except (OSError, OverflowError) as error:
+            listening.close()
+            if wanted == port:
+                reason = getattr(error, "strerror", None) or error
+                raise PortTakenError(
+                    f"--port {port} of {HOST}: {reason}; name another, or 0 for a free one"
+                ) from error
+        else:
+            return listening
+    raise PortTakenError(f"no port of {HOST} is free: end a program that listens")

@@ -1,0 +1,20 @@
+/** Asks the server of the page. */
+
+/**
+ * @param {string} path Below /api.
+ * @param {Record<string, string | number>} [params]
+ * @returns {Promise<any>}
+ * @throws {Error} The server refused, and the message says why; or it has ended.
+ */
+export async function get(path, params = {}) {
+  const query = new URLSearchParams(Object.entries(params).map(([k, v]) => [k, String(v)]));
+  let response;
+  try {
+    response = await fetch(`/api/${path}?${query}`);
+  } catch {
+    throw new Error("the viewer does not answer: it was ended, or this machine sleeps");
+  }
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(body.error ?? `the viewer answered ${response.status}`);
+  return body;
+}
