@@ -62,6 +62,12 @@ def _trajectories(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _view(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.view import main as command
+
+    return command(argv)
+
+
 # A command loads its module only when it is called, so that `--help` stays quick.
 _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
     {
@@ -73,6 +79,7 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
         "new": _new,
         "report": _report,
         "trajectories": _trajectories,
+        "view": _view,
     }
 )
 
