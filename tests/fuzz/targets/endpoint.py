@@ -27,9 +27,8 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.aio import run_until
 from treadle.agent_loop.hf import HfRenderer
-from treadle.agent_loop.proxy import AgentSampling
+from treadle.agent_loop.proxy import AgentConstraints, AgentSampling
 from treadle.agent_loop.proxy.admin import SessionAdmin
-from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer
 from treadle.agent_loop.proxy.sessions import EndpointSessions
