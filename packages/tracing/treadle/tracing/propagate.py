@@ -16,7 +16,14 @@ from contextlib import contextmanager
 
 from treadle.tracing.finished import SpanContext
 from treadle.tracing.sink import NullSink, TraceSink
-from treadle.tracing.span import SpanHandle, current_span, span, use_parent, use_sink
+from treadle.tracing.span import (
+    NULL_SPAN,
+    SpanHandle,
+    current_span,
+    span,
+    use_parent,
+    use_sink,
+)
 
 HEADER = "traceparent"
 
@@ -75,7 +82,10 @@ def serving_span(
     Returns:
         The span; one that does nothing if the caller does not record its trace.
     """
-    parent = extract(metadata() or ()) if sink.recording else None
+    if not sink.recording:
+        yield NULL_SPAN
+        return
+    parent = extract(metadata() or ())
     with (
         use_sink(sink if parent is not None else NullSink()),
         use_parent(parent),

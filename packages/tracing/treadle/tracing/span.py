@@ -71,6 +71,9 @@ _shared: ContextVar[Mapping[str, object]] = ContextVar(
     "treadle_trace_attributes", default=_NO_ATTRIBUTES
 )
 
+_SCALARS: Final = (str, int, float, Deferred)
+_IMMUTABLE: Final = frozenset({type(None), bool, *_SCALARS})
+
 # Not the module-level generator of `random`: a traced run must draw the same numbers as an
 # untraced one. A forked child must not repeat its parent's ids.
 _ids: Final = random.Random()
@@ -90,7 +93,7 @@ def span(name: str, /, **attributes: object) -> SpanHandle:
     """
     sink = _sink.get()
     if not sink.recording:
-        return _NULL_SPAN
+        return NULL_SPAN
     return _LiveSpan(sink, name, attributes)
 
 
@@ -215,7 +218,7 @@ class _NullSpan:
         pass
 
 
-_NULL_SPAN: Final = _NullSpan()
+NULL_SPAN: Final = _NullSpan()
 
 
 class _LiveSpan:
@@ -309,7 +312,9 @@ def new_id(bits: int) -> str:
 
 def freeze(value: object) -> object:
     """Copies `value` so that later changes of it do not reach a span: plain data only."""
-    if value is None or isinstance(value, str | int | float | bool | Deferred):
+    if type(value) in _IMMUTABLE:  # Ten times faster than the checks below, and the usual case.
+        return value
+    if isinstance(value, _SCALARS):
         return value
     if isinstance(value, list | tuple):
         return tuple(freeze(item) for item in value)
