@@ -5,13 +5,15 @@ writes it (`Services.trace_text`). Decoding reads token ids and gives nothing ba
 tokens are the same with and without it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import Completion, Message, SamplingParams
 from treadle.tracing import Deferred
+
+_SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 
 def message_content(message: Message) -> dict[str, object]:
@@ -40,26 +42,21 @@ def messages_content(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 def trajectory_output(trajectory: Trajectory, services: Services) -> dict[str, object]:
     """Returns the whole conversation and its score; with the text of the last sample, if wanted."""
-    tokens = trajectory.tokens
-    return {
+    output: dict[str, object] = {
         "messages": messages_content(trajectory.messages),
         "reward": trajectory.reward,
         "answer": trajectory.answer,
-        **_text(
-            services,
-            prompt=tokens.ids[: tokens.num_prompt_tokens],
-            response=tokens.ids[tokens.num_prompt_tokens :],
-        ),
     }
+    if services.trace_text:
+        ids, start = trajectory.tokens.ids, trajectory.tokens.num_prompt_tokens
+        output |= _text(services, prompt=ids[:start], response=ids[start:])
+    return output
 
 
 def request_inputs(prompt: Sequence[int], params: SamplingParams) -> dict[str, object]:
     """Returns what one completion was asked for."""
-    sampling = {
-        name: value
-        for name in SamplingParams.__dataclass_fields__
-        if (value := getattr(params, name)) is not None
-    }
+    fields = ((name, getattr(params, name)) for name in _SAMPLING)
+    sampling = {name: value for name, value in fields if value is not None}
     return {"prompt_tokens": len(prompt), "sampling": sampling}
 
 
@@ -67,19 +64,19 @@ def completion_output(
     prompt: Sequence[int], completion: Completion, services: Services
 ) -> dict[str, object]:
     """Returns what one completion is; with the text of prompt and completion, if wanted."""
-    return {
+    output: dict[str, object] = {
         "tokens": completion.num_tokens,
         "finish": completion.finish.value,
         "weight_versions": [chunk.weight_version for chunk in completion.chunks],
-        **_text(services, prompt=prompt, response=completion.token_ids),
     }
+    if services.trace_text:
+        output |= _text(services, prompt=prompt, response=completion.token_ids)
+    return output
 
 
 def _text(
     services: Services, *, prompt: Sequence[int], response: Sequence[int]
-) -> Mapping[str, object]:
-    if not services.trace_text:
-        return {}
+) -> dict[str, object]:
     decode = services.renderer.decode
     return {
         # Copied: a sink decodes later.
