@@ -22,6 +22,7 @@ from treadle.agent_loop import (
     SamplingParams,
     Score,
     Services,
+    StickySession,
     ToolFailure,
     Trajectory,
     default_loops,
@@ -128,7 +129,9 @@ async def generator(engine: Speaker, files: Files | None) -> AsyncIterator[GrpcT
         )
         engine.replica = server.replica
         routing = RouterConfig(
-            replicas=(server.address,), tracing_jsonl=None if files is None else files.router
+            policy=StickySession(cache_tokens=1),  # room for one session at a time
+            replicas=(server.address,),
+            tracing_jsonl=None if files is None else files.router,
         )
         router = await stack.enter_async_context(serve_router(routing))
         yield await stack.enter_async_context(connect(router=router))
@@ -147,7 +150,7 @@ def task(number: int, loop: str = "tool_agent", **extra_info: object) -> AgentTa
 
 
 async def trajectories(services: Services, tasks: list[AgentTask]) -> list[Trajectory]:
-    """The trajectories of tasks, one after another."""
+    """The trajectories of tasks, in their order."""
     ended: list[Trajectory] = []
 
     async def keep(trajectory: Trajectory) -> None:
@@ -156,14 +159,14 @@ async def trajectories(services: Services, tasks: list[AgentTask]) -> list[Traje
     runner = RolloutRunner(
         default_loops().adding("captured", CapturedLoop()),
         services,
-        max_in_flight=1,
+        max_in_flight=2,
         deadline_s=60,
         failure_policy=Drop(),
     )
     with use_attributes(step=1, validate=False, experiment_name="test"):
         await runner.run(tasks, keep)
     assert [trajectory.error for trajectory in ended] == [None] * len(tasks)
-    return ended
+    return sorted(ended, key=lambda trajectory: trajectory.task.sample_index)
 
 
 def services(client: GrpcTokenGenerator, tool: ScriptedTool, *, trace_text: bool) -> Services:
@@ -200,6 +203,7 @@ async def test_one_trace_spans_driver_router_and_server_as_documented(tmp_path: 
         ("tool", "tools"),
         *((name, "generate") for name in ("route", "queue", "prefill", "decode", "paused")),
         ("router.open_session", "route"),
+        ("route", "router.open_session"),
         ("server.generate", "generate"),
         *((name, "server.generate") for name in ("queue", "prefill", "decode", "paused")),
     }
@@ -268,7 +272,7 @@ async def test_spans_hold_what_was_given_and_returned(tmp_path: Path) -> None:
 async def test_tokens_are_the_same_with_and_without_tracing(tmp_path: Path) -> None:
     async def sampled(*, traced: bool) -> list[Trajectory]:
         engine = Speaker({0: CALL})
-        tool = ScriptedTool(results=[f"answer {number}" for number in range(8)])
+        tool = ScriptedTool(results=["wood and strings"] * 8)
         files = Files(tmp_path / "router.jsonl", tmp_path / "server.jsonl") if traced else None
         async with generator(engine, files) as client:
             made = services(client, tool, trace_text=traced)
