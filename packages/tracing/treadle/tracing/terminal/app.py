@@ -15,6 +15,7 @@ from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
 from textual.widgets import (
     DataTable,
     Footer,
@@ -97,6 +98,7 @@ class RunApp(App[None]):
     #metrics { width: 36; }
     #alerts { height: auto; max-height: 6; color: $warning; }
     #said { height: auto; }
+    #table { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("r", "reload", "Reload"),
@@ -134,7 +136,7 @@ class RunApp(App[None]):
 
     def on_mount(self) -> None:
         """Shows what is there, and keeps it up to date."""
-        self.query_one(DataTable).add_columns(*(_HEADS.get(name, name) for name in _COLUMNS))
+        self._main.query_one(DataTable).add_columns(*(_HEADS.get(name, name) for name in _COLUMNS))
         self.action_reload()
         self.set_interval(_RELOAD_S, self._reload_if_idle)
 
@@ -155,8 +157,8 @@ class RunApp(App[None]):
 
     def action_filter(self) -> None:
         """Leads to the line of the filter."""
-        self.query_one(TabbedContent).active = "trajectories"
-        self.query_one("#filter", Input).focus()
+        self._main.query_one(TabbedContent).active = "trajectories"
+        self._main.query_one("#filter", Input).focus()
 
     def action_page(self, by: int) -> None:
         """Shows the next or the previous page of the table."""
@@ -179,7 +181,7 @@ class RunApp(App[None]):
             return
         self._page = 0
         self._query_trajectories()
-        self.query_one(DataTable).focus()
+        self._main.query_one(DataTable).focus()
 
     @on(Select.Changed, "#run")
     def _set_run(self) -> None:
@@ -212,28 +214,38 @@ class RunApp(App[None]):
         else:
             self.call_from_thread(self.push_screen, ConversationScreen(trajectory))
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leaves the keys of the table out while a trajectory is shown."""
+        return action not in ("filter", "page") or self.screen is self._main
+
+    @property
+    def _main(self) -> Screen[object]:
+        """The screen with curves and table, which stays below that of a trajectory."""
+        return self.screen_stack[0]
+
     @property
     def _chosen(self) -> _Run:
-        return self._runs[self.query_one("#run", Select).value if len(self._runs) > 1 else 0]  # type: ignore[index]
+        return self._runs[self._main.query_one("#run", Select).value if len(self._runs) > 1 else 0]  # type: ignore[index]
 
     def _show_metrics(self) -> None:
         names = sorted({name for run in self._runs for name in run.curves.steps})
-        options = self.query_one("#metrics", OptionList)
+        options = self._main.query_one("#metrics", OptionList)
         if names != [option.id for option in options.options]:
             metric = self._metric
             options.set_options([Option(Text(inert(name)), id=name) for name in names])
             if metric in names:
                 options.highlighted = names.index(metric)
+                self.call_after_refresh(options.scroll_to_highlight)
         alerts = [
             Text(inert(f"{run.name}, step {line['step']}: {line.get('text')}"))
             for run in self._runs
             for line in run.alerts.lines[-3:]
         ]
-        self.query_one("#alerts", Static).update(Text("\n").join(alerts))
+        self._main.query_one("#alerts", Static).update(Text("\n").join(alerts))
         self._draw()
 
     def _draw(self) -> None:
-        plot = self.query_one(PlotextPlot)
+        plot = self._main.query_one(PlotextPlot)
         plot.plt.clear_data()
         plot.plt.title(inert(self._metric))
         plot.plt.xlabel("step")
@@ -247,7 +259,7 @@ class RunApp(App[None]):
     def _show_trajectories(
         self, found: int, rows: list[dict[str, Any]], damaged: dict[str, str]
     ) -> None:
-        table = self.query_one(DataTable)
+        table = self._main.query_one(DataTable)
         cursor = table.cursor_row
         self._num_found = found
         self._keys = [(r["step"], r["phase"], r["task_id"], r["rollout_index"]) for r in rows]
@@ -261,7 +273,7 @@ class RunApp(App[None]):
         self._say(f"{said}{left_out}")
 
     def _say(self, text: str) -> None:
-        self.query_one("#said", Static).update(Text(inert(text)))
+        self._main.query_one("#said", Static).update(Text(inert(text)))
 
 
 def _cell(value: object) -> Text:

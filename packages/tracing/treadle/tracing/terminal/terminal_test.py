@@ -78,6 +78,8 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
         await pilot.press("enter")
         await settle(pilot)
         table = app.query_one(DataTable)
+        assert app.focused is table
+        assert table.region.bottom <= 40
         assert 0 < table.row_count < 54
         assert said(app) == f"1 to {table.row_count} of {table.row_count}"
         await pilot.press("enter")
@@ -86,6 +88,10 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
         shown = str(app.screen.query_one("#conversation", Static).render())
         assert "step 3  train" in shown
         assert "-> python(" in shown
+        log(run_dir, {"step": 4, "reward/mean": 1.0})
+        await pilot.press("r", "n", "slash")  # what is below is read anew, and stays below
+        await settle(pilot)
+        assert isinstance(app.screen, ConversationScreen)
         await pilot.press("escape")
         assert not isinstance(app.screen, ConversationScreen)
 
