@@ -23,7 +23,7 @@ COMMANDS = MappingProxyType(
         "new": "write a folder with a task of your own, which trains as it stands",
         "report": "make the report of a run anew",
         "trajectories": "show the trajectories of a run that pass a filter, or query them with SQL",
-        "view": "show runs in the browser: curves, trajectories, where the time went",
+        "view": "show runs in a browser or terminal: curves, trajectories, where the time went",
     }
 )
 """What each command does; `treadle COMMAND --help` says how."""

@@ -1,14 +1,20 @@
-"""`treadle view RUN_DIR...`: the runs in the browser, while they train and afterwards."""
+"""`treadle view RUN_DIR...`: the runs in the browser, or with `--text` in the terminal."""
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from treadle.trainer.cli.console import fail
 
 __all__ = ["main"]
 
-_LIBRARIES = ("duckdb", "plotly", "pyarrow", "starlette", "uvicorn")
+_LIBRARIES = {
+    "viewer": ("duckdb", "plotly", "pyarrow", "starlette", "uvicorn"),
+    "terminal": ("duckdb", "pyarrow", "textual", "textual_plotext"),
+}
+"""What each extra of treadle-tracing brings."""
 
 
 class ViewError(RuntimeError):
@@ -25,21 +31,44 @@ def _parser() -> argparse.ArgumentParser:
         "machine only; the run directories are read and never written.",
     )
     add_arguments(parser)
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="show curves and trajectories in this terminal, without a browser",
+    )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command until it is interrupted; returns the exit status."""
-    args = _parser().parse_args(argv)
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    parser = _parser()
+    args = parser.parse_args(argv)
+    extra = "terminal" if args.text else "viewer"
+    missing = [name for name in _LIBRARIES[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        text = f"{', '.join(missing)} is not installed: pip install 'treadle-tracing[viewer]'"
+        text = f"{', '.join(missing)} is not installed: pip install 'treadle-tracing[{extra}]'"
         return fail(ViewError(text))
+    if args.text:
+        if args.port is not None or args.no_browser:
+            parser.error("--text serves no page: leave out --port and --no-browser")
+        return _show_in_terminal(args.runs)
     from treadle.tracing.viewer.command import PortTakenError, serve
     from treadle.tracing.viewer.runs import NotARunError
 
     try:
         serve(args.runs, port=args.port, browser=not args.no_browser)
     except (NotARunError, PortTakenError) as error:
+        return fail(error)
+    return 0
+
+
+def _show_in_terminal(runs: Sequence[Path]) -> int:
+    from treadle.tracing.terminal import NotARunError, run
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return fail(ViewError("--text needs a terminal for its input and its output"))
+    try:
+        run(runs)
+    except NotARunError as error:
         return fail(error)
     return 0
