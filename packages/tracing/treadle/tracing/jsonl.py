@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from treadle.tracing.finished import Deferred, FinishedSpan, SpanError
 from treadle.tracing.queued import QueuedSink
@@ -32,7 +32,13 @@ class JsonlSink(QueuedSink):
 
     def __init__(self, path: Path, *, capacity: int = 10_000) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        super().__init__(str(path), _LineWriter(path.open("ab", buffering=0)), capacity=capacity)
+        self._lines = _LineWriter(path.open("ab", buffering=0))
+        super().__init__(str(path), self._lines, capacity=capacity)
+
+    @property
+    def bytes_written(self) -> int:
+        """The size of what this sink has written."""
+        return self._lines.bytes_written
 
 
 class _LineWriter:
@@ -40,6 +46,7 @@ class _LineWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self.bytes_written = 0
 
     def write(self, spans: Sequence[FinishedSpan]) -> None:
         for span in spans:
@@ -55,6 +62,7 @@ class _LineWriter:
         data = to_bytes(line)
         if (written := self._file.write(data)) != len(data):
             raise OSError(f"only {written} of {len(data)} bytes were written")
+        self.bytes_written += written
 
 
 def to_json(span: FinishedSpan) -> str:
@@ -77,18 +85,10 @@ def to_json(span: FinishedSpan) -> str:
     )
 
 
-def from_json(line: str | bytes) -> FinishedSpan:
-    """Returns the span of a line that `to_json` made.
-
-    Raises:
-        ValueError: The line is none.
-    """
-    try:
-        fields = json.loads(line)
-        error = fields.pop("error")
-        return FinishedSpan(**fields, error=None if error is None else SpanError(**error))
-    except (AttributeError, KeyError, TypeError) as problem:
-        raise ValueError(f"not the line of a span: {line[:200]!r}") from problem
+def span_of(fields: Mapping[str, Any]) -> FinishedSpan:
+    """Returns the span of a line, decoded by `json`."""
+    error = fields["error"]
+    return FinishedSpan(**{**fields, "error": None if error is None else SpanError(**error)})
 
 
 def to_bytes(line: str) -> bytes:

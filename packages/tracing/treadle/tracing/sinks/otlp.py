@@ -16,30 +16,17 @@ from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 from treadle.tracing import FinishedSpan, QueuedSink
 from treadle.tracing.finished import INPUTS, OUTPUT
 from treadle.tracing.jsonl import thaw
+from treadle.tracing.sinks.otel_span import kind_of, readable_span, valid_text
 
-__all__ = ["OtlpSink", "traces_url"]
+__all__ = ["OtlpSink", "OtlpWriter", "traces_url"]
 
 _PATH: Final = "/v1/traces"
-_SCOPE: Final = InstrumentationScope("treadle.tracing")
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-
-_KINDS: Final[Mapping[str, str]] = {
-    "trajectory": "AGENT",
-    "generate": "LLM",
-    "tool": "TOOL",
-    "reward": "EVALUATOR",
-}
-"""OpenInference's kind of a span by its name; others are a CHAIN."""
-
 _BATCH: Final = 64
 """Spans per request: a turn's text may be 100 kB, and collectors take some 20 MB."""
 
@@ -65,10 +52,9 @@ class OtlpSink(QueuedSink):
         capacity: int = 10_000,
         close_timeout_s: float = 30.0,
     ) -> None:
-        url = None if endpoint is None else traces_url(endpoint)
         super().__init__(
-            f"OpenTelemetry at {url or 'OTEL_EXPORTER_OTLP_ENDPOINT'}",
-            _Exporter(url, service, headers),
+            f"OpenTelemetry at {endpoint or 'OTEL_EXPORTER_OTLP_ENDPOINT'}",
+            OtlpWriter(endpoint, service, headers),
             capacity=capacity,
             batch=_BATCH,
             linger_s=1.0,
@@ -92,72 +78,60 @@ def traces_url(endpoint: str) -> str:
     return parts._replace(path=path if path.endswith(_PATH) else path + _PATH).geturl()
 
 
-class _Exporter:
-    def __init__(self, url: str | None, service: str, headers: Mapping[str, str] | None) -> None:
+class OtlpWriter:
+    """Sends spans to an OTLP endpoint; see `SpanWriter`, and `OtlpSink` for the arguments.
+
+    Raises:
+        ValueError: `endpoint` is not an HTTP address.
+    """
+
+    def __init__(
+        self, endpoint: str | None, service: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        url = None if endpoint is None else traces_url(endpoint)
         self._resource = Resource.create({"service.name": service})
         self._client = OTLPSpanExporter(url, headers=headers)
 
     def write(self, spans: Sequence[FinishedSpan]) -> None:
-        sent = self._client.export([_to_otel(span, self._resource) for span in spans])
+        """Sends the spans in one request.
+
+        Raises:
+            ConnectionError: The endpoint did not take them, also after retries.
+        """
+        sent = self._client.export(
+            [readable_span(span, _attributes(span), self._resource) for span in spans]
+        )
         if sent is not SpanExportResult.SUCCESS:
             # The exporter has logged the cause; it does not return it.
             raise ConnectionError("the endpoint did not take them; OpenTelemetry's log says why")
 
     def close(self, dropped: int) -> None:
+        """Ends the connection; each write is complete."""
         self._client.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _to_otel(span: FinishedSpan, resource: Resource) -> ReadableSpan:
-    status = Status(StatusCode.UNSET)
-    events: tuple[Event, ...] = ()
-    if (error := span.error) is not None:
-        kind, message = _text(error.type), _text(error.message)
-        status = Status(StatusCode.ERROR, f"{kind}: {message}")
-        event = {"exception.type": kind, "exception.message": message}
-        events = (Event("exception", event, span.end_unix_ns),)
-    return ReadableSpan(
-        _text(span.name),
-        _context(span.trace_id, span.span_id),
-        None if span.parent_id is None else _context(span.trace_id, span.parent_id),
-        resource,
-        _attributes(span),
-        events,
-        kind=SpanKind.INTERNAL,
-        instrumentation_scope=_SCOPE,
-        status=status,
-        start_time=span.start_unix_ns,
-        end_time=span.end_unix_ns,
-    )
-
-
-def _context(trace_id: str, span_id: str) -> SpanContext:
-    return SpanContext(int(trace_id, 16), int(span_id, 16), False, _SAMPLED)
-
-
 def _attributes(span: FinishedSpan) -> dict[str, AttributeValue]:
-    attributes: dict[str, AttributeValue] = {
-        "openinference.span.kind": _KINDS.get(span.name, "CHAIN")
-    }
+    attributes: dict[str, AttributeValue] = {"openinference.span.kind": kind_of(span)}
     for key, value in span.attributes.items():
         if key in (INPUTS, OUTPUT):
             name = "input" if key == INPUTS else "output"
             as_text = isinstance(value, str)
-            attributes[f"{name}.value"] = _text(value) if as_text else _json(value)
+            attributes[f"{name}.value"] = valid_text(value) if as_text else _json(value)
             attributes[f"{name}.mime_type"] = "text/plain" if as_text else "application/json"
         elif value is not None:  # an attribute of OpenTelemetry has a value
-            attributes[_text(key)] = _value(value)
+            attributes[valid_text(key)] = _value(value)
     return attributes
 
 
 def _value(value: object) -> AttributeValue:
     """Returns what an attribute may be: a scalar, or a list of scalars of one type."""
     if isinstance(value, str):
-        return _text(value)
+        return valid_text(value)
     if isinstance(value, bool | float):
         return value
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else hex(value)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         types = {type(item) for item in value}
         if len(types) <= 1 and types <= {str, bool, float, int}:
             converted = [_value(item) for item in value]
@@ -167,9 +141,4 @@ def _value(value: object) -> AttributeValue:
 
 
 def _json(value: object) -> str:
-    return _text(json.dumps(value, ensure_ascii=False, default=thaw))
-
-
-def _text(text: object) -> str:
-    """Returns valid Unicode: protobuf refuses half of a surrogate pair."""
-    return str(text).encode(errors="backslashreplace").decode()
+    return valid_text(json.dumps(value, ensure_ascii=False, default=thaw))

@@ -1,5 +1,7 @@
 """What the tests of sinks share: spans, and an HTTP server that keeps what it is sent."""
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from typing import Any
 from treadle.tracing import FinishedSpan, SpanError
 from treadle.tracing.span import freeze, new_id
 
-__all__ = ["Request", "http_server", "make_span", "make_trace"]
+__all__ = ["Answer", "Request", "child_environment", "http_server", "make_span", "make_trace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,11 @@ def http_server(answer: Callable[[Request], Answer]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Returns the environment of a process that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
 
 
 def make_span(
