@@ -22,6 +22,7 @@ from treadle.tracing.span import (
     use_parent,
     use_sink,
 )
+from treadle.tracing.trace_filter import TraceFilter
 from treadle.tracing.traced import traced
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SpanError",
     "SpanHandle",
     "SpanWriter",
+    "TraceFilter",
     "TraceSampler",
     "TraceSink",
     "aggregate",

@@ -119,15 +119,20 @@ class QueuedSink:
                 why,
             )
 
-    def close(self) -> SinkReport:
-        """Writes what is queued, closes the writer and returns the final counts. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> SinkReport:
+        """Writes what is queued, closes the writer and returns the final counts. Idempotent.
+
+        Args:
+            timeout_s: Maximum time in seconds to wait for the writer. None: `close_timeout_s`.
+        """
+        timeout_s = self._close_timeout_s if timeout_s is None else timeout_s
         with self._lock:
             first = not self._closed
             self._closed = True
         if first:
             self._queue.put(None)
         if not self._final:
-            self._thread.join(self._close_timeout_s)
+            self._thread.join(timeout_s)
         with self._lock:
             hangs = not self._final
             if hangs:
@@ -140,13 +145,13 @@ class QueuedSink:
                 self._written,
                 self._dropped,
                 self._failed,
-                f"; it did not finish within {self._close_timeout_s:g} s" if hangs else "",
+                f"; it did not finish within {timeout_s:g} s" if hangs else "",
             )
         return self.report
 
-    async def aclose(self) -> SinkReport:
+    async def aclose(self, timeout_s: float | None = None) -> SinkReport:
         """`close` without blocking the event loop."""
-        return await asyncio.to_thread(self.close)
+        return await asyncio.to_thread(self.close, timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ group are chosen together: they are worth comparing.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _RANGE = 1 << 64
@@ -33,6 +34,15 @@ class TraceSampler:
 
     def wants(self, step: int, sample_index: int) -> bool:
         """True if the trajectories of this sample are traced in this step."""
+        return self._hash(step, sample_index) < self.rate * _RANGE
+
+    def choose(
+        self, step: int, sample_indices: Iterable[int], *, at_most: int | None
+    ) -> frozenset[int]:
+        """Returns those of the samples that are traced, and of these no more than `at_most`."""
+        wanted = {index for index in sample_indices if self.wants(step, index)}
+        return frozenset(sorted(wanted, key=lambda index: self._hash(step, index))[:at_most])
+
+    def _hash(self, step: int, sample_index: int) -> int:
         key = f"{self.seed}:{step}:{sample_index}".encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.rate * _RANGE
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")

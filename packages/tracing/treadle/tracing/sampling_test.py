@@ -46,3 +46,12 @@ def test_it_draws_no_random_numbers() -> None:
 def test_a_rate_outside_its_range_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         TraceSampler(rate=rate)
+
+
+def test_a_limited_choice_does_not_depend_on_order_and_obeys_the_rate() -> None:
+    sampler = TraceSampler(rate=0.5, seed=7)
+    assert sampler.choose(4, range(12), at_most=None) == {0, 3, 4, 6, 7, 9, 10, 11}
+    three = sampler.choose(4, range(12), at_most=3)
+    assert len(three) == 3 and three <= {0, 3, 4, 6, 7, 9, 10, 11}
+    assert sampler.choose(4, [*reversed(range(12)), 5, 5], at_most=3) == three
+    assert sampler.choose(4, range(12), at_most=0) == frozenset()

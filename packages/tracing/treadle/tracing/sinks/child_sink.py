@@ -76,9 +76,9 @@ class ChildSink(QueuedSink):
         """The size of what was given to the client, as JSON."""
         return self._child.bytes_written
 
-    def close(self) -> SinkReport:
+    def close(self, timeout_s: float | None = None) -> SinkReport:
         """See `QueuedSink`; ends the process too."""
-        report = super().close()
+        report = super().close(timeout_s)
         if self._process.returncode is None:  # else its id may be another's by now
             with suppress(ProcessLookupError):  # no process of its group is left
                 os.killpg(self._process.pid, signal.SIGKILL)

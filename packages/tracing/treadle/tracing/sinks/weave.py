@@ -58,7 +58,7 @@ def has_credentials() -> bool:
 
 
 class WeaveWriter:
-    """Writes whole traces to Weave; see `SpanWriter`.
+    """Writes whole traces to Weave; see `SpanWriter`. Their attributes are plain, as of `span_of`.
 
     Args:
         project: As `PROJECT` or `ENTITY/PROJECT`.
@@ -122,7 +122,7 @@ class WeaveWriter:
             write(span, None)
 
     def _create(self, span: FinishedSpan, parent: Any) -> Any:
-        attributes = {key: _plain(value) for key, value in span.attributes.items()}
+        attributes: dict[str, Any] = dict(span.attributes)
         inputs, _ = attributes.pop(INPUTS, {}), attributes.pop(OUTPUT, None)
         attributes["treadle"] = {"trace_id": span.trace_id, "span_id": span.span_id}
         if self._run_id is not None:
@@ -144,7 +144,7 @@ class WeaveWriter:
             error = type(span.error.type, (Exception,), {})(span.error.message)
         self._client.finish_call(
             call,
-            output=_plain(span.attributes.get(OUTPUT)),
+            output=span.attributes.get(OUTPUT),
             exception=error,
             ended_at=_time(span.end_unix_ns),
         )
@@ -163,15 +163,6 @@ class _Errors(logging.Handler):
     def take(self) -> str | None:
         first, self._first = self._first, None
         return first
-
-
-def _plain(value: object) -> Any:
-    """Returns a frozen attribute as lists and dictionaries."""
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
 
 
 def _time(unix_ns: int) -> datetime.datetime:
