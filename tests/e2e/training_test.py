@@ -24,7 +24,7 @@ _LOGGERS = (
     f"run.loggers=[{brittle('Records')},{brittle('RaisesAtStart')},{brittle('HangsAtAStep')}]"
 )
 
-_TRACES = "tracing.backend=jsonl"
+_TRACES = "tracing.backends=jsonl"
 
 
 def _check_versions(trainer: Trainer) -> None:

@@ -10,6 +10,7 @@ queue before it is `QueuedSink`, which counts what is lost.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from treadle.tracing.finished import INPUTS, OUTPUT
 from treadle.tracing.jsonl import thaw
 from treadle.tracing.sinks.otel_span import kind_of, readable_span, valid_text
 
-__all__ = ["OtlpSink", "OtlpWriter", "traces_url"]
+__all__ = ["OtlpSink", "OtlpWriter", "resolved_url", "traces_url"]
 
 _PATH: Final = "/v1/traces"
 _BATCH: Final = 64
@@ -76,6 +77,18 @@ def traces_url(endpoint: str) -> str:
         )
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith(_PATH) else path + _PATH).geturl()
+
+
+def resolved_url(endpoint: str | None) -> str:
+    """Returns the address that spans are sent to, from the variables where `endpoint` is None.
+
+    Raises:
+        ValueError: It is not an HTTP address.
+    """
+    if endpoint is None and (exact := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
+        return exact
+    default = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
+    return traces_url(default if endpoint is None else endpoint)
 
 
 class OtlpWriter:

@@ -27,7 +27,9 @@ from treadle.tracing import FinishedSpan
 from treadle.tracing.finished import INPUTS, OUTPUT
 from treadle.tracing.whole_traces import WholeTraces
 
-__all__ = ["WeaveWriter", "has_credentials"]
+__all__ = ["WeaveWriter", "has_credentials", "service_url"]
+
+_WANDB: Final = "https://api.wandb.ai"
 
 _SETTINGS: Final[Mapping[str, str]] = {
     # The calls are made by us: there is no code to capture and no library to patch.
@@ -46,7 +48,7 @@ def has_credentials() -> bool:
     """Returns whether the client would find a key: in a variable, or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or _WANDB).netloc
     for name in (".netrc", "_netrc"):
         path = Path.home() / name
         try:
@@ -55,6 +57,14 @@ def has_credentials() -> bool:
         except (OSError, netrc.NetrcParseError):
             continue
     return False
+
+
+def service_url() -> str:
+    """Returns the address that the client sends calls to."""
+    if url := os.environ.get("WF_TRACE_SERVER_URL"):
+        return url
+    base = (os.environ.get("WANDB_BASE_URL") or _WANDB).rstrip("/")
+    return "https://trace.wandb.ai" if base == _WANDB else f"{base}/traces"
 
 
 class WeaveWriter:

@@ -505,11 +505,31 @@ LaunchConfig = Annotated[
 
 
 class TracingConfig(Section):
-    """Records of what each trajectory did."""
+    """Records of what each trajectory did; what a backend does not take is counted and said."""
 
-    backend: Literal["none", "jsonl"] = "none"
-    """jsonl: spans go to traces.jsonl in the run directory. Those of trajectories carry `step`,
-    `sample_index`, `rollout_n`, `validate` and `experiment_name` (run.name)."""
+    backends: tuple[Literal["jsonl", "mlflow", "otlp", "weave"], ...] = ()
+    """Where the spans of trajectories go, to all of these at once: jsonl (traces.jsonl in the run
+    directory), weave (W&B Weave, project run.project), mlflow (experiment run.project, at
+    MLFLOW_TRACKING_URI or in /tmp/mlruns.db), otlp (OpenTelemetry, so Langfuse and Phoenix too)."""
+    sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the rows of a step whose trajectories are traced, chosen by a hash of step and row.
+    Trajectories that fail are always traced."""
+    max_samples_per_step_per_worker: Count | None = None
+    """Maximum number of rows of a step, and of a validation, whose trajectories are traced; all
+    trajectories of a row are. There is one worker, the driver. Null: no limit."""
+    max_bytes: Count | None = None
+    """Bytes of traces that a run may write, measured as JSON; then only trajectories that fail are
+    traced. Null: no limit."""
+    otlp_endpoint: str | None = None
+    """Address for otlp, with or without /v1/traces. Null: as OTEL_EXPORTER_OTLP_ENDPOINT says, else
+    http://localhost:4318. OTEL_EXPORTER_OTLP_HEADERS holds the keys of a service."""
+
+    @field_validator("backends")
+    @classmethod
+    def _no_backend_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError("names a backend twice")
+        return names
 
 
 class AnyRunConfig(Section):
@@ -526,7 +546,7 @@ class AnyRunConfig(Section):
     tensorboard, mlflow, trackio, and your own as path.py:Class or package.module:Class. console
     and jsonl (metrics.jsonl) are always on, as is the report."""
     loggers_timeout_s: Seconds = 60.0
-    """Maximum time that the end of the run waits for the loggers to finish."""
+    """Maximum time that the end of the run waits for the loggers and the traces to finish."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port at which Prometheus reads the run's metrics while it trains (GET /metrics); 0 picks a
     free one, which the console names. Null: nothing listens."""

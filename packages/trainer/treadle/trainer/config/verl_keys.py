@@ -418,10 +418,28 @@ def _lora_targets(value: Any, _: Verl) -> Mapping[str, Any]:
 
 
 _TRACE = _one_of(
-    "tracing.backend",
-    {None: "none", "jsonl": "jsonl"},
-    "set tracing.backend=jsonl; weave and mlflow are not part of this release",
+    "tracing.backends",
+    {None: [], **{name: [name] for name in ("weave", "mlflow", "jsonl", "otlp")}},
+    "set tracing.backends",
 )
+
+
+def _traced_name(key: str, of_run: str) -> Converter:
+    """Verl may give the traces another project or experiment than the run's."""
+
+    def convert(value: Any, verl: Verl) -> Mapping[str, Any]:
+        if value is None:
+            return {}
+        if value != (runs := verl.get(of_run, value)):
+            raise ConfigError(
+                f"{value!r} is not available, as {of_run}={runs!r}: traces are named as the run "
+                f"is, by {key}"
+            )
+        return {key: value}
+
+    return convert
+
+
 _ENGINE = _one_of(
     "rollout.name",
     {"torch": "torch", "vllm": "vllm", "sglang": "sglang", "fake": "fake"},
@@ -514,7 +532,6 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": _off_below_one("agent.max_user_turns"),
     "actor_rollout_ref.rollout.name": _ENGINE,
     "actor_rollout_ref.rollout.top_k": _off_below_one("rollout.top_k"),
-    "actor_rollout_ref.rollout.trace.backend": _TRACE,
     "actor_rollout_ref.rollout.val_kwargs.top_k": _off_below_one("rollout.val.top_k"),
     "algorithm.filter_groups.enable": _dynamic_sampling,
     "algorithm.filter_groups.max_num_gen_batches": _generation_batches,
@@ -559,7 +576,15 @@ _CONVERTED: Mapping[str, Converter] = {
     "trainer.nnodes": _data_parallel,
     "trainer.resume_from_path": _resume,
     "trainer.resume_mode": _resume,
-    "trainer.rollout_trace.backend": _TRACE,
+    **{
+        f"{prefix}.{name}": converter
+        for prefix in ("actor_rollout_ref.rollout.trace", "trainer.rollout_trace")
+        for name, converter in {
+            "backend": _TRACE,
+            "experiment_name": _traced_name("run.name", "trainer.experiment_name"),
+            "project_name": _traced_name("run.project", "trainer.project_name"),
+        }.items()
+    },
     "trainer.save_freq": _off_below_one("schedule.save_every"),
     "trainer.test_freq": _off_below_one("schedule.val_every"),
 }

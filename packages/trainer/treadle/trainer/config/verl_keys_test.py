@@ -249,7 +249,8 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
         ("actor_rollout_ref.rollout.name=hf", "only torch, vllm, sglang, fake.: set rollout.name"),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", "set the engine's own argument in"),
         ("actor_rollout_ref.rollout.mode=sync", "only async"),
-        ("actor_rollout_ref.rollout.trace.backend=weave", "tracing.backend=jsonl"),
+        ("actor_rollout_ref.rollout.trace.backend=arize", "only None, weave, mlflow, jsonl, otlp"),
+        ("actor_rollout_ref.rollout.trace.project_name=mine", "as trainer.project_name='theirs'"),
         ("data.custom_cls.path=a.py", "data.custom_cls.name=None belong together"),
         ("data.truncation=top", "only error, left, right, middle"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "do not divide the step's 16"),
@@ -266,7 +267,22 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
 )
 def test_what_is_not_offered_is_refused_with_a_way_out(argument: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _load(argument)
+        _load("trainer.project_name=theirs", argument)
+
+
+@pytest.mark.parametrize("prefix", ["actor_rollout_ref.rollout.trace", "+trainer.rollout_trace"])
+def test_traces_of_verl_in_both_spellings(prefix: str) -> None:
+    config = _load(
+        "trainer.project_name=gsm8k_async_rl",
+        f"{prefix}.backend=weave",
+        f"{prefix}.max_samples_per_step_per_worker=5",
+        f"{prefix}.project_name=gsm8k_async_rl",
+        f"{prefix}.experiment_name=qwen",
+    ).config
+    assert config.tracing.backends == ("weave",)
+    assert config.tracing.max_samples_per_step_per_worker == 5
+    assert (config.run.project, config.run.name) == ("gsm8k_async_rl", "qwen")
+    assert _load(f"{prefix}.backend=null").config.tracing.backends == ()
 
 
 def test_the_replayed_routing_of_verl() -> None:

@@ -6,6 +6,13 @@ from typing import Any
 __all__ = ["IMPLIED", "NOTED", "RENAMED"]
 
 RENAMED = {
+    **dict.fromkeys(
+        (
+            "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker",
+            "trainer.rollout_trace.max_samples_per_step_per_worker",
+        ),
+        "tracing.max_samples_per_step_per_worker",
+    ),
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_dual",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",

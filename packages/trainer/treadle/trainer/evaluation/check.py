@@ -27,6 +27,7 @@ from treadle.trainer.preflight.process_checks import check_launcher
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.server_process import check_server_command
+from treadle.trainer.tracing.backends import check_tracing
 
 __all__ = ["CheckedEvaluation", "check_evaluation"]
 
@@ -135,6 +136,7 @@ class _Checks:
                 check_server_command(self.config)
             with self.problems.collected():
                 check_launcher(self.config)
+        check_tracing(self.config, self.problems)
 
     def inputs(self) -> Inputs:
         """Returns the inputs.

@@ -33,9 +33,10 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import with_own_token
+from treadle.trainer.tracing.run_tracing import run_tracing, span_attributes
 from treadle.trainer.training_loop.context import Timer
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
-from treadle.trainer.training_loop.run_log import run_log, run_tracing, span_attributes
+from treadle.trainer.training_loop.run_log import run_log
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.training_loop.validation import validation_tasks
 
@@ -63,7 +64,7 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
             directory = stack.enter_context(RunDirectory(out))
             directory.write_config(checked.given.model_dump(mode="json"))
             stack.enter_context(run_log(out / "logs" / "evaluation.log", display))
-            stack.enter_context(run_tracing(config, out))
+            await stack.enter_async_context(run_tracing(config, out, progress.note))
             await stack.enter_async_context(live_report(out, curves=False))
             await enter_reward(stack, checked.inputs.reward)
             servers = attached or await _start(stack, checked)
@@ -154,7 +155,7 @@ async def _sample(
             progress.phase("evaluate", total=len(tasks)),
             groups.recording(),
             log.recording() as recorded,
-            span_attributes(config, step=step, validate=True),
+            span_attributes(config, tasks, step=step, validate=True),
         ):
             trajectories = await rollout.run(
                 tasks,

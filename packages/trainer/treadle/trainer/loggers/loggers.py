@@ -15,9 +15,9 @@ from treadle.trainer.loggers.run_logger import End, Table
 from treadle.trainer.loggers.secrets import without_secrets
 from treadle.trainer.report.warning_signs import Alert
 
-__all__ = ["Loggers", "open_loggers"]
+__all__ = ["AFTER_CANCEL_S", "Loggers", "open_loggers", "run_id"]
 
-_AFTER_CANCEL_S: Final = 10.0
+AFTER_CANCEL_S: Final = 10.0
 """Who has interrupted a run does not wait longer for its loggers."""
 
 
@@ -73,7 +73,7 @@ async def open_loggers(
         yield Loggers()
         return
     run = {
-        "id": _run_id(run_dir / "loggers" / "run_id"),
+        "id": run_id(run_dir),
         "project": config.run.project,
         "name": config.run.name,
         "directory": str(run_dir),
@@ -102,7 +102,7 @@ async def open_loggers(
     try:
         yield Loggers(processes)
     except asyncio.CancelledError:
-        await close("interrupted", min(limit, _AFTER_CANCEL_S))
+        await close("interrupted", min(limit, AFTER_CANCEL_S))
         raise
     except BaseException:
         await close("failed", limit)
@@ -110,8 +110,9 @@ async def open_loggers(
     await close("finished", limit)
 
 
-def _run_id(path: Path) -> str:
-    """Returns the id of the run directory, which is made once."""
+def run_id(run_dir: Path) -> str:
+    """Returns the run's id for loggers and traces, which is made once per run directory."""
+    path = run_dir / "loggers" / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")

@@ -72,6 +72,7 @@ from treadle.trainer.preflight.without_torch import transformers_without_torch
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
 from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
+from treadle.trainer.tracing.backends import check_tracing
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
@@ -292,6 +293,7 @@ class _Checks:
         with self._check():
             check_launcher(config)
         check_loggers(config, self._problems)
+        check_tracing(config, self._problems)
 
     def result(self) -> CheckedRun:
         """Returns the run.

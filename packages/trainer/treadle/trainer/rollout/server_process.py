@@ -54,7 +54,7 @@ def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
 
 def server_traces(config: Config, run_dir: Path) -> Path | None:
     """Returns the directory of the servers' spans; None if they are not wanted as files."""
-    return (run_dir / "traces").absolute() if config.tracing.backend == "jsonl" else None
+    return (run_dir / "traces").absolute() if "jsonl" in config.tracing.backends else None
 
 
 def server_spec(

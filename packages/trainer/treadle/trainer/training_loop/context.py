@@ -56,10 +56,10 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import ServedReference
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.shaping import shaped
+from treadle.trainer.tracing.run_tracing import span_attributes
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.groups import Group, StepBatch, Survivors
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
-from treadle.trainer.training_loop.run_log import span_attributes
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.training_loop.update_metrics import (
     broken_policy,
@@ -205,7 +205,7 @@ class TrainingContext:
         with (
             self.progress.phase(phase, total=len(tasks)),
             self.trajectory_log.recording() as recorded,
-            span_attributes(self.config, step=step, validate=phase == "validate"),
+            span_attributes(self.config, tasks, step=step, validate=phase == "validate"),
         ):
             trajectories = await self.rollout.run(
                 tasks,

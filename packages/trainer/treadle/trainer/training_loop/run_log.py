@@ -1,4 +1,4 @@
-"""What a run leaves beside its results: our modules' log, and the spans if they are wanted."""
+"""The log of our modules, which a run leaves beside its results."""
 
 import contextlib
 import logging
@@ -6,30 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from treadle.tracing import JsonlSink, use_attributes, use_sink
-from treadle.trainer.config.schema import Config
 from treadle.trainer.report import Progress
 
-__all__ = ["run_log", "run_tracing", "span_attributes"]
+__all__ = ["run_log"]
 
 _logger = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def run_tracing(config: Config, run_dir: Path) -> Iterator[None]:
-    """Writes the spans to `traces.jsonl` of the directory, if the configuration wants them."""
-    if config.tracing.backend == "none":
-        yield
-        return
-    with JsonlSink(run_dir / "traces.jsonl") as sink, use_sink(sink):
-        yield
-
-
-def span_attributes(
-    config: Config, *, step: int, validate: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Adds to all spans of a block which trajectories they are of, by verl's names."""
-    return use_attributes(step=step, validate=validate, experiment_name=config.run.name)
 
 
 class _Notes(logging.Handler):

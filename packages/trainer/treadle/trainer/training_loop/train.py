@@ -32,8 +32,9 @@ from treadle.trainer.report import (
 from treadle.trainer.report.prometheus import serve_run_metrics
 from treadle.trainer.report.terminal.logged_progress import LoggedProgress
 from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
+from treadle.trainer.tracing.run_tracing import run_tracing
 from treadle.trainer.training_loop.build_context import build_context
-from treadle.trainer.training_loop.run_log import run_log, run_tracing
+from treadle.trainer.training_loop.run_log import run_log
 from treadle.trainer.training_loop.sync import run_sync
 
 __all__ = ["run_training"]
@@ -69,7 +70,6 @@ async def run_training(run: CheckedRun) -> Summary:
                 pace=Pace.of(config.schedule, total_steps=plan.total_steps),
             ) as display,
             run_log(run_dir / "logs" / "trainer.log", display),
-            run_tracing(config, run_dir),
             open_metrics(run_dir, resume) as metrics_log,
             serve_run_metrics(config.run) as (run_metrics, metrics_url),
         ):
@@ -82,6 +82,7 @@ async def run_training(run: CheckedRun) -> Summary:
                 progress.note(note)
             if first_step <= plan.total_steps:
                 async with (
+                    run_tracing(config, run_dir, progress.note),
                     live_report(
                         run_dir, pace=Pace.of(config.schedule, total_steps=plan.total_steps)
                     ) as report,

@@ -113,12 +113,7 @@ REASONS: Sequence[tuple[str, str]] = (
         "actor_rollout_ref.rollout.checkpoint_engine.*",
         "set sync.transport: inline, file, shared_memory or collective",
     ),
-    ("actor_rollout_ref.rollout.trace.project_name", "set run.project"),
-    ("actor_rollout_ref.rollout.trace.experiment_name", "set run.name"),
-    (
-        "actor_rollout_ref.rollout.trace.*",
-        "tracing.backend=jsonl records every trajectory",
-    ),
+    ("actor_rollout_ref.rollout.trace.*", "see tracing"),
     (
         "actor_rollout_ref.rollout.prometheus.*",
         "every server has its metrics at an address of its own: see docs/operations.md",
