@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
         "A filter is conditions that must all hold, as\n"
         "  --filter 'reward<0.5 tool~python error= text~\"not found\"'\n"
         "with = != < <= > >= for numbers, = != ~ (contains) !~ for text; an empty value is a\n"
-        f"missing one. Conditions know: {', '.join(FILTER_COLUMNS)}.",
-        epilog=f"columns: {', '.join(SCHEMA.names)}",
+        f"missing one.\n\n{_wrapped('conditions know', FILTER_COLUMNS)}",
+        epilog=_wrapped("columns", SCHEMA.names),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="its directory")
@@ -131,6 +132,10 @@ def _answer(files: "TrajectoryFiles", args: argparse.Namespace) -> "tuple[pa.Tab
         limit=args.limit or _LIMIT,
     )
     return table, files.count(where)
+
+
+def _wrapped(what: str, names: Iterable[str]) -> str:
+    return textwrap.fill(f"{what}: {', '.join(names)}", 92, subsequent_indent="  ")
 
 
 def _names(text: str | None) -> list[str]:
