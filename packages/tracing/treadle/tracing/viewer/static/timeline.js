@@ -152,7 +152,7 @@ export function timeline(root, params, app) {
         el(
           "p.muted",
           null,
-          "The run's traces have no server spans. With tracing.backend=jsonl, queue, prefill and decode of each request are shown.",
+          "The run's traces have no server spans. With tracing.backends=[jsonl], queue, prefill and decode of each request are shown.",
         ),
     ];
   }
