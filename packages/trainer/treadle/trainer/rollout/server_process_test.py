@@ -63,7 +63,7 @@ def test_a_server_is_told_what_was_set_and_nothing_else() -> None:
 
 
 def test_a_server_writes_its_spans_beside_those_of_the_run() -> None:
-    traced = _config().model_copy(update={"tracing": TracingConfig(backend="jsonl")})
+    traced = _config().model_copy(update={"tracing": TracingConfig(backends=("jsonl",))})
     traces = server_traces(traced, Path("/run"))
     args = server_spec(traced, "rollout-1", weights_directory=None, traces=traces).args
     told = dict(zip(args[::2], args[1::2], strict=True))
