@@ -3,6 +3,7 @@
 import contextlib
 import json
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from treadle.tracing.terminal.run_files import JsonLines, read_curves
 from treadle.tracing.trajectories.testing import make_row, write_run
 
 
-def log(run_dir: Path, *lines: dict[str, object], name: str = "metrics.jsonl") -> None:
+def log(run_dir: Path, *lines: Mapping[str, object], name: str = "metrics.jsonl") -> None:
     run_dir.mkdir(exist_ok=True)
     with (run_dir / name).open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
