@@ -172,7 +172,9 @@ export function curves(root, params, app) {
   }
 
   function drawNotes() {
-    const found = app.runs.flatMap((info) => info.notes.map((n) => ({ ...n, run: info.name })));
+    const found = app.runs
+      .flatMap((info) => info.notes.map((n) => ({ ...n, run: info.name })))
+      .sort((x, y) => x.step - y.step);
     fill(
       notes,
       found.length > 0 &&

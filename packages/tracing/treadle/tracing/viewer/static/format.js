@@ -34,7 +34,7 @@ export function count(value) {
 /** @param {number} value From 0 to 1. */
 export function percent(value) {
   if (!Number.isFinite(value)) return DASH;
-  return `${(value * 100).toFixed(value && value < 0.1 ? 1 : 0)} %`;
+  return `${(value * 100).toFixed(value >= 5e-4 && value < 0.1 ? 1 : 0)} %`;
 }
 
 /** @param {number | null | undefined} value */
