@@ -197,7 +197,7 @@ def test_a_trajectory_shows_tokens_group_and_other_steps(page: Page, address: st
 def test_the_timeline_says_where_time_went(page: Page, address: str) -> None:
     page.goto(f"{address}#/timeline?step=3&phase=train")
     expect(page.locator(".timeline canvas")).to_be_visible()
-    expect(page.locator(".card").first).to_contain_text("sampling")
+    expect(page.locator(".card").first).to_contain_text("requests, between")
     page.locator("body").press("k")
     expect(page.get_by_label("Step")).to_have_value("3")  # The validation of step 2.
     expect(page.get_by_label("Timeline of 2 trajectories")).to_be_visible()

@@ -4,8 +4,8 @@ Dataflow: the trajectory files have the spans of the driver; `traces.jsonl` and 
 the run wrote them, have those of servers and of the step. A server's spans are below the `generate`
 span of the client that asked, which is how they are found.
 
-A trajectory's seconds are counted by cause. Causes that overlap, as parallel tools do, count once
-each; `other` is what no cause covers.
+A trajectory's seconds are divided among causes: a moment that several of its spans share counts for
+the first of `CAUSES`, and `other` is what none has. So they add up to its time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from treadle.tracing.trajectories.filter import Condition
 
 __all__ = ["CAUSES", "read_timeline"]
 
-CAUSES: Final = ("generate", "queue", "paused", "tool", "interaction", "reward", "other")
-"""What a trajectory's time is spent on: sampling; waiting for a slot of the engine; waiting for new
-weights; tools; the simulated user; the reward; and everything else."""
+CAUSES: Final = (
+    *("paused", "prefill", "decode", "queue", "tool", "interaction", "reward", "generate", "other"),
+)
+"""What a trajectory's time is spent on: waiting for new weights; reading prompts; sampling; waiting
+for a server or a slot of its engine; tools; the simulated user; the reward; the rest of requests,
+between driver and server; and everything else."""
 
 _CAUSE_OF: Final = MappingProxyType(
     {
-        "generate": "generate",
-        "tool": "tool",
+        **{cause: cause for cause in CAUSES if cause != "other"},
+        "route": "queue",
         "tools": "tool",
-        "interaction": "interaction",
-        "reward": "reward",
     }
 )
 _SERVER_PHASES: Final = ("queue", "prefill", "decode", "paused")
@@ -79,8 +80,13 @@ def _bar(row: Mapping[str, Any], begin: int, served: Mapping[str, list[Span]]) -
     trace: list[Span] = row["trace"]
     first = min(span["start_unix_ns"] for span in trace)
     last = max(span["start_unix_ns"] + span["duration_ns"] for span in trace)
-    causes = _seconds_by_cause(trace, last - first)
-    spans = [_placed(span, begin) for span in trace if span["name"] != "trajectory"]
+    # The driver knows how long a request's phases took, and its server also when they were.
+    spans = [
+        _placed(span, begin)
+        for span in trace
+        if span["name"] != "trajectory"
+        and not (span["name"] in _SERVER_PHASES and span["parent_id"] in served)
+    ]
     spans += [
         {**_placed(below, begin), "server": True}
         for span in trace
@@ -90,7 +96,7 @@ def _bar(row: Mapping[str, Any], begin: int, served: Mapping[str, list[Span]]) -
         **{name: row[name] for name in ("task_id", "rollout_index", "reward", "stop", "error")},
         "start_s": (first - begin) / 1e9,
         "duration_s": (last - first) / 1e9,
-        "causes": causes,
+        "causes": _seconds_by_cause(trace, last - first),
         "spans": spans,
     }
 
@@ -109,32 +115,21 @@ def _placed(span: Span, begin: int) -> dict[str, Any]:
 
 
 def _seconds_by_cause(trace: Iterable[Span], length_ns: int) -> dict[str, float]:
-    intervals: dict[str, list[tuple[int, int]]] = {}
-    waited = {"queue": 0.0, "paused": 0.0}
+    found: dict[str, list[tuple[int, int]]] = {cause: [] for cause in CAUSES}
     for span in trace:
-        cause = _CAUSE_OF.get(span["name"])
-        if cause is None:
-            continue
-        start = span["start_unix_ns"]
-        intervals.setdefault(cause, []).append((start, start + span["duration_ns"]))
-        if cause == "generate":
-            attributes = _attributes(span)
-            for name in waited:
-                seconds = attributes.get(f"{name}_s")
-                waited[name] += seconds if isinstance(seconds, int | float) else 0.0
-    seconds = {cause: _covered(found) / 1e9 for cause, found in intervals.items()}
-    # Requests of sub-agents overlap, so that their waits may sum up to more than their union.
-    generating = seconds.get("generate", 0.0)
-    share = min(1.0, generating / sum(waited.values())) if any(waited.values()) else 0.0
-    waits = {name: value * share for name, value in waited.items()}
-    together = _covered(interval for found in intervals.values() for interval in found)
-    return {
-        **dict.fromkeys(CAUSES, 0.0),
-        **seconds,
-        "generate": generating - sum(waits.values()),
-        **waits,
-        "other": max(0, length_ns - together) / 1e9,
-    }
+        cause = _CAUSE_OF.get(span["name"], "other")
+        if cause != "other":
+            start = span["start_unix_ns"]
+            found[cause].append((start, start + span["duration_ns"]))
+    seconds: dict[str, float] = {}
+    intervals: list[tuple[int, int]] = []
+    before = 0
+    for cause in CAUSES:
+        intervals += found[cause]
+        covered = length_ns if cause == "other" else _covered(intervals)
+        seconds[cause] = max(0, covered - before) / 1e9
+        before = covered
+    return seconds
 
 
 def _covered(intervals: Iterable[tuple[int, int]]) -> int:

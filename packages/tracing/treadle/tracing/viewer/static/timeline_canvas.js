@@ -17,6 +17,7 @@ const LAYERS = [
   "interaction",
   "reward",
   "generate",
+  "route",
   "tool",
   "prefill",
   "decode",
@@ -73,13 +74,7 @@ export function drawBars(bars, open) {
             LAYERS.indexOf(a.name) - LAYERS.indexOf(b.name),
         );
       for (const span of spans) {
-        pen.fillStyle = shade(
-          span.error
-            ? "bad"
-            : span.name === "prefill"
-              ? "cause-prefill"
-              : `cause-${causeOf(span.name)}`,
-        );
+        pen.fillStyle = shade(span.error ? "bad" : `cause-${causeOf(span.name)}`);
         pen.fillRect(
           x(span.start_s),
           y,

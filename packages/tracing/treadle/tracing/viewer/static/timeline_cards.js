@@ -6,12 +6,14 @@ import { link } from "./router.js";
 
 /** What each cause of CAUSES in timeline.py is. */
 const MEANING = {
-  generate: "sampling",
-  queue: "waiting for a slot of the engine",
   paused: "waiting for new weights",
+  prefill: "reading prompts",
+  decode: "sampling",
+  queue: "waiting for a server",
   tool: "tools",
   interaction: "the simulated user",
   reward: "the reward",
+  generate: "requests, between driver and server",
   other: "everything else",
 };
 

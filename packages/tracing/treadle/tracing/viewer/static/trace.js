@@ -3,6 +3,11 @@
 import { el, empty } from "./dom.js";
 import { seconds } from "./format.js";
 
+/** Spans that have a colour, by their names. */
+const CAUSES = [
+  ...["paused", "prefill", "decode", "queue", "tool", "interaction", "reward", "generate"],
+];
+
 /** @param {any} found */
 export function trace(found) {
   if (!found.trace.length) return empty("No trace", "Nothing was timed while this trajectory ran.");
@@ -60,7 +65,7 @@ function row(span, depth, begin, length) {
 
 /** @param {string} name */
 export function causeOf(name) {
-  if (["generate", "prefill", "decode"].includes(name)) return "generate";
   if (name === "tools") return "tool";
-  return ["queue", "paused", "tool", "interaction", "reward"].includes(name) ? name : "other";
+  if (name === "route") return "queue";
+  return CAUSES.includes(name) ? name : "other";
 }
