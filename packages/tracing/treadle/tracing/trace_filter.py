@@ -82,12 +82,11 @@ class TraceFilter:
         self._pass_on(rest)
         log.log(
             logging.WARNING if self._over_budget else logging.INFO,
-            "traces: %d trajectories are traced, %d were not chosen, %d were left out for the "
-            "budget of %s bytes",
+            "traces: %d trajectories are traced, %d were not chosen, "
+            "%d were left out for the budget",
             self._num_traced,
             self._num_not_chosen,
             self._num_over_budget,
-            self._max_bytes,
         )
 
     def _pass_on(self, traces: Sequence[Sequence[FinishedSpan]]) -> None:

@@ -100,8 +100,7 @@ def test_after_the_budget_only_failures_are_traced(caplog: pytest.LogCaptureFixt
     assert warnings == [
         "60 bytes of traces are written at step 1, the budget: from now on only failed "
         "trajectories are traced",
-        "traces: 4 trajectories are traced, 0 were not chosen, 3 were left out for the budget of "
-        "60 bytes",
+        "traces: 4 trajectories are traced, 0 were not chosen, 3 were left out for the budget",
     ]
 
 
