@@ -511,6 +511,9 @@ class TracingConfig(Section):
     """Where the spans of trajectories go, to all of these at once: jsonl (traces.jsonl in the run
     directory), weave (W&B Weave, project run.project), mlflow (experiment run.project, at
     MLFLOW_TRACKING_URI or in /tmp/mlruns.db), otlp (OpenTelemetry, so Langfuse and Phoenix too)."""
+    token2text: bool = False
+    """Add prompt_text and response_text, the decoded tokens, to the output of each completion and
+    of the trajectory. Without it, spans have the messages and the number of tokens."""
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the rows of a step whose trajectories are traced, chosen by a hash of step and row.
     Trajectories that fail are always traced."""

@@ -275,11 +275,13 @@ def test_traces_of_verl_in_both_spellings(prefix: str) -> None:
     config = _load(
         "trainer.project_name=gsm8k_async_rl",
         f"{prefix}.backend=weave",
+        f"{prefix}.token2text=True",
         f"{prefix}.max_samples_per_step_per_worker=5",
         f"{prefix}.project_name=gsm8k_async_rl",
         f"{prefix}.experiment_name=qwen",
     ).config
     assert config.tracing.backends == ("weave",)
+    assert config.tracing.token2text
     assert config.tracing.max_samples_per_step_per_worker == 5
     assert (config.run.project, config.run.name) == ("gsm8k_async_rl", "qwen")
     assert _load(f"{prefix}.backend=null").config.tracing.backends == ()

@@ -6,13 +6,11 @@ from typing import Any
 __all__ = ["IMPLIED", "NOTED", "RENAMED"]
 
 RENAMED = {
-    **dict.fromkeys(
-        (
-            "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker",
-            "trainer.rollout_trace.max_samples_per_step_per_worker",
-        ),
-        "tracing.max_samples_per_step_per_worker",
-    ),
+    **{
+        f"{prefix}.{name}": f"tracing.{name}"
+        for prefix in ("actor_rollout_ref.rollout.trace", "trainer.rollout_trace")
+        for name in ("max_samples_per_step_per_worker", "token2text")
+    },
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_dual",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
@@ -176,7 +174,6 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 _PACKED = "micro-batches are packed by tokens: policy.micro_batch_tokens"
-_TEXT = "trajectories.jsonl always has the text of every span of tokens"
 
 _KERNELS = "the policy is Megatron's, which has its own kernels"
 _LIKE_POLICY = "the critic leaves the device with the policy: see policy.offload"
@@ -244,7 +241,6 @@ NOTED = {
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": (
         "sampled ids are never tokenized again, so there is nothing to compare"
     ),
-    "actor_rollout_ref.rollout.trace.token2text": _TEXT,
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "see sync.transport.bucket_bytes",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val.temperature=0 is greedy",
     **dict.fromkeys(
@@ -279,6 +275,5 @@ NOTED = {
     "trainer.balance_batch": "sequences are always balanced over the data-parallel ranks",
     "trainer.device": "the policy takes the GPU where there is one",
     "trainer.ray_wait_register_center_timeout": "see launch.start_deadline_s",
-    "trainer.rollout_trace.token2text": _TEXT,
     "trainer.use_v1": "both of verl's trainers are schedule.kind=sync",
 }

@@ -269,6 +269,7 @@ class Rollout:
                 reward=self.reward,
                 min_weight_version=min_weight_version,
                 routed_experts=routed_experts,
+                trace_text=self.config.tracing.token2text,
             ),
             max_in_flight=self.config.rollout.max_in_flight * len(self.servers.live),
             deadline_s=self.config.agent.deadline_s,
