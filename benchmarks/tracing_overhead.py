@@ -59,12 +59,10 @@ class Sleeping(InProcess):
 
 def collect() -> None:
     """Serves an OTLP endpoint that reads each request, until standard input ends."""
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    from treadle.tracing.sinks.testing import Answer, Request, http_server
+    from treadle.tracing.sinks.testing import Answer, Request, http_server, otlp_spans
 
     def answer(request: Request) -> Answer:
-        ExportTraceServiceRequest.FromString(request.body)
+        otlp_spans(request)
         return 200, "application/x-protobuf", b""
 
     with http_server(answer) as address:

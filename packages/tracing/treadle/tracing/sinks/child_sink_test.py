@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from treadle.tracing import SinkReport
 from treadle.tracing.sinks.child_sink import ChildSink
-from treadle.tracing.sinks.testing import Answer, Request, child_environment, http_server, make_span
+from treadle.tracing.sinks.testing import (
+    Answer,
+    Request,
+    child_environment,
+    http_server,
+    make_span,
+    otlp_spans,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,8 +35,7 @@ class Endpoint:
     def __call__(self, request: Request) -> Answer:
         self.asked.set()
         self.go_on.wait()
-        (resource,) = ExportTraceServiceRequest.FromString(request.body).resource_spans
-        self.num_spans += len(resource.scope_spans[0].spans)
+        self.num_spans += len(otlp_spans(request))
         return _OK
 
 

@@ -7,7 +7,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from treadle.tracing import SinkReport, SpanError
 from treadle.tracing.sinks.otlp import OtlpSink, traces_url
-from treadle.tracing.sinks.testing import Answer, Request, http_server, make_span, make_trace
+from treadle.tracing.sinks.testing import (
+    Answer,
+    Request,
+    http_server,
+    make_span,
+    make_trace,
+    otlp_spans,
+)
 
 _OK: Answer = (200, "application/x-protobuf", b"")
 
@@ -24,13 +31,7 @@ class Collector:
 
     @property
     def spans(self) -> list[Span]:
-        return [
-            span
-            for request in self.requests
-            for resource in ExportTraceServiceRequest.FromString(request.body).resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
+        return [span for request in self.requests for span in otlp_spans(request)]
 
 
 def plain(value: AnyValue) -> object:

@@ -9,10 +9,21 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
 from treadle.tracing import FinishedSpan, SpanError
 from treadle.tracing.span import freeze, new_id
 
-__all__ = ["Answer", "Request", "child_environment", "http_server", "make_span", "make_trace"]
+__all__ = [
+    "Answer",
+    "Request",
+    "child_environment",
+    "http_server",
+    "make_span",
+    "make_trace",
+    "otlp_spans",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +81,16 @@ def http_server(answer: Callable[[Request], Answer]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def otlp_spans(request: Request) -> list[Span]:
+    """Returns the spans of a request that an OTLP endpoint was sent."""
+    return [
+        span
+        for resource in ExportTraceServiceRequest.FromString(request.body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
 
 
 def child_environment(**variables: str) -> dict[str, str]:

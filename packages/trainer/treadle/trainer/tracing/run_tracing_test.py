@@ -6,11 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from treadle.agent_loop import AgentTask, Message
 from treadle.tracing import span, use_attributes
-from treadle.tracing.sinks.testing import Answer, Request, http_server
+from treadle.tracing.sinks.testing import Answer, Request, http_server, otlp_spans
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.demo import DEMO
@@ -73,12 +72,7 @@ async def test_several_backends_get_the_same_spans(tmp_path: Path) -> None:
         config = make_config("tracing.backends=[jsonl,otlp]", f"tracing.otlp_endpoint={address}")
         await roll_out(config, tmp_path)
     assert traced(tmp_path) == list(range(20))
-    spans = [
-        span
-        for request in requests
-        for resource in ExportTraceServiceRequest.FromString(request.body).resource_spans
-        for span in resource.scope_spans[0].spans
-    ]
+    spans = [span for request in requests for span in otlp_spans(request)]
     lines = [json.loads(line) for line in (tmp_path / "traces.jsonl").read_text().splitlines()]
     assert [s.span_id.hex() for s in spans] == [line["span_id"] for line in lines]
 
