@@ -2,7 +2,8 @@
 
 Invariant: every span given to `record` is either written or counted as dropped or failed; the
 counts are final once `close` has returned. `record` never waits: when `capacity` spans wait for the
-client, the newest span is dropped, and the loss is reported.
+client, the newest span is dropped. The first loss of each kind is one warning, and `close` says how
+many there were.
 
 Who waits: only the sink's thread, on the queue and in the client; `record` and `close` wake it.
 `close` waits for the thread to finish the queue, at most `close_timeout_s`. A client that hangs is
@@ -108,15 +109,13 @@ class QueuedSink:
                 self._queue.put(span)
                 return
             self._dropped += 1
-            dropped, closed = self._dropped, self._closed
-        if _is_power_of_ten(dropped):
-            why = "it is closed" if closed else f"{self._capacity} were waiting to be written"
+            first, closed = self._dropped == 1, self._closed
+        if first:
             log.warning(
-                "%s: %d span(s) dropped, because %s; trace fewer trajectories or raise the "
-                "capacity",
+                "%s: a span is dropped, because %s; later ones are counted. Trace fewer "
+                "trajectories or raise the capacity",
                 self._name,
-                dropped,
-                why,
+                "it is closed" if closed else f"{self._capacity} were waiting to be written",
             )
 
     def close(self, timeout_s: float | None = None) -> SinkReport:
@@ -217,18 +216,13 @@ class QueuedSink:
             if problem is None:
                 self._written += len(spans)
                 return
-            before = self._failed
+            first = self._failed == 0
             self._failed += len(spans)
-            failed = self._failed
-        if len(str(failed)) > len(str(before)) or not before:
+        if first:
             log.error(
-                "%s: cannot write the span %r%s: %r",
+                "%s: cannot write the span %r%s: %r; later losses are counted",
                 self._name,
                 spans[0].name,
                 f" and {len(spans) - 1} more" if len(spans) > 1 else "",
                 problem,
             )
-
-
-def _is_power_of_ten(count: int) -> bool:
-    return count > 0 and set(str(count)[1:]) <= {"0"} and str(count)[0] == "1"

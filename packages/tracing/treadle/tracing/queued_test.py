@@ -82,7 +82,7 @@ def test_a_client_that_hangs_blocks_neither_record_nor_the_end(
     assert sink.close() == SinkReport(written=0, dropped=6, failed=0)
     hang.set()
     assert sink.close() == SinkReport(written=0, dropped=6, failed=0)
-    assert "1 span(s) dropped, because 2 were waiting to be written" in caplog.text
+    assert "a span is dropped, because 2 were waiting to be written" in caplog.text
     assert "did not finish within 0.01 s" in caplog.text
 
 

@@ -46,7 +46,7 @@ class ChildSink(QueuedSink):
         *,
         environment: Mapping[str, str],
         log_path: Path,
-        capacity: int = 10_000,
+        capacity: int = 50_000,
         close_timeout_s: float = 30.0,
     ) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
