@@ -43,6 +43,13 @@ def test_the_default_run_learns_to_use_the_tool(learned: Trainer) -> None:
     assert learned.mean("val/reward", [40]) >= 0.95
 
 
+def test_a_run_that_learns_raises_no_alert(learned: Trainer) -> None:
+    path = learned.run_dir / "alerts.jsonl"
+    alerts = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    # Whether servers idle is a matter of the machine.
+    assert [alert for alert in alerts if alert["name"] != "idle"] == []
+
+
 def test_the_report_shows_the_run_with_its_groups(learned: Trainer, tmp_path: Path) -> None:
     page = (learned.run_dir / "report.html").read_text()
     assert "The run reached its end. The last step logged is 40." in " ".join(page.split())
