@@ -36,8 +36,13 @@ _CAUSE_OF: Final = MappingProxyType(
     }
 )
 _SERVER_PHASES: Final = ("queue", "prefill", "decode", "paused")
+_SERVER_CALL: Final = "server.generate"
 _STEP_SPANS: Final = ("update", "weight_sync")
-_MAX_TRACE_BYTES: Final = 256 << 20
+_READ: Final = tuple(
+    f'{{"name": "{name}"'.encode() for name in (_SERVER_CALL, *_SERVER_PHASES, *_STEP_SPANS)
+)
+"""How lines begin that are parsed. The others are the most and the longest, with whole texts."""
+_MAX_TRACE_BYTES: Final = 2 << 30
 _COLUMNS: Final = ("task_id", "rollout_index", "reward", "stop", "error", "duration_s", "trace")
 
 Span = Mapping[str, Any]
@@ -169,7 +174,7 @@ def _read_traces(
     for span in _spans(files):
         if span["name"] in _SERVER_PHASES:
             phases.append(span)
-        elif span["parent_id"] in asked:
+        elif span["name"] == _SERVER_CALL and span["parent_id"] in asked:
             calls[span["span_id"]] = span["parent_id"]
         elif span["name"] in _STEP_SPANS and _attributes(span).get("step") == step:
             of_step.append(span)
@@ -182,10 +187,12 @@ def _read_traces(
 
 
 def _spans(files: Iterable[Path]) -> Iterator[Span]:
-    """Yields the spans of trace files; other lines, as a count of dropped ones, are passed."""
+    """Yields the spans of trace files that a timeline needs."""
     for path in files:
         with path.open("rb") as lines:
             for line in lines:
+                if not line.startswith(_READ):
+                    continue
                 try:
                     span = json.loads(line)
                 except (RecursionError, ValueError):

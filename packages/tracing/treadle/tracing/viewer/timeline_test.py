@@ -39,7 +39,10 @@ def _timeline(run: Path, *traces: list[dict[str, Any]]) -> dict[str, Any]:
 def _write_traces(path: Path, *spans: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     lines = [{**span, "attributes": json.loads(span["attributes"])} for span in spans]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"dropped": 3}\n{"na')
+    path.write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines)
+        + '{"dropped": 3}\n{"name": "queue", "tra'
+    )
 
 
 def test_a_trajectorys_seconds_are_divided_among_causes(tmp_path: Path) -> None:
@@ -98,9 +101,11 @@ def test_server_spans_are_found_by_their_client(tmp_path: Path, file: str) -> No
     told = _span("decode", 3, 4, parent=client["span_id"])  # By the driver, at another place.
     _write_traces(
         tmp_path / file,
-        _span("queue", 1, 2, parent="serve@0.5"),  # Written before the call that it is a part of.
-        _span("decode", 2, 3, parent="serve@0.5"),
-        _span("serve", 0.5, 3.5, parent=client["span_id"]),
+        _span(
+            "queue", 1, 2, parent="server.generate@0.5"
+        ),  # Written before the call that it is a part of.
+        _span("decode", 2, 3, parent="server.generate@0.5"),
+        _span("server.generate", 0.5, 3.5, parent=client["span_id"]),
         _span("decode", 2, 3, parent="of another step"),
         _span("update", 5, 6, step=1, model="policy"),
         _span("update", 7, 8, step=2, model="policy"),
