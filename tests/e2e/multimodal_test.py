@@ -240,6 +240,8 @@ def test_an_evaluation_shows_the_images_of_its_rows(
     logged = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
     assert [t["messages"][0]["images"] for t in logged] == [["image/png"]] * 2
     assert json.loads((out / "results.json").read_text())["scores"][-1]["failed"] == 0
+    kept = {path.read_bytes() for path in (out / "trajectories" / "images").iterdir()}
+    assert kept == {picture(48, 24).data, picture(40, 40).data}
 
 
 @pytest.mark.asyncio

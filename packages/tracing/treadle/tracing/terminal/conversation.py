@@ -97,6 +97,8 @@ def _messages(text: str) -> Sequence[Mapping[str, Any]]:
 def _parts(message: Mapping[str, Any]) -> Iterator[str]:
     if reasoning := message.get("reasoning"):
         yield f"(reasoning) {reasoning}"
+    for image in message.get("images") or ():
+        yield f"(image) {image}"
     content = message.get("content")
     if isinstance(content, str):
         if content:

@@ -1,10 +1,18 @@
 """All trajectories of a run, as Parquet files, and queries over them.
 
-`schema` has the columns, `write` writes and removes files, `filter` parses conditions, and `read`
-queries the files with DuckDB. Needs the extra `trajectories`.
+`schema` has the columns, `write` writes and removes files, `images` keeps what messages show,
+`filter` parses conditions, and `read` queries the files with DuckDB. Needs the extra
+`trajectories`.
 """
 
 from treadle.tracing.trajectories.filter import FILTER_COLUMNS, Filter, FilterError
+from treadle.tracing.trajectories.images import (
+    IMAGE_TYPES,
+    find_image,
+    image_bytes,
+    image_name,
+    write_image,
+)
 from treadle.tracing.trajectories.read import SqlError, TrajectoryFiles, UnknownColumnError
 from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
 from treadle.tracing.trajectories.write import remove_files_after, total_bytes, write_file
@@ -13,6 +21,7 @@ __all__ = [
     "COLUMNS",
     "DIRECTORY",
     "FILTER_COLUMNS",
+    "IMAGE_TYPES",
     "SCHEMA",
     "SCHEMA_VERSION",
     "Column",
@@ -21,7 +30,11 @@ __all__ = [
     "SqlError",
     "TrajectoryFiles",
     "UnknownColumnError",
+    "find_image",
+    "image_bytes",
+    "image_name",
     "remove_files_after",
     "total_bytes",
     "write_file",
+    "write_image",
 ]

@@ -123,7 +123,12 @@ COLUMNS: Final = (
     Column("drift", pa.int32(), False, "Number of findings of kind `drift`."),
     Column("tool_rewards", _list(pa.float64()), False, "One per tool call."),
     Column("turn_scores", _list(pa.float64()), False, "What an interaction gave to turns."),
-    Column("messages", pa.string(), False, "JSON: the messages of the last sample."),
+    Column(
+        "messages",
+        pa.string(),
+        False,
+        "JSON: the messages of the last sample; images by the names of their files in `images/`.",
+    ),
     Column(
         "samples",
         _list(_SAMPLE),

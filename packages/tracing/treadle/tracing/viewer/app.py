@@ -27,7 +27,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treadle.tracing.trajectories import Filter, FilterError, UnknownColumnError
+from treadle.tracing.trajectories import (
+    IMAGE_TYPES,
+    Filter,
+    FilterError,
+    UnknownColumnError,
+    find_image,
+)
 from treadle.tracing.viewer.metric_lines import START, InvalidCursorError, read_increment
 from treadle.tracing.viewer.runs import METRICS, Run
 from treadle.tracing.viewer.timeline import read_timeline
@@ -50,6 +56,7 @@ _HEADERS: Final = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 )
+_FOREVER: Final = {"cache-control": "public, max-age=31536000, immutable"}
 _PAGE_ROWS: Final = 100
 _MAX_ROWS: Final = 1_000
 
@@ -63,15 +70,19 @@ def make_app(runs: Sequence[Run]) -> Starlette:
         runs: What it shows, in this order.
     """
 
+    def run_of(request: Request) -> Run:
+        index: int = request.path_params["run"]
+        if index >= len(runs):
+            raise HTTPException(404, f"there is no run {index}: the page has {len(runs)}")
+        return runs[index]
+
     def answer(make: Callable[[Request, Run], object]) -> Handler:
         """Returns the handler that answers with what `make` returns for the run of the path."""
 
         def handle(request: Request) -> Response:
-            index = request.path_params["run"]
-            if index >= len(runs):
-                raise HTTPException(404, f"there is no run {index}: the page has {len(runs)}")
+            run = run_of(request)
             try:
-                return _json(make(request, runs[index]))
+                return _json(make(request, run))
             except (FilterError, InvalidCursorError, UnknownColumnError) as error:
                 raise HTTPException(400, str(error)) from None
             except OSError as error:
@@ -82,6 +93,13 @@ def make_app(runs: Sequence[Run]) -> Starlette:
     def overview(request: Request) -> Response:
         return _json({"plotly": plotly.__version__, "runs": [run.describe() for run in runs]})
 
+    def image(request: Request) -> Response:
+        path = find_image(run_of(request).directory, request.path_params["name"])
+        if path is None:
+            raise HTTPException(404, "this run has no such image")
+        # The name is a hash of the content.
+        return FileResponse(path, media_type=IMAGE_TYPES[path.suffix], headers=_FOREVER)
+
     run = "/api/runs/{run:int}"
     return Starlette(
         routes=[
@@ -91,6 +109,7 @@ def make_app(runs: Sequence[Run]) -> Starlette:
             Route(f"{run}/trajectories", answer(_trajectories)),
             Route(f"{run}/trajectory", answer(_trajectory)),
             Route(f"{run}/timeline", answer(_timeline)),
+            Route(f"{run}/images/{{name}}", image),
             Route("/plotly/{version}.js", _plotly),
             Mount("/", StaticFiles(directory=_STATIC, html=True)),
         ],
@@ -134,8 +153,7 @@ def _timeline(request: Request, run: Run) -> object:
 
 def _plotly(request: Request) -> Response:
     # The version is in the address, so that a browser asks once for each.
-    forever = {"cache-control": "public, max-age=31536000, immutable"}
-    return FileResponse(_PLOTLY, media_type="text/javascript", headers=forever)
+    return FileResponse(_PLOTLY, media_type="text/javascript", headers=_FOREVER)
 
 
 def _text(request: Request, name: str) -> str:

@@ -1,11 +1,13 @@
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import plotly
 import pytest
 from starlette.testclient import TestClient
 
+from treadle.tracing.trajectories import image_bytes, image_name, write_image
 from treadle.tracing.trajectories.testing import write_run
 from treadle.tracing.viewer.app import make_app
 from treadle.tracing.viewer.runs import open_runs
@@ -50,6 +52,23 @@ def test_the_page_and_its_scripts_are_served(client: TestClient) -> None:
 def test_only_loopback_is_answered(client: TestClient, host: str, status: int) -> None:
     for path in ("/", "/api/runs"):
         assert client.get(path, headers={"host": host}).status_code == status
+
+
+def test_an_image_is_served_by_its_name_only(tmp_path: Path) -> None:
+    data = b"\x89PNG\r\n\x1a\n and whatever follows"
+    run = write_run(tmp_path / "run", steps=1)
+    name = image_name(data, "image/png")
+    assert write_image(run / "trajectories", name, data) == len(data)
+    assert write_image(run / "trajectories", name, data) == 0
+    assert image_bytes(run / "trajectories") == len(data)
+    (run / "trajectories" / "images" / "notes.png").write_bytes(data)
+    with TestClient(make_app(open_runs([run])), base_url="http://127.0.0.1") as opened:
+        found = opened.get(f"/api/runs/0/images/{name}")
+        assert (found.content, found.headers["content-type"]) == (data, "image/png")
+        assert found.headers["x-content-type-options"] == "nosniff"
+        for other in ("notes.png", f"{name}x", "0" * 64 + ".png", "..%2F..%2Fconfig.json"):
+            assert opened.get(f"/api/runs/0/images/{other}").status_code == 404
+        assert opened.get(f"/api/runs/1/images/{name}").status_code == 404
 
 
 def test_nothing_can_be_changed(client: TestClient) -> None:

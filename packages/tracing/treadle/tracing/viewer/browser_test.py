@@ -1,5 +1,6 @@
 """The page in a real browser: one Chromium and one server for all tests."""
 
+import base64
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from treadle.tracing.trajectories import write_file
+from treadle.tracing.trajectories import image_name, write_file, write_image
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
 from treadle.tracing.viewer.app import make_app
 from treadle.tracing.viewer.runs import open_runs
@@ -29,6 +30,11 @@ _HOSTILE = (
     "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
     "\x1b[2J\x1b]0;title\x07 \u202etxt.exe\u202c \u200b\U000e0041 end"
 )
+
+_PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
+)
+"""One grey pixel."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for span in hostile["samples"][0]["spans"]:
         span["text"] = _HOSTILE
     write_file(root / "second" / "trajectories", step=1, phase="train", rows=[hostile])
+    name = image_name(_PNG, "image/png")
+    write_image(root / "second" / "trajectories", name, _PNG)
+    said = [{"role": "user", "content": "What is it?", "images": [name]}]
+    seen = make_row(2, "train", 1, 0) | {"task_id": "seen", "messages": json.dumps(said)}
+    write_file(root / "second" / "trajectories", step=2, phase="train", rows=[seen])
     for number, run in enumerate(runs[:2]):
         lines = [{"step": s, "reward/mean": s / 20 + number, "b/c": 1.0} for s in range(20)]
         (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -245,6 +256,13 @@ def test_text_of_a_model_is_inert(page: Page, address: str) -> None:
         assert page.evaluate("window.ran") is None
         assert page.locator("#view script, #view img").count() == 0
     assert all(url.startswith((address, "about:")) for url in asked)
+
+
+def test_an_image_is_shown_where_the_model_saw_it(page: Page, address: str) -> None:
+    page.goto(f"{address}#/trajectory?run=1&step=2&phase=train&task=seen&index=0&tab=messages")
+    image = page.locator(".message.user img")
+    expect(image).to_be_visible()
+    assert image.evaluate("async image => { await image.decode(); return image.naturalWidth }") == 1
 
 
 def test_a_damaged_run_opens_with_a_note(page: Page, address: str) -> None:

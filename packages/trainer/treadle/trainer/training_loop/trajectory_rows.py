@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from treadle.agent_loop import Tokens, Trajectory
 from treadle.tracing import FinishedSpan
+from treadle.tracing.trajectories import image_name
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 from treadle.trainer.policy.types import TokenValues, TrainSequence
 from treadle.trainer.report.rollout import ground_truth
@@ -102,7 +103,14 @@ def _columns(
         "response": trajectory.final_text[:SNIPPET_CHARACTERS],
         "tools": list(dict.fromkeys(called)),
         "drift": sum(finding.kind == "drift" for finding in trajectory.findings),
-        "messages": _json(fields["messages"]),
+        "messages": _json(
+            [
+                written | {"images": [image_name(i.data, i.mime) for i in message.images]}
+                if message.images
+                else written
+                for message, written in zip(trajectory.messages, fields["messages"], strict=True)
+            ]
+        ),
         "trace": [{**span, "attributes": _json(span["attributes"])} for span in fields["trace"]],
     }
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Self
 
 from treadle.agent_loop import Trajectory
 from treadle.tracing import FinishedSpan
-from treadle.tracing.trajectories import DIRECTORY, remove_files_after, total_bytes, write_file
+from treadle.tracing.trajectories import (
+    DIRECTORY,
+    image_bytes,
+    image_name,
+    remove_files_after,
+    total_bytes,
+    write_file,
+    write_image,
+)
 from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.report.trajectories import Decode, Phase, choose
 from treadle.trainer.training_loop.trajectory_rows import make_rows
@@ -65,7 +73,7 @@ class TrajectoryStore:
         remove_files_after(self._directory, resume_after)
         self._decode = decode
         self._max_bytes = max_bytes
-        self._num_bytes = total_bytes(self._directory)
+        self._num_bytes = total_bytes(self._directory) + image_bytes(self._directory)
         self._said = False
         self._held: _Held | None = None
         self._writing: asyncio.Task[int] | None = None
@@ -137,15 +145,25 @@ class TrajectoryStore:
             batch=held.batch,
             tokens=tokens,
         )
-        file = asyncio.to_thread(
-            write_file,
+        file = asyncio.to_thread(self._write, held, rows)
+        self._writing = asyncio.create_task(file, name=f"trajectories of step {held.step}")
+
+    def _write(self, held: _Held, rows: Iterable[Mapping[str, object]]) -> int:
+        """Writes the images, then the file that names them; returns the number of bytes."""
+        images = (i for t in held.trajectories for m in t.messages for i in m.images)
+        # The samples of a row show the same images: each is hashed once per object.
+        named = {id(image): image for image in images}.values()
+        size = sum(
+            write_image(self._directory, image_name(image.data, image.mime), image.data)
+            for image in named
+        )
+        return size + write_file(
             self._directory,
             step=held.step,
             phase=held.phase,
             rows=rows,
             left_out=held.left_out,
         )
-        self._writing = asyncio.create_task(file, name=f"trajectories of step {held.step}")
 
     async def flush(self) -> None:
         """Waits for the file in work.

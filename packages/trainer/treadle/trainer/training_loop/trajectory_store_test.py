@@ -1,6 +1,7 @@
 """Files of whole steps, written beside the loop, within a budget; and what their rows say."""
 
 import asyncio
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +12,21 @@ import pytest
 
 from treadle.agent_loop import (
     Finding,
+    Image,
     Message,
     RolloutError,
     ToolCall,
     Trajectory,
 )
 from treadle.tracing import MemorySink, span, use_sink
-from treadle.tracing.trajectories import DIRECTORY, SCHEMA, Filter, TrajectoryFiles
+from treadle.tracing.trajectories import (
+    DIRECTORY,
+    SCHEMA,
+    Filter,
+    TrajectoryFiles,
+    find_image,
+    image_name,
+)
 from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.types import TokenValues
@@ -99,6 +108,22 @@ async def test_a_row_has_what_the_step_did_with_each_token(tmp_path: Path) -> No
     assert np.nanmax(with_tokens["entropy"]) == 9
     assert (none["samples"], none["advantage"]) == ([], None)
     assert none["error"] == "RolloutError: the sandbox is down"
+
+
+@pytest.mark.asyncio
+async def test_an_image_is_kept_once_however_often_it_is_shown(tmp_path: Path) -> None:
+    image = Image(data=b"\x89PNG and so on", mime="image/png")
+    seen = Message(role="user", content="What is it?", images=(image,))
+    plain = make_trajectory(task=make_task(messages=[seen]), calls_tool=False)
+    shown = replace(plain, messages=(seen, *plain.messages[1:]))
+    async with _store(tmp_path) as store:
+        await _write(store, 1, [shown, shown])
+        await _write(store, 2, [shown])
+    name = image_name(image.data, image.mime)
+    assert [p.name for p in (tmp_path / DIRECTORY / "images").iterdir()] == [name]
+    assert find_image(tmp_path, name) is not None
+    for row in TrajectoryFiles(tmp_path).query(columns=["messages"]):
+        assert json.loads(row["messages"])[0]["images"] == [name]
 
 
 @pytest.mark.asyncio

@@ -5,8 +5,8 @@ import { plural, seconds } from "./format.js";
 
 const LONG = 6000;
 
-/** @param {any} found */
-export function conversation(found) {
+/** @param {any} found @param {number} run Its place among the runs, for its images. */
+export function conversation(found, run) {
   if (!found.messages.length) return empty("No messages", "The file has none for this trajectory.");
   const calls = spansOf(found, "tool");
   const turns = spansOf(found, "generate");
@@ -28,7 +28,7 @@ export function conversation(found) {
           : message.role === "assistant" && i >= first
             ? ofTurn.shift()
             : null;
-      return card(message, span, i >= first && message.role === "assistant");
+      return card(message, span, i >= first && message.role === "assistant", run);
     }),
   );
 }
@@ -52,8 +52,9 @@ function firstOwn(/** @type {any} */ found) {
  * @param {any} message
  * @param {any} span
  * @param {boolean} sampled
+ * @param {number} run
  */
-function card(message, span, sampled) {
+function card(message, span, sampled, run) {
   const failed = span?.error;
   const label = message.role === "tool" && message.name ? `tool: ${message.name}` : message.role;
   return el(
@@ -80,8 +81,12 @@ function card(message, span, sampled) {
     ),
     message.reasoning &&
       el("details", { open: "" }, el("summary", null, "Reasoning"), text(message.reasoning)),
-    (message.images ?? []).map((/** @type {string} */ mime) =>
-      el("span.tag", null, `image, ${mime}`),
+    (message.images ?? []).map((/** @type {string} */ name) =>
+      el("img.shown", {
+        src: `/api/runs/${run}/images/${encodeURIComponent(name)}`,
+        alt: "image that the model was shown",
+        loading: "lazy",
+      }),
     ),
     message.content ? text(content(message.content)) : null,
     (message.tool_calls ?? []).map((/** @type {any} */ call) =>

@@ -135,7 +135,7 @@ export function trajectory(root, params, app) {
       fill(body, pane.node);
     } else if (tab === "trace") fill(body, trace(found));
     else if (tab === "metrics") fill(body, metrics(found));
-    else fill(body, conversation(found));
+    else fill(body, conversation(found, run));
   }
 
   /** @param {string} name */
