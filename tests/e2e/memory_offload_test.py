@@ -287,6 +287,7 @@ class MemoryOffloadMachine(RuleBasedStateMachine):
         await self.pool.connect(Requirements())
         parts: Any = dict.fromkeys(TrainingContext.__dataclass_fields__)
         parts |= {
+            "config": _RUN,
             "servers": self.pool,
             "memory_offload": MemoryOffload(
                 self.pool,

