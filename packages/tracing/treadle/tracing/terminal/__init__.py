@@ -5,6 +5,6 @@ trajectory. What a run writes is read anew every two seconds; nothing is written
 `terminal`.
 """
 
-from treadle.tracing.terminal.app import NotARunError, run
+from treadle.tracing.terminal.app import run
 
-__all__ = ["NotARunError", "run"]
+__all__ = ["run"]

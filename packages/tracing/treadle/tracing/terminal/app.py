@@ -32,9 +32,10 @@ from textual_plotext import PlotextPlot
 from treadle.tracing.terminal.conversation import ConversationScreen
 from treadle.tracing.terminal.inert import inert
 from treadle.tracing.terminal.run_files import Curves, JsonLines, read_curves
-from treadle.tracing.trajectories import DIRECTORY, Filter, FilterError, TrajectoryFiles
+from treadle.tracing.trajectories import Filter, FilterError, TrajectoryFiles
+from treadle.tracing.trajectories.run_directories import METRICS, name_runs
 
-__all__ = ["NotARunError", "RunApp", "run"]
+__all__ = ["RunApp", "run"]
 
 _RELOAD_S: Final = 2.0
 _PAGE: Final = 200
@@ -53,25 +54,17 @@ _HEADS: Final = {
 _WIDEST: Final = 60
 
 
-class NotARunError(ValueError):
-    """A directory has none of the files of a run; the message names it."""
-
-
 class _Run:
     """One run directory.
 
     Args:
         directory: Where the run writes, or wrote.
+        name: Unique among the runs.
     """
 
-    def __init__(self, directory: Path) -> None:
-        if not any((directory / name).exists() for name in ("metrics.jsonl", DIRECTORY)):
-            raise NotARunError(
-                f"{directory} is not a run directory: metrics.jsonl and {DIRECTORY}/ are missing; "
-                "name a run's directory, its run.dir"
-            )
-        self.name = inert(directory.resolve().name)
-        self.metrics = JsonLines(directory / "metrics.jsonl")
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = inert(name)
+        self.metrics = JsonLines(directory / METRICS)
         self.alerts = JsonLines(directory / "alerts.jsonl")
         self.trajectories = TrajectoryFiles(directory)
         self.curves = Curves()
@@ -110,7 +103,7 @@ class RunApp(App[None]):
 
     def __init__(self, directories: Sequence[Path]) -> None:
         super().__init__()
-        self._runs = [_Run(directory) for directory in directories]
+        self._runs = [_Run(path, name) for path, name in name_runs(directories).items()]
         self._metric = _FIRST
         self._filter = Filter()
         self._page = 0

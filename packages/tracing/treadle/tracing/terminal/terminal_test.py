@@ -14,10 +14,11 @@ from textual.widgets import DataTable, Input, OptionList, Static
 from textual.worker import WorkerCancelled
 from textual_plotext import PlotextPlot
 
-from treadle.tracing.terminal.app import NotARunError, RunApp
+from treadle.tracing.terminal.app import RunApp
 from treadle.tracing.terminal.conversation import ConversationScreen, conversation
 from treadle.tracing.terminal.inert import inert
 from treadle.tracing.terminal.run_files import JsonLines, read_curves
+from treadle.tracing.trajectories.run_directories import NotARunError
 from treadle.tracing.trajectories.testing import make_row, write_run
 
 

@@ -34,8 +34,9 @@ from treadle.tracing.trajectories import (
     UnknownColumnError,
     find_image,
 )
+from treadle.tracing.trajectories.run_directories import METRICS
 from treadle.tracing.viewer.metric_lines import START, InvalidCursorError, read_increment
-from treadle.tracing.viewer.runs import METRICS, Run
+from treadle.tracing.viewer.runs import Run
 from treadle.tracing.viewer.timeline import read_timeline
 from treadle.tracing.viewer.trajectory import list_facets, list_page, read_trajectory
 

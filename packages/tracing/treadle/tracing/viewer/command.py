@@ -17,9 +17,10 @@ from typing import Final
 
 import uvicorn
 
+from treadle.tracing.trajectories.run_directories import NotARunError
 from treadle.tracing.viewer.app import make_app
 from treadle.tracing.viewer.arguments import HOST, PORT, add_arguments
-from treadle.tracing.viewer.runs import NotARunError, open_runs
+from treadle.tracing.viewer.runs import open_runs
 
 __all__ = ["PortTakenError", "main", "serve"]
 

@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from treadle.tracing.trajectories import DIRECTORY, TrajectoryFiles
+from treadle.tracing.trajectories.run_directories import CONFIG, METRICS, STATUS, name_runs
 from treadle.tracing.viewer.token_text import TokenText
 
-__all__ = ["METRICS", "NotARunError", "Run", "open_runs"]
+__all__ = ["Run", "open_runs"]
 
-METRICS: Final = "metrics.jsonl"
-_STATUS: Final = "status.json"
-_CONFIG: Final = "config.json"
 _NOTES: Final = "notes.jsonl"
 _MAX_NOTES: Final = 500
 _STATES: Final = ("running", "finished", "failed", "interrupted")
-
-
-class NotARunError(ValueError):
-    """A directory has none of the files of a run; the message names it."""
 
 
 class Run:
@@ -45,8 +39,8 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """Returns its name, state, notes, configuration and problems as plain data."""
-        config, config_problem = _read_object(self.directory / _CONFIG)
-        status, status_problem = _read_object(self.directory / _STATUS)
+        config, config_problem = _read_object(self.directory / CONFIG)
+        status, status_problem = _read_object(self.directory / STATUS)
         problems = [problem for problem in (status_problem, config_problem) if problem]
         notes, damaged = _read_notes(self.directory / _NOTES)
         if damaged:
@@ -67,7 +61,7 @@ class Run:
     @cached_property
     def token_text(self) -> TokenText | None:
         """The vocabulary of the model, if the run names a directory here that has one."""
-        config, _ = _read_object(self.directory / _CONFIG)
+        config, _ = _read_object(self.directory / CONFIG)
         model = config.get("model")
         path = model.get("path") if isinstance(model, dict) else None
         if not isinstance(path, str):
@@ -101,27 +95,7 @@ def open_runs(directories: list[Path]) -> list[Run]:
     Raises:
         NotARunError: A directory is missing, has no file of a run, or is named twice.
     """
-    resolved = [directory.resolve() for directory in directories]
-    for path, directory in zip(resolved, directories, strict=True):
-        if not path.is_dir():
-            raise NotARunError(f"{directory} is no directory: name a run's directory, its run.dir")
-        if not any((path / name).exists() for name in (METRICS, _STATUS, _CONFIG, DIRECTORY)):
-            raise NotARunError(
-                f"{directory} is not a run directory: {METRICS}, {_STATUS}, {_CONFIG} and "
-                f"{DIRECTORY}/ are missing"
-            )
-        if resolved.count(path) > 1:
-            raise NotARunError(f"{directory} is named twice: name each run once")
-    return [Run(path, name) for path, name in zip(resolved, _names(resolved), strict=True)]
-
-
-def _names(paths: list[Path]) -> list[str]:
-    """Returns the shortest end of each path that no other path has."""
-    for parts in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    return [Run(path, name) for path, name in name_runs(directories).items()]
 
 
 def _read_object(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
         if args.port is not None or args.no_browser:
             parser.error("--text serves no page: leave out --port and --no-browser")
         return _show_in_terminal(args.runs)
+    from treadle.tracing.trajectories.run_directories import NotARunError
     from treadle.tracing.viewer.command import PortTakenError, serve
-    from treadle.tracing.viewer.runs import NotARunError
 
     try:
         serve(args.runs, port=args.port, browser=not args.no_browser)
@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_in_terminal(runs: Sequence[Path]) -> int:
-    from treadle.tracing.terminal import NotARunError, run
+    from treadle.tracing.terminal import run
+    from treadle.tracing.trajectories.run_directories import NotARunError
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return fail(ViewError("--text needs a terminal for its input and its output"))
