@@ -235,9 +235,11 @@ class EngineCore:
                 self._start(sequence)
                 admitted.append((sequence, sequence.num_cached))
         work = self._scheduler.plan()
-        logits_BV, sampling = self._forward(work)
+        logits_BV, sampling, reports = self._forward(work)
         for sequence, cached in admitted:  # The event loop gets nothing before the step's end.
             self._emit(sequence, Started(cached, self._clock() - sequence.started_at))
+        for sequence, report in reports:
+            self._emit(sequence, report)
         if sampling:
             if self._batch is None or self._batch[0] != sampling:
                 settings = [sequence.request.sampling for sequence in sampling]
@@ -277,10 +279,13 @@ class EngineCore:
         sequence.started_at = self._clock()
         self._started += 1
 
-    def _forward(self, work: list[ScheduledIds]) -> tuple[torch.Tensor, list[Sequence]]:
-        """Runs the model; returns logits ``[B, vocab]`` and the sequences to sample for.
+    def _forward(
+        self, work: list[ScheduledIds]
+    ) -> tuple[torch.Tensor, list[Sequence], list[tuple[Sequence, PromptLogprobs]]]:
+        """Runs the model.
 
-        What is wanted of prompts is reported.
+        Returns:
+            Logits ``[B, vocab]``, the sequences to sample for, and what is wanted of prompts.
         """
         ids: list[int] = []
         spans = []
@@ -310,24 +315,28 @@ class EngineCore:
         if any(sequence.images for sequence, _ in work):
             vision_inputs = self._vision_inputs([sequence for sequence, _ in work], spans)
         logits_BV = self._model.forward(ids, layout, wanted + scored_rows, vision_inputs)
-        self._report(scored, logits_BV[len(wanted) :])
+        reports = self._reports(scored, logits_BV[len(wanted) :])
         if routed := self._model.take_routed_experts():
             first = 0
             for sequence, num_ids in work:
                 last = first + num_ids * self._model.row_bytes
                 sequence.routed_experts += routed[first:last]
                 first = last
-        return logits_BV[: len(wanted)], sampling
+        return logits_BV[: len(wanted)], sampling, reports
 
-    def _report(self, scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor) -> None:
-        """Emits the log-probabilities of ids of prompts, whose logits these are."""
+    def _reports(
+        self, scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor
+    ) -> list[tuple[Sequence, PromptLogprobs]]:
+        """Returns the log-probabilities of ids of prompts, whose logits these are."""
+        found = []
         first = 0
         for sequence, positions in scored:
             last = first + len(positions)
             ids = sequence.ids[positions.start : positions.stop]
             logprobs = logprobs_of(logits_RV[first:last], ids)
-            self._emit(sequence, PromptLogprobs(logprobs, self.weight_version))
+            found.append((sequence, PromptLogprobs(logprobs, self.weight_version)))
             first = last
+        return found
 
     def _vision_inputs(self, sequences: list[Sequence], spans: list[RowSpan]) -> VisionInputs:
         """Returns the positions of all ids of a step and the embeddings of its images."""
