@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 SCHEMA_VERSION: Final = 1
+"""Of the files that this release writes and reads."""
 SCHEMA_VERSION_KEY: Final = b"treadle.trajectories.version"
 """Key of the version in the metadata of a file."""
 LEFT_OUT_KEY: Final = b"treadle.trajectories.left_out"
