@@ -47,6 +47,7 @@ from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.preflight import check_run
 from treadle.trainer.report import LiveReport, MetricsLog
+from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.report.terminal.progress import PlainProgress
 from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.training_loop.build_context import build_context
@@ -143,6 +144,7 @@ async def _running(
         loggers=Loggers(),
         progress=progress,
         report=LiveReport(tmp_path),
+        run_metrics=RunMetrics(project="treadle", name="in flight"),
     ) as context:
         yield context
 
