@@ -29,6 +29,7 @@ WITHOUT_TORCH = (
     "treadle-conformance",
     "treadle-rollout-server",
     "treadle-tools[math,mcp,sandbox,search]",
+    "treadle-tracing[mlflow,otlp,terminal,viewer,weave]",
 )
 IMPORT_ALL = """\
 import importlib, pkgutil, warnings
