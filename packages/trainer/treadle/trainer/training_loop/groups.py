@@ -158,12 +158,10 @@ class Survivors:
                 replace(s, old_logprobs=each)
                 for s, each in zip(sequences, measured.old_logprobs, strict=True)
             )
+        found = replace(self, sequences=sequences)
         if measured.ref_logprobs is not None:
-            sequences = tuple(
-                replace(s, ref_logprobs=each)
-                for s, each in zip(sequences, measured.ref_logprobs, strict=True)
-            )
-        return replace(self, sequences=sequences)
+            found = found.with_reference(measured.ref_logprobs)
+        return found
 
     def with_reference(self, logprobs: Sequence[tuple[float, ...]]) -> Survivors:
         """Returns them with the reference's log-probabilities, [L] per sequence."""
