@@ -57,7 +57,7 @@ def smolagents(question: str) -> str:
 
 
 def litellm(question: str) -> str:
-    """LiteLLM: the history has keys of its own."""
+    """LiteLLM: the history has keys that it added."""
     from litellm import completion
 
     schema = {

@@ -1,4 +1,4 @@
-"""A sink whose client runs in a process of its own, `child.py`.
+"""A sink whose client runs in a separate process, `child.py`.
 
 Invariant: that of `QueuedSink`, and when `close` returns, the process has ended. Each batch waits
 for its answer, so a span that the process has not written is counted, whatever the process does.

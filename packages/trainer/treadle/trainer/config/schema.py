@@ -554,7 +554,7 @@ class AnyRunConfig(Section):
     """Port at which Prometheus reads the run's metrics while it trains (GET /metrics); 0 picks a
     free one, which the console names. Null: nothing listens."""
     metrics_host: str = "127.0.0.1"
-    """Address to listen on for it. Whoever reaches it can read the metrics, without a password;
+    """Address to listen on for it. Anyone who reaches it can read the metrics, without a password;
     they hold no text of trajectories."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the data order, of sampling and of training."""

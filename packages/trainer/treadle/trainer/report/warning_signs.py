@@ -36,7 +36,7 @@ class Watch:
     """Tells the alerts of one step after another.
 
     Args:
-        before: The steps that a resumed run keeps, so that it goes on as if it had not ended.
+        before: The steps that a resumed run keeps, so that it continues as if it had not ended.
     """
 
     def __init__(self, before: Sequence[Record] = ()) -> None:

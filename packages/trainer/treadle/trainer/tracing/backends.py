@@ -93,7 +93,7 @@ def _check_answers(name: str, url: str, setting: str) -> None:
     except (OSError, http.client.HTTPException) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(cause, ssl.SSLError):
-            return  # it answers; the client may have certificates of its own
+            return  # it answers; the client may have other certificates
         raise ConfigError(
             f"tracing.backends names {name}, and {url} does not answer: {cause}. Start the "
             f"service, or set {setting}"

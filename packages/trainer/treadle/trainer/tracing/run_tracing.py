@@ -1,7 +1,7 @@
 """The sinks of a run: its spans go to each of `tracing.backends`, through the filter if one is set.
 
 Invariant: no backend delays or fails the run. A span that a backend does not take is counted, and
-the loss is one warning. The client of a service runs in a process of its own.
+the loss is one warning. The client of a service runs in a separate process.
 
 Who waits: only the end of the run, for the backends to finish, up to `run.loggers_timeout_s`; all
 backends finish side by side.
