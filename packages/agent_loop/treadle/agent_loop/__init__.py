@@ -39,7 +39,7 @@ from treadle.agent_loop.generator import RequestContext, TokenGenerator
 from treadle.agent_loop.import_path import cannot_load, load_import_path
 from treadle.agent_loop.loops.conversation import Conversation, Turn
 from treadle.agent_loop.loops.limits import LoopLimits
-from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Score, Services
+from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Score, Services, scores_itself
 from treadle.agent_loop.loops.registry import (
     LOOP_ENTRY_POINTS,
     SINGLE_TURN_AGENT,
@@ -203,6 +203,7 @@ __all__ = [
     "derive_seed",
     "function_tool",
     "load_import_path",
+    "scores_itself",
     "selected_interaction",
     "selected_tools",
     "user_frame",

@@ -165,6 +165,7 @@ PUBLIC = [
     "derive_seed",
     "function_tool",
     "load_import_path",
+    "scores_itself",
     "selected_interaction",
     "selected_tools",
     "user_frame",

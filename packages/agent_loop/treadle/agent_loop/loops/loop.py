@@ -1,8 +1,11 @@
 """The agent loop interface: any object with `run`, and the services that it gets.
 
-Invariant: a loop owns nothing that outlives `run`, and reaches the outside only through
+Invariant: what `run` makes for a task ends with it, and a loop reaches the model only through
 `Services`. So the same loop runs against the fakes of `testing`, one local server or a cluster.
 The runner waits in `run` and cancels it at the trajectory's deadline.
+
+What all tasks share, such as the servers of an environment, a loop opens and closes as an async
+context manager; see `AgentLoop`.
 """
 
 import math
@@ -106,7 +109,16 @@ class Services:
 
 
 class AgentLoop(Protocol):
-    """Runs one task to its end. Stateless: one object may run many tasks at once."""
+    """Runs one task to its end; one object may run many tasks at once.
+
+    Two things are optional, and loops without them stay as they are:
+
+    - `async def __aenter__(self)` and `__aexit__`: open and close what all tasks share. A run opens
+      its loops once per process before the first task, and closes them when it ends, also after
+      errors and interrupts (`LoopRegistry.opened`).
+    - `scores_itself = True`: every trajectory of the loop that ends well has its reward, so a run
+      needs no reward function for its rows (`scores_itself`).
+    """
 
     async def run(self, task: AgentTask, services: Services) -> Trajectory:
         """Attempts the task once.
@@ -115,3 +127,8 @@ class AgentLoop(Protocol):
             RolloutError: The attempt failed; the runner turns it into a failed trajectory.
         """
         ...
+
+
+def scores_itself(loop: AgentLoop) -> bool:
+    """Returns whether a loop says that its trajectories have their rewards."""
+    return getattr(loop, "scores_itself", False) is True

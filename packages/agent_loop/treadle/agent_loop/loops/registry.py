@@ -13,8 +13,11 @@ imported at its first use:
     ask_twice = "my_package.loops:AskTwice"
 """
 
-from collections.abc import Mapping
-from typing import Final, cast
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Final, cast
 
 from treadle.agent_loop.errors import SetupError, UnknownLoopError
 from treadle.agent_loop.import_path import load_import_path
@@ -28,6 +31,8 @@ TOOL_AGENT = "tool_agent"
 """The name of the loop that calls tools."""
 LOOP_ENTRY_POINTS: Final = "treadle.agent_loops"
 """The entry point group in which packages offer agent loops."""
+
+_log = logging.getLogger(__name__)
 
 
 class LoopRegistry:
@@ -81,6 +86,28 @@ class LoopRegistry:
             self._imported[name] = _import_loop(target, shown)
         return self._imported[name]
 
+    @asynccontextmanager
+    async def opened(self, names: Iterable[str]) -> AsyncIterator[None]:
+        """Opens the loops that are async context managers, and closes them in reverse order.
+
+        A loop that does not close is logged, and the result of the run stands.
+
+        Args:
+            names: Of the loops that will run; each loop is opened once.
+
+        Raises:
+            SetupError: A loop does not open; the others have been closed.
+            UnknownLoopError: There is no such loop.
+        """
+        async with AsyncExitStack() as stack:
+            opened: set[int] = set()
+            for name in sorted(set(names)):
+                loop = self.resolve(name)
+                if isinstance(loop, AbstractAsyncContextManager) and id(loop) not in opened:
+                    opened.add(id(loop))
+                    await _open(name, loop, stack)
+            yield
+
 
 def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER) -> LoopRegistry:
     """Returns a registry of `single_turn_agent`, `tool_agent` and the loops of installed packages.
@@ -107,6 +134,28 @@ def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER
             package = point.dist.name if point.dist is not None else "an installed package"
             raise SetupError(f"{package} offers an agent loop: {error}") from error
     return registry
+
+
+async def _open(name: str, loop: AbstractAsyncContextManager[Any], stack: AsyncExitStack) -> None:
+    async def close(
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await loop.__aexit__(kind, error, traceback)
+        except Exception as problem:  # the user's, or that of an environment's library
+            _log.warning("agent loop %r did not close", name, exc_info=problem)
+
+    try:
+        await loop.__aenter__()
+    except SetupError:
+        raise
+    except Exception as error:
+        raise SetupError(
+            f"agent loop {name!r} does not open: {type(error).__name__}: {error}"
+        ) from error
+    stack.push_async_exit(close)
 
 
 def _import_loop(target: str, shown: str) -> AgentLoop:

@@ -1,19 +1,93 @@
 """Tests of the loop registry."""
 
+import asyncio
 import importlib
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 
 from treadle.agent_loop import (
+    AgentTask,
     LoopRegistry,
+    Services,
     SetupError,
     SingleTurnLoop,
     ToolAgentLoop,
+    Trajectory,
     UnknownLoopError,
     default_loops,
 )
+
+
+class OpenedLoop:
+    """A loop with servers of its own, of which it only keeps the log."""
+
+    def __init__(self, name: str, log: list[str], *, breaks: str = "") -> None:
+        self._name = name
+        self._log = log
+        self._breaks = breaks
+
+    async def __aenter__(self) -> "OpenedLoop":
+        if self._breaks == "open":
+            raise ConnectionError("no server")
+        self._log.append(f"open {self._name}")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._log.append(f"close {self._name} {kind.__name__ if kind else 'well'}")
+        if self._breaks == "close":
+            raise ConnectionError("it is gone")
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        raise NotImplementedError
+
+
+async def _open(loops: LoopRegistry, names: list[str], log: list[str]) -> None:
+    async with loops.opened(names):
+        log.append("run")
+
+
+def test_loops_are_opened_once_and_closed_in_reverse_order() -> None:
+    log: list[str] = []
+    one = OpenedLoop("one", log)
+    loops = default_loops().adding("a", one).adding("b", OpenedLoop("two", log)).adding("c", one)
+    asyncio.run(_open(loops.adding("d", OpenedLoop("unused", log)), [*"cbab", "tool_agent"], log))
+    assert log == ["open one", "open two", "run", "close two well", "close one well"]
+
+
+def test_loops_are_closed_after_an_error_and_a_cancellation() -> None:
+    log: list[str] = []
+    loops = LoopRegistry({"a": OpenedLoop("one", log)})
+
+    async def fail(error: BaseException) -> None:
+        async with loops.opened("a"):
+            raise error
+
+    for error in (KeyError(), asyncio.CancelledError()):
+        with pytest.raises(type(error)):
+            asyncio.run(fail(error))
+    assert log[1::2] == ["close one KeyError", "close one CancelledError"]
+
+
+def test_a_loop_that_does_not_open_is_said_and_the_others_are_closed() -> None:
+    log: list[str] = []
+    loops = LoopRegistry({"a": OpenedLoop("one", log), "b": OpenedLoop("two", log, breaks="open")})
+    with pytest.raises(SetupError, match="agent loop 'b' does not open: ConnectionError: no serv"):
+        asyncio.run(_open(loops, ["a", "b"], log))
+    assert log == ["open one", "close one SetupError"]
+
+
+def test_a_loop_that_does_not_close_is_logged_and_the_run_stands(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log: list[str] = []
+    loops = LoopRegistry({"a": OpenedLoop("one", log), "b": OpenedLoop("two", log, breaks="close")})
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(_open(loops, ["a", "b"], log))
+    assert log[-2:] == ["close two well", "close one well"]
+    assert "agent loop 'b' did not close" in caplog.text
 
 
 def test_loops_are_found_by_name() -> None:

@@ -32,7 +32,7 @@ from treadle.agent_loop.errors import (
     TrajectoryTimeoutError,
     boundary,
 )
-from treadle.agent_loop.loops.loop import Score, Services
+from treadle.agent_loop.loops.loop import Score, Services, scores_itself
 from treadle.agent_loop.loops.registry import LoopRegistry
 from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
 from treadle.agent_loop.runner.watchdog import Watchdog
@@ -72,7 +72,7 @@ class RolloutRunner:
     """Runs tasks with the loops that they name.
 
     Args:
-        loops: By name.
+        loops: By name; `LoopRegistry.opened` opens those that need it, around `run`.
         services: Passed to every loop, with the task's own deadline and pulse.
         max_in_flight: Maximum number of tasks in flight; at least 1.
         deadline_s: Time limit per task, including all its attempts and its reward.
@@ -201,6 +201,8 @@ class RolloutRunner:
                 async with timeout:
                     with boundary(LoopError, f"agent loop {task.loop!r}, task {task.task_id!r}"):
                         trajectory = _checked(await loop.run(task, services), task)
+                    if scores_itself(loop):
+                        _check_scored(trajectory)
                     services.pulse.beat("being scored")
                     trajectory = await self._score(trajectory)
                 if trace.recording:
@@ -251,6 +253,16 @@ def _checked(result: object, task: AgentTask) -> Trajectory:
             f"of task {given.task_id!r}, rollout {given.rollout_index}"
         )
     return result
+
+
+def _check_scored(trajectory: Trajectory) -> None:
+    """Raises if a loop that scores itself gave no reward, which no other can give."""
+    if trajectory.reward is None and trajectory.error is None:
+        task = trajectory.task
+        raise LoopError(
+            f"agent loop {task.loop!r} says scores_itself, and its trajectory of task "
+            f"{task.task_id!r} has no reward: return one from run(), or leave scores_itself out"
+        )
 
 
 async def _open_source(

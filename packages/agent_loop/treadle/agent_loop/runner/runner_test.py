@@ -135,6 +135,32 @@ async def test_a_trajectory_keeps_the_answer_that_its_reward_read() -> None:
     assert [(t.reward, t.answer) for t in sink.trajectories] == [(0.5, "say 3")]
 
 
+class ScoresItself:
+    """Says that it scores, and does for the first task only."""
+
+    scores_itself = True
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        with Conversation(task, services) as chat:
+            await chat.generate()
+            return chat.finish(StopReason.FINISHED, reward=0.5 if task.task_id == "t0" else None)
+
+
+async def test_a_loop_that_scores_itself_owes_a_reward() -> None:
+    sink = Collected()
+    loops = default_loops().adding("scoring", ScoresItself())
+    await RolloutRunner(
+        loops,
+        replace(SERVICES, reward=lambda _: 1.0),
+        max_in_flight=1,
+        deadline_s=60.0,
+        failure_policy=Drop(),
+    ).run([task(0, "scoring"), task(1, "scoring")], sink)
+    assert [t.reward for t in sink.trajectories] == [0.5, None]
+    error = sink.trajectories[1].error
+    assert isinstance(error, LoopError) and "'scoring' says scores_itself" in str(error)
+
+
 async def test_at_most_max_in_flight_run_and_the_source_is_taken_as_places_come_free() -> None:
     loop, taken, sink = GatedLoop(), [], Collected()
 

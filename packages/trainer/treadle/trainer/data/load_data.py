@@ -45,7 +45,7 @@ _VERL_REWARDS: Final = (
 class Inputs:
     """The user's files, read and checked; `notes` are lines to print at start.
 
-    An evaluation has no training rows.
+    `loops` are the names of those that run the rows. An evaluation has no training rows.
     """
 
     renderer: "HfRenderer"
@@ -53,24 +53,38 @@ class Inputs:
     reward: RewardFn
     train: Sequence[Prompt]
     val: Sequence[Prompt]
+    loops: frozenset[str]
     notes: tuple[str, ...]
 
 
-def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> RewardFn:
+def load_reward(
+    config: Config, rows: Iterable[Row], own: OwnCode = NOTHING, *, rules: PromptRules | None
+) -> RewardFn:
     """Returns the reward of a run.
 
     Args:
         config: The run's configuration.
-        rows: All rows that it will score.
+        rows: All rows of the run.
         own: The user's objects beside the configuration.
+        rules: Knows the loops that score their trajectories; None if they could not be loaded,
+            which is another problem.
 
     Raises:
         SetupError: It does not exist or does not load, or no reward is known for a row's
-            `data_source`.
+            `data_source`, or one is given and the loops of all rows score.
     """
+    settings = config.reward
+    sources = {
+        None if _is_scored(row, rules) else str(row.columns.get("data_source")) for row in rows
+    }
+    if sources == {None} and (settings.name is not None or own.reward is not None):
+        given = f"reward.name={settings.name}" if own.reward is None else f"reward={own.reward!r}"
+        raise SetupError(
+            f"{given} would score nothing, because the agent loops of all rows score their "
+            "trajectories (scores_itself): leave the reward out, or use loops that do not"
+        )
     if own.reward is not None:
         return own.reward
-    settings = config.reward
     try:
         reward = rewards.resolve(
             settings.name,
@@ -83,9 +97,16 @@ def load_reward(config: Config, rows: Iterable[Row], own: OwnCode = NOTHING) -> 
             raise SetupError(f"{error}: {_VERL_REWARDS}") from error.__cause__
         raise
     if settings.name is None:
-        sources = (row.columns.get("data_source") for row in rows)
-        rewards.check_data_sources(sources, mode=settings.mode)
+        rewards.check_data_sources(sources - {None}, mode=settings.mode)
     return reward
+
+
+def _is_scored(row: Row, rules: PromptRules | None) -> bool:
+    """Returns whether a row's loop scores it; false where the loop does not load."""
+    try:
+        return rules is not None and rules.scored_by_loop(row)
+    except SetupError:
+        return False
 
 
 async def enter_reward(stack: AsyncExitStack, reward: RewardFn) -> None:
@@ -99,7 +120,12 @@ async def enter_reward(stack: AsyncExitStack, reward: RewardFn) -> None:
 
 
 def check_ground_truth(
-    config: Config, rows: Sequence[Row], *, split: str, reward: RewardFn | None
+    config: Config,
+    rows: Sequence[Row],
+    *,
+    split: str,
+    reward: RewardFn | None,
+    rules: PromptRules | None,
 ) -> None:
     """Rejects rows whose ground truth their reward of treadle.tools could not read.
 
@@ -108,6 +134,7 @@ def check_ground_truth(
         rows: Of the split.
         split: Names the rows in messages: "train" or "val".
         reward: As loaded; None if it could not be, which is another problem.
+        rules: As for `load_reward`.
 
     Raises:
         DataError: There is one such row, or several with one problem.
@@ -115,6 +142,8 @@ def check_ground_truth(
     """
 
     def problem(row: Row) -> str | None:
+        if _is_scored(row, rules):
+            return None
         name = config.reward.name or rewards.name_for_source(str(row.columns.get("data_source")))
         if isinstance(reward, Judge):
             found = reward.wrong_truth(row.columns)

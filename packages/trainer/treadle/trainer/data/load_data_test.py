@@ -69,6 +69,41 @@ def test_rows_that_nothing_can_score_are_refused(tmp_path: Path) -> None:
     assert _prepare(rows, "reward.name=gsm8k").train
 
 
+_SCORES = """
+class Scores:
+    scores_itself = True
+
+    async def run(self, task, services): ...
+"""
+
+
+def test_rows_whose_loop_scores_need_no_reward_and_take_none(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(_SCORES)
+    given = [
+        _rows(tmp_path / "rows.jsonl", data_source="mine", reward_model={}, agent_name="scores"),
+        f"agent.loops.scores={code}:Scores",
+        "agent.tool_catalogue=null",
+    ]
+    inputs = _prepare(*given)
+    assert inputs.loops == {"scores"}
+    with pytest.raises(SetupError, match=r"reward.name=gsm8k would score nothing.*scores_itself"):
+        _prepare(*given, "reward.name=gsm8k")
+
+
+def test_the_reward_is_for_the_rows_that_no_loop_scores(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(_SCORES)
+    scored = tmp_path / "scored.jsonl"
+    others = tmp_path / "others.jsonl"
+    _rows(scored, data_source="mine", agent_name=f"{code}:Scores")
+    _rows(others, data_source="theirs")
+    given = [f"data.train_files=[{scored}, {others}]"]
+    with pytest.raises(SetupError, match=r"no reward is known for data_source 'theirs'"):
+        _prepare(*given)
+    assert _prepare(*given, "reward.name=gsm8k").loops == {f"{code}:Scores", "tool_agent"}
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SetupError, match=r"holds no tokenizer\.json"):

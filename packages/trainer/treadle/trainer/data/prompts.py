@@ -70,12 +70,14 @@ class PromptSet:
     Attributes:
         prompts: In the order of the rows; at least one.
         num_dropped: Number of rows dropped because their prompt is too long.
+        loops: Names of the loops that run them.
         notes: Lines to print at start: the number of dropped or shortened rows, and settings in
             rows that nothing reads.
     """
 
     prompts: Sequence[Prompt]
     num_dropped: int
+    loops: frozenset[str]
     notes: tuple[str, ...]
 
 
@@ -103,12 +105,14 @@ def make_prompts(
     if isinstance(rows, RowsInFiles):
         made = PromptsInFiles(rows, split=split, rules=rules, renderer=renderer)
     overlong: list[tuple[str, int]] = []
+    loops: set[str] = set()
     for row in rows:
         prompt, length = _prepare(row, split, rules, renderer)
         if length > rules.max_prompt_tokens:
             overlong.append((row.place, length))
         if prompt is not None:
             made.append(prompt)
+            loops.add(prompt.loop)
     prompts = made if isinstance(made, PromptsInFiles) else tuple(made)
     notes = [
         *_overlong_notes(overlong, split, len(rows), rules),
@@ -117,7 +121,9 @@ def make_prompts(
     if not prompts:
         raise DataError(f"no {split} row is left: {'; '.join(notes)}")
     dropped = len(rows) - len(prompts)
-    return PromptSet(prompts=prompts, num_dropped=dropped, notes=tuple(notes))
+    return PromptSet(
+        prompts=prompts, num_dropped=dropped, loops=frozenset(loops), notes=tuple(notes)
+    )
 
 
 class PromptsInFiles(Sequence[Prompt]):

@@ -20,6 +20,7 @@ from treadle.agent_loop import (
     Message,
     SetupError,
     Tool,
+    scores_itself,
     selected_interaction,
     selected_tools,
 )
@@ -54,6 +55,14 @@ class PromptRules:
     def loop_of(self, row: Row) -> str:
         """Returns the name of the loop that runs a row."""
         return _loop_of(row, self.default_loop)
+
+    def scored_by_loop(self, row: Row) -> bool:
+        """Returns whether a row's loop scores its trajectories itself.
+
+        Raises:
+            SetupError: The loop does not exist or does not load.
+        """
+        return scores_itself(self.loops.resolve(self.loop_of(row)))
 
     def tools_of(self, row: Row) -> Mapping[str, Tool]:
         """Returns the tools that a row's loop shows to the model.

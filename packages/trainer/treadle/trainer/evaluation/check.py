@@ -98,10 +98,12 @@ class _Checks:
         with check():
             self._rules = prompt_rules(self.config, images=True)
         with check():
-            self._reward = load_reward(self.config, self._rows or ())
+            self._reward = load_reward(self.config, self._rows or (), rules=self._rules)
         if self._rows is not None:
             with check():
-                check_ground_truth(self.config, self._rows, split="val", reward=self._reward)
+                check_ground_truth(
+                    self.config, self._rows, split="val", reward=self._reward, rules=self._rules
+                )
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer and renders the prompts."""
@@ -126,6 +128,7 @@ class _Checks:
                 reward=self._reward,
                 train=(),
                 val=prompts.prompts,
+                loops=prompts.loops,
                 notes=prompts.notes,
             )
 

@@ -67,6 +67,8 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
             await stack.enter_async_context(run_tracing(config, out, progress.note))
             await stack.enter_async_context(live_report(out, curves=False))
             await enter_reward(stack, checked.inputs.reward)
+            loops = checked.inputs.rules.loops
+            await stack.enter_async_context(loops.opened(checked.inputs.loops))
             servers = attached or await _start(stack, checked)
         for line in _plan(checked, servers):
             progress.note(line)

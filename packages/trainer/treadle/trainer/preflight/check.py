@@ -202,7 +202,7 @@ class _Checks:
             check_estimator(config)
         with self._check():
             every = itertools.chain.from_iterable(self._rows.values())
-            self._reward = load_reward(config, every, own)
+            self._reward = load_reward(config, every, own, rules=self._rules)
         if config.algorithm.loss not in LOSS_NAMES:
             with self._check():
                 # Needs torch, which a loss of the user's own needs too.
@@ -212,7 +212,9 @@ class _Checks:
         if own.reward is None:
             for split, rows in self._rows.items():
                 with self._check():
-                    check_ground_truth(config, rows, split=split, reward=self._reward)
+                    check_ground_truth(
+                        config, rows, split=split, reward=self._reward, rules=self._rules
+                    )
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer."""
@@ -312,6 +314,7 @@ class _Checks:
             reward=self._reward,
             train=train.prompts,
             val=() if val is None else val.prompts,
+            loops=train.loops | (frozenset() if val is None else val.loops),
             notes=(*train.notes, *(() if val is None else val.notes)),
         )
         config, plan = self._config, self._plan

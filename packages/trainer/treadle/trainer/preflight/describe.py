@@ -105,13 +105,18 @@ def _sources(prompt: Prompt) -> list[str]:
 
 
 def _reward(config: Config, own: OwnCode, inputs: Inputs) -> str:
+    scored = {prompt.loop: inputs.rules.scored_by_loop(prompt.row) for prompt in _all(inputs)}
+    if all(scored.values()):
+        return "what the agent loop gives, for all rows"
+    which = "the rows whose agent loop gives none" if any(scored.values()) else "all rows"
     settings = config.reward
     if own.reward is not None:
-        return "the function given to train, for all rows"
+        return f"the function given to train, for {which}"
     mode = "" if settings.mode is None else f", mode {settings.mode}"
     if settings.name is not None:
-        return f"{settings.name}, for all rows{mode}"
-    every = sorted({source for prompt in _all(inputs) for source in _sources(prompt)})
+        return f"{settings.name}, for {which}{mode}"
+    left = (prompt for prompt in _all(inputs) if not scored[prompt.loop])
+    every = sorted({source for prompt in left for source in _sources(prompt)})
     return ", ".join(f"{name_for_source(source)} for {source}" for source in every) + mode
 
 

@@ -84,6 +84,7 @@ async def build_context(
     checkpoint, resume_after = resume.checkpoint, resume.after
     async with contextlib.AsyncExitStack() as stack:
         await enter_reward(stack, inputs.reward)
+        await stack.enter_async_context(inputs.rules.loops.opened(inputs.loops))
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
         secured = stack.enter_context(with_own_token(config, run_dir))
