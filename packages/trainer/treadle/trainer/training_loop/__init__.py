@@ -1,5 +1,5 @@
 """The training loop: schedules, and the moves that they are made of.
 
-`sync.py` is the GRPO loop; `context.py` holds the parts of a run and the moves of a step. Sampling
-is in `rollout/`, learning in `algorithms/` and `policy/`.
+`schedules/` decides when groups begin and what a step trains on; `context.py` holds the parts of a
+run. Sampling is in `rollout/`, learning in `algorithms/` and `policy/`.
 """

@@ -35,7 +35,7 @@ from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
 from treadle.trainer.tracing.run_tracing import run_tracing
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.run_log import run_log
-from treadle.trainer.training_loop.sync import run_sync
+from treadle.trainer.training_loop.schedules.sync import run_sync
 
 __all__ = ["run_training"]
 

@@ -1,13 +1,10 @@
-"""The synchronous schedule: the training loop, one step after another.
+"""The moves of a step that all schedules share: what becomes of the groups that it trains on.
 
-Each step: rollout, reward, advantage, update, weight sync, validation, checkpoint. The model of the
+Each step: reward, advantage, update, weight sync, validation, checkpoint. The model of the
 checkpoint is written after the update already.
 
-Invariant: step s samples from exactly the weights after step s - 1, so every token is on-policy,
-except in groups that dynamic sampling kept from the step before.
-Trainer and servers take turns; nothing of step s + 1 begins before step s is logged. A trainer
-that is killed at any point resumes from the latest checkpoint, and repeats what came after it with
-the same rows and the same seeds.
+Invariant: when `train_step` returns, the servers of the rotation sample from version `step`, and
+the step is logged.
 """
 
 from treadle.trainer.algorithms.estimators import AdvantageError
@@ -16,42 +13,37 @@ from treadle.trainer.policy.commands import UpdateStats
 from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.training_loop.context import Timer, TrainingContext
-from treadle.trainer.training_loop.gather import gather
+from treadle.trainer.training_loop.gather import StepGroups
 from treadle.trainer.training_loop.groups import NoGroupLeftError, StepBatch, survivors_of
 from treadle.trainer.training_loop.update_metrics import critic_metrics, update_metrics
 from treadle.trainer.training_loop.validation import validate
 
-__all__ = ["run_sync"]
+__all__ = ["saves", "train_step", "validate_before_training"]
 
 
-async def run_sync(context: TrainingContext, *, first_step: int) -> None:
-    """Trains steps `first_step` to `context.total_steps`.
-
-    Raises:
-        AdvantageError: the estimator failed.
-        NoGroupLeftError: a step gave nothing to train on.
-        NoServerLeftError: no rollout server is left.
-        OutageError: a tool or another thing that trajectories need is down.
-        PolicyError: a policy rank failed, or an update left a policy or a critic that is not
-            finite.
-        WeightSyncError: no server takes new weights.
-        RunDirectoryError: a checkpoint cannot be written.
-        OSError: the disk is full or gone.
-    """
+async def validate_before_training(context: TrainingContext, *, first_step: int) -> None:
+    """Validates the weights that the run begins with, if it begins and is to validate."""
     if first_step == 1 and context.val and context.config.schedule.val_before_train:
         timer = Timer()
         metrics = await validate(context, step=0, timer=timer)
         await context.step_done(0, {**metrics, **context.servers.take_metrics(), **timer.seconds})
-    for step in range(first_step, context.total_steps + 1):
-        await _train_step(context, step)
 
 
-async def _train_step(context: TrainingContext, step: int) -> None:
-    config, timer = context.config, Timer()
+async def train_step(context: TrainingContext, step: int, found: StepGroups, timer: Timer) -> None:
+    """Trains on the groups of a step, gives the servers the new weights, and logs the step.
 
-    # Rollout and reward: each trajectory is scored as soon as it ends.
-    with timer.phase("rollout"):
-        found = await gather(context, step, keep_surplus=not _saves(context, step))
+    Args:
+        context: Of the run.
+        step: Number of the step.
+        found: What it trains on.
+        timer: Has the time of the step so far.
+
+    Raises:
+        AdvantageError: the estimator failed.
+        NoGroupLeftError: failures left nothing to train on.
+        Exception: see `run_sync`.
+    """
+    config = context.config
 
     # From here to the weight sync, servers that share devices with the policy lend it their memory.
     if config.rollout.release_memory:
@@ -96,8 +88,8 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     await context.keep_training(tokens)
 
     # The model is written before the servers that share devices with it take their memory back.
-    last, saves = step == context.total_steps, _saves(context, step)
-    if saves:
+    last, saved = step == context.total_steps, saves(context, step)
+    if saved:
         schedule = config.schedule
         with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
         with timer.phase("save"):
@@ -125,13 +117,14 @@ async def _train_step(context: TrainingContext, step: int) -> None:
     metrics |= context.servers.take_metrics()
 
     # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
-    if saves:
+    if saved:
         with timer.phase("save"):
             await context.complete_checkpoint(step, {**metrics, **timer.metrics()})
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 
-def _saves(context: TrainingContext, step: int) -> bool:
+def saves(context: TrainingContext, step: int) -> bool:
+    """Returns whether a step ends with a checkpoint."""
     schedule = context.config.schedule
     at_end = step == context.total_steps and schedule.save_last
     return at_end or _due(schedule.save_every, step)

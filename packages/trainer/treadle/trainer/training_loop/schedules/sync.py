@@ -1,0 +1,41 @@
+"""The synchronous schedule: the training loop, one step after another.
+
+Invariant: step s samples from exactly the weights after step s - 1, so every token is on-policy,
+except in groups that dynamic sampling kept from the step before.
+Trainer and servers take turns; nothing of step s + 1 begins before step s is logged. A trainer
+that is killed at any point resumes from the latest checkpoint, and repeats what came after it with
+the same rows and the same seeds.
+"""
+
+from treadle.trainer.training_loop.context import Timer, TrainingContext
+from treadle.trainer.training_loop.gather import gather
+from treadle.trainer.training_loop.schedules.step import (
+    saves,
+    train_step,
+    validate_before_training,
+)
+
+__all__ = ["run_sync"]
+
+
+async def run_sync(context: TrainingContext, *, first_step: int) -> None:
+    """Trains steps `first_step` to `context.total_steps`.
+
+    Raises:
+        AdvantageError: the estimator failed.
+        NoGroupLeftError: a step gave nothing to train on.
+        NoServerLeftError: no rollout server is left.
+        OutageError: a tool or another thing that trajectories need is down.
+        PolicyError: a policy rank failed, or an update left a policy or a critic that is not
+            finite.
+        WeightSyncError: no server takes new weights.
+        RunDirectoryError: a checkpoint cannot be written.
+        OSError: the disk is full or gone.
+    """
+    await validate_before_training(context, first_step=first_step)
+    for step in range(first_step, context.total_steps + 1):
+        timer = Timer()
+        # Rollout and reward: each trajectory is scored as soon as it ends.
+        with timer.phase("rollout"):
+            found = await gather(context, step, keep_surplus=not saves(context, step))
+        await train_step(context, step, found, timer)
