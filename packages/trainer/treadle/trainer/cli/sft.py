@@ -93,7 +93,7 @@ def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
     run_dir = config.run.dir or new_run_dir(config.run.name)
     say("checking settings, rows, model and tokenizer")
     try:
-        run = check_sft(config, run_dir, keep_torch_out=True)
+        run = check_sft(config, run_dir, keep_torch_out=True, gpus_needed=not dry)
         if dry:
             say("\n".join((*run.notes, run.plan())))
             return 0

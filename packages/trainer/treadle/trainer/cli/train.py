@@ -118,7 +118,7 @@ def _with_other_problems(args: argparse.Namespace, missing: MissingSettings) -> 
     below = [f"{key}=none" for key in missing.keys]
     loaded = load_config(args.config, args.overrides, default_file=DEMO, below=below)
     try:
-        check_run(loaded.config, _run_dir(loaded), keep_torch_out=True, missing=missing)
+        check_run(loaded.config, _run_dir(loaded), plan_only=True, missing=missing)
     except _user_errors() as error:
         return error
     return missing
@@ -129,7 +129,7 @@ def _dry_run(loaded: LoadedConfig) -> int:
 
     wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # beside the user's reward.py
     try:
-        run = check_run(loaded.config, _run_dir(loaded), keep_torch_out=True)
+        run = check_run(loaded.config, _run_dir(loaded), plan_only=True)
     except _user_errors() as error:
         return fail(error)
     finally:

@@ -27,6 +27,7 @@ from treadle.trainer.config.verl.reasons import reason
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
 from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
+from treadle.trainer.launch.topology import derived_settings
 from treadle.trainer.problems import Problems, SeveralProblems
 
 __all__ = [
@@ -314,7 +315,29 @@ def _merge(
         for assignment in layer:
             with problems.collected():
                 _assign(merged, assignment, below, root)
+    with problems.collected():
+        merged |= _derived(merged, root)
     return merged
+
+
+def _derived(merged: Mapping[str, Assignment], root: type[BaseModel]) -> dict[str, Assignment]:
+    """Returns what follows from the run's GPUs and is not set."""
+    leaves = all_leaves(root)
+    try:
+        derived = derived_settings(
+            {key: assignment.value for key, assignment in merged.items()},
+            {key: leaf.default for key, leaf in leaves.items()},
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not derived:
+        return {}
+    given = merged["launch.gpus_per_node"]
+    source = f"follows from {given.source if '=' in given.source else f'{given.key}={given.value}'}"
+    return {
+        key: Assignment(key=key, value=value, source=source, text=None, base=given.base)
+        for key, value in derived.items()
+    }
 
 
 def _assign(

@@ -16,6 +16,7 @@ from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.base import Section
 from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import PolicyConfig
+from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.loggers.named import ALWAYS, NAMED, same_short_name, unknown_logger
 
 __all__ = [
@@ -473,12 +474,29 @@ class _LaunchConfig(Section):
     rollout take turns, so policy and servers share them."""
     start_deadline_s: Seconds = 300.0
     """Maximum time for a policy rank to start; servers have rollout.start_deadline_s."""
+    nodes: Count = 1
+    """Number of machines whose GPUs the run uses. Above 1, Ray places the processes."""
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """Number of GPUs of each machine that the run uses; every process then has its own. Where they
+    are not set, policy.parallel.data, rollout.num_replicas, rollout.max_in_flight (what a step
+    needs of a server, at most 1024) and rollout.release_memory follow from it, and both dtypes are
+    bfloat16. 0: GPUs are not assigned."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """With gpus_per_node. colocated: policy and servers use all GPUs, in turn with
+    rollout.release_memory and at once without. separate: each has its own; set policy.parallel.data
+    or rollout.num_replicas, and the other follows."""
 
 
 class LocalLaunchConfig(_LaunchConfig):
     """All processes run on this machine."""
 
     kind: Literal["local"] = "local"
+
+    @model_validator(mode="after")
+    def _one_machine(self) -> Self:
+        if self.nodes > 1:
+            raise ValueError(f"nodes={self.nodes} needs launch.kind=ray, and launch.kind is local")
+        return self
 
 
 class RayLaunchConfig(_LaunchConfig):
@@ -496,6 +514,16 @@ class RayLaunchConfig(_LaunchConfig):
     allow_plaintext_on_network: bool = False
     """Allow connections between hosts without TLS. Anyone in that network can then use the servers.
     A cluster of several hosts needs this or TLS."""
+
+    @model_validator(mode="after")
+    def _gpus_are_counted_once(self) -> Self:
+        if self.gpus_per_node and (self.gpus_per_policy_rank or self.gpus_per_replica):
+            raise ValueError(
+                f"gpus_per_node={self.gpus_per_node} gives each process its GPUs, so "
+                f"gpus_per_policy_rank={self.gpus_per_policy_rank:g} and "
+                f"gpus_per_replica={self.gpus_per_replica:g} must be 0: set one or the other"
+            )
+        return self
 
 
 LaunchConfig = Annotated[
@@ -679,6 +707,11 @@ class Config(Section):
                 f"rollout.name={self.rollout.name} does not report them: set rollout.name=torch, "
                 "or policy.moe.routing_replay=false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _processes_have_gpus(self) -> Self:
+        make_topology(self)
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from treadle.trainer.config.schema import (
     ModelConfig,
     StepsConfig,
 )
+from treadle.trainer.launch.topology import make_topology
 
 __all__ = ["VERL_NAMES", "AnyConfig", "SftConfig"]
 
@@ -43,6 +44,8 @@ VERL_NAMES = MappingProxyType(
         "trainer.project_name": "run.project",
         "trainer.experiment_name": "run.name",
         "trainer.seed": "run.seed",
+        "trainer.n_gpus_per_node": "launch.gpus_per_node",
+        "trainer.nnodes": "launch.nodes",
     }
 )
 """Keys of verl's SFT trainer that are accepted, and ours with the same meaning."""
@@ -127,6 +130,11 @@ class SftConfig(Section):
                 f"schedule.val_every={self.schedule.val_every} asks for validation, but "
                 "data.val_files is empty: name a file or set schedule.val_every=null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _processes_have_gpus(self) -> Self:
+        make_topology(self)
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ Each of verl's keys is one of
 Any other key is unknown.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,17 +94,6 @@ def _reward_kl_coef(_: Any, verl: Verl) -> Mapping[str, Any]:
     used = verl.get("algorithm.use_kl_in_reward", False)
     coef = verl.get("algorithm.kl_ctrl.kl_coef", 0.001)
     return {"algorithm.reward_kl.coef": coef if used else 0.0}
-
-
-def _data_parallel(_: Any, verl: Verl) -> Mapping[str, Any]:
-    """Returns the data-parallel size: all of verl's GPUs, divided by the other sizes."""
-    total = verl.get("trainer.n_gpus_per_node", 8) * verl.get("trainer.nnodes", 1)
-    prefix = "actor_rollout_ref.actor.megatron"
-    kinds = ("tensor_model", "pipeline_model", "context")
-    model = math.prod(verl.get(f"{prefix}.{kind}_parallel_size", 1) for kind in kinds)
-    if total % model:
-        raise ConfigError(f"{total} processes do not divide into groups of {model}")
-    return {"policy.parallel.data": total // model}
 
 
 def _critic_model(value: Any, verl: Verl) -> Mapping[str, Any]:
@@ -572,8 +560,6 @@ _CONVERTED: Mapping[str, Converter] = {
     "trainer.critic_warmup": lambda value, _: {"critic.warmup_steps": max(value - 1, 0)},
     "trainer.logger": _loggers,
     "trainer.max_actor_ckpt_to_keep": _unless_null("schedule.keep_checkpoints"),
-    "trainer.n_gpus_per_node": _data_parallel,
-    "trainer.nnodes": _data_parallel,
     "trainer.resume_from_path": _resume,
     "trainer.resume_mode": _resume,
     **{

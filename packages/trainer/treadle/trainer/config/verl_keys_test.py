@@ -88,7 +88,10 @@ def test_a_command_line_of_verl_means_here_what_it_meant_there() -> None:
     assert config.algorithm.clip_dual == 10.0
     assert config.algorithm.kl_coef == 0.0
     assert config.policy.recompute == "full"
-    assert config.policy.parallel.data == 8
+    assert config.policy.parallel.data == config.launch.gpus_per_node == 8
+    assert config.rollout.num_replicas == 4
+    assert config.rollout.max_in_flight == 64
+    assert config.policy.dtype == config.rollout.dtype == "bfloat16"
     assert config.agent.max_user_turns == config.agent.max_assistant_turns == 16
     assert config.rollout.val.top_p == 0.6
     assert config.schedule.val_every == 20
@@ -515,7 +518,7 @@ def test_the_gpus_of_verl_are_divided_by_the_other_parallel_sizes() -> None:
     )
     parallel = _load("trainer.n_gpus_per_node=8", "trainer.nnodes=4", *sizes).config.policy.parallel
     assert (parallel.context, parallel.data, parallel.num_ranks) == (4, 2, 32)
-    with pytest.raises(ConfigError, match="8 processes do not divide into groups of 16"):
+    with pytest.raises(ConfigError, match="8 GPUs do not divide into groups of 16"):
         _load("trainer.n_gpus_per_node=8", *sizes)
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     for wrong in (f"{megatron}.dynamic_context_parallel=True", f"{ulysses}=2"):

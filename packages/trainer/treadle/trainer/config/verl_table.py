@@ -87,6 +87,8 @@ RENAMED = {
     "trainer.default_local_dir": "run.dir",
     "trainer.experiment_name": "run.name",
     "trainer.log_val_generations": "run.val_trajectories",
+    "trainer.n_gpus_per_node": "launch.gpus_per_node",
+    "trainer.nnodes": "launch.nodes",
     "trainer.project_name": "run.project",
     "trainer.rollout_data_dir": "run.rollout_data_dir",
     "trainer.total_epochs": "schedule.total_epochs",

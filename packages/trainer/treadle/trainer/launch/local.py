@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from treadle.trainer.launch.environment import child_environment, foreign_environment
+from treadle.trainer.launch.gpus import visible_devices
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
 
 __all__ = ["KILLED_S", "LocalLauncher", "LocalProcess", "describe_exit"]
@@ -75,7 +76,9 @@ class LocalProcess:
         self._ready_path.unlink(missing_ok=True)
         args = [argument.replace("{host}", host) for argument in self._spec.args]
         own = ["--parent_pid", str(os.getpid()), "--ready_file", str(self._ready_path)]
-        command, extra = self._spec.command, self._spec.env
+        command, devices = self._spec.command, self._spec.devices
+        shown = {} if devices is None else visible_devices(devices.indices, os.environ)
+        extra = {**shown, **self._spec.env}
         if command:
             environment = foreign_environment(command[0], extra)
         else:

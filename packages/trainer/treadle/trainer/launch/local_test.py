@@ -15,6 +15,7 @@ from treadle.trainer.launch.process import (
     child_python_path,
     wait_until_ended,
 )
+from treadle.trainer.launch.topology import Devices
 
 _LONG_S = 150.0
 """Longer than the process of a test takes to start."""
@@ -93,6 +94,22 @@ async def test_a_command_sees_nothing_of_this_interpreters_environment(
         with pytest.raises(ProcessError, match=r"refuses 127\.0\.0\.1") as error:
             await process.ready(_LONG_S)
     assert f"False False {engine}:/usr/bin" in str(error.value)
+
+
+_SHOWS = "import os, sys; sys.exit('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])"
+
+
+@pytest.mark.asyncio
+async def test_a_child_sees_the_gpus_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    shows = (sys.executable, "-c", _SHOWS)
+    spec = ProcessSpec(name="engine", module="", command=shows, devices=Devices(0, (2, 3)))
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        process = await launcher.start(spec)
+        with pytest.raises(ProcessError, match="sees 6,7"):
+            await process.ready(_LONG_S)
 
 
 @pytest.mark.asyncio

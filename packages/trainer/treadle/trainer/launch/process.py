@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
+from treadle.trainer.launch.topology import Devices
+
 __all__ = [
     "Launcher",
     "Process",
@@ -49,7 +51,8 @@ class ProcessSpec:
             interpreter.
         args: Arguments; `{host}` stands for the address at which the machine is reached.
         env: Additional environment variables.
-        gpus: Number of GPUs that Ray reserves.
+        devices: The GPUs of its own; None: GPUs are not assigned.
+        gpus: Number of GPUs that Ray reserves, where they are not assigned.
     """
 
     name: str
@@ -57,6 +60,7 @@ class ProcessSpec:
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    devices: Devices | None = None
     gpus: float = 0.0
 
 

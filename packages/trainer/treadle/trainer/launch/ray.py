@@ -19,6 +19,7 @@ import platform
 import signal
 import sys
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -133,6 +134,20 @@ class _Keeper:
             await self._process.stop(grace_s)
 
 
+class _Reservation:
+    """The actor that holds the GPUs of one node; the processes' own actors ask Ray for none.
+
+    So several processes share a GPU, and a process has several, which Ray's fractions cannot say.
+    """
+
+    def devices(self) -> tuple[str, list[str]]:
+        """Returns the id of this node, and the GPUs that Ray reserved, as CUDA names them."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
 class RayProcess:
     """A process behind an actor."""
 
@@ -219,15 +234,62 @@ class RayLauncher:
         self._directory = directory
         self._processes: list[RayProcess] = []
         self._host: str | None = None
+        self._group: Any = None
+        self._holders: list[Any] = []
+        self._nodes: list[tuple[str, list[str]]] = []
 
     async def __aenter__(self) -> Self:
-        """Joins the cluster, or starts one on this machine.
+        """Joins the cluster, or starts one on this machine; reserves the GPUs of the run.
 
         Raises:
-            ProcessError: the cluster cannot be reached, or spans hosts without permission.
+            ProcessError: the cluster cannot be reached, spans hosts without permission, or has
+                not the GPUs.
         """
         await asyncio.to_thread(self._join)
+        try:
+            if self._config.gpus_per_node:
+                await self._reserve()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
+
+    async def _reserve(self) -> None:
+        """Reserves `gpus_per_node` GPUs on each of `nodes` nodes, for the time of the run."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        config = self._config
+        gpus = float(config.gpus_per_node)
+        bundles = [{"CPU": 0.01, "GPU": gpus} for _ in range(config.nodes)]
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        try:
+            async with asyncio.timeout(config.start_deadline_s):
+                await self._group.ready()
+        except TimeoutError:
+            has = [
+                f"{node['Resources'].get('GPU', 0):g}"
+                for node in ray.nodes()  # type: ignore[no-untyped-call]
+                if node["Alive"]
+            ]
+            raise ProcessError(
+                f"launch.nodes={config.nodes} x launch.gpus_per_node={config.gpus_per_node}: the "
+                f"cluster did not give that many GPUs within {config.start_deadline_s:g} s "
+                f"(launch.start_deadline_s); its nodes have {', '.join(has)}, some perhaps in use"
+            ) from None
+        holders = [
+            ray.remote(_Reservation)
+            .options(
+                num_cpus=0.01,
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+            )
+            .remote()
+            for bundle in range(config.nodes)
+        ]
+        self._holders = holders  # Ray ends an actor that nobody refers to
+        self._nodes = [await holder.devices.remote() for holder in holders]
 
     def _join(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -265,15 +327,25 @@ class RayLauncher:
         import ray
 
         await asyncio.gather(*(process.stop() for process in self._processes))
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
         await asyncio.to_thread(ray.shutdown)
 
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """See `Launcher.start`."""
         import ray
 
+        placed: dict[str, Any] = {"num_gpus": spec.gpus}
+        if spec.devices is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            node, names = self._nodes[spec.devices.node]
+            shown = {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in spec.devices.indices)}
+            spec = replace(spec, devices=None, env={**shown, **spec.env})
+            placed = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
         actor = (
             ray.remote(_Keeper)
-            .options(num_cpus=self._config.cpus_per_process, num_gpus=spec.gpus, max_restarts=0)
+            .options(num_cpus=self._config.cpus_per_process, max_restarts=0, **placed)
             .remote(sys.executable, child_python_path(), _own_versions())
         )
         process = RayProcess(spec.name, actor)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from treadle.trainer.config.schema import RayLaunchConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, wait_until_ended
 from treadle.trainer.launch.ray import RayLauncher
+from treadle.trainer.launch.topology import Devices
 
 _PROGRAM = """
 import argparse, os, signal, sys
@@ -84,3 +86,44 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         )
         with pytest.raises(ProcessError, match=r"the driver has 3\.99\.0"):
             await launcher.start(_spec("another"))
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(400)
+async def test_processes_have_the_gpus_of_their_topology(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray believes that the nodes have GPUs; what a process is shown is all that matters here."""
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "treadle_ray_test_program.py").write_text(
+        _PROGRAM.replace("ANSWER", "CUDA_VISIBLE_DEVICES")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    small = {"num_cpus": 4, "num_gpus": 3, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=small)  # type: ignore[no-untyped-call]
+    try:
+        cluster.add_node(**small)
+        config = RayLaunchConfig(
+            address=cluster.address,
+            nodes=2,
+            gpus_per_node=3,
+            allow_plaintext_on_network=True,
+            start_deadline_s=300.0,
+        )
+        seen = []
+        async with RayLauncher(config, tmp_path / "logs") as launcher:
+            for number, devices in enumerate(
+                (Devices(0, (0,)), Devices(0, (0, 1)), Devices(1, (2,)))
+            ):
+                spec = replace(_spec(f"child-{number}"), env={}, devices=devices)
+                process = await launcher.start(spec)
+                await process.ready(300)
+                seen += re.findall(r"with ([\d,]+) child", await process.log_tail())
+        assert seen == ["0", "0,1", "2"]
+        # The GPUs are free again, and more of them are not there.
+        more = config.model_copy(update={"gpus_per_node": 4, "start_deadline_s": 3.0})
+        with pytest.raises(ProcessError, match=r"gpus_per_node=4: .* its nodes have 3, 3"):
+            await RayLauncher(more, tmp_path / "logs").__aenter__()
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]

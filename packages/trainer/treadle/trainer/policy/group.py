@@ -28,6 +28,7 @@ from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessSpec, wait_until_ended
+from treadle.trainer.launch.topology import Devices
 from treadle.trainer.policy.commands import (
     AUTHKEY_VARIABLE,
     Alive,
@@ -106,6 +107,7 @@ class PolicyGroup:
         reference_path: Path | None = None,
         threads: int,
         gpus_per_rank: float,
+        devices: Sequence[Devices] = (),
         start_deadline_s: float,
         critic: CriticConfig | None = None,
     ) -> None:
@@ -117,6 +119,7 @@ class PolicyGroup:
         self._critic = critic
         self._threads = threads
         self._gpus_per_rank = gpus_per_rank
+        self._devices = devices
         self._start_deadline_s = start_deadline_s
         self._key = secrets.token_bytes(32)
         self._ranks: list[_Rank] = []
@@ -158,8 +161,8 @@ class PolicyGroup:
                     world_size=size,
                     master_addr=address,
                     master_port=port,
-                    # Ray shows each process only its own GPUs, so its GPU is the first one.
-                    local_rank=0 if self._gpus_per_rank else number,
+                    # A process that has its own GPUs sees no others, so its GPU is the first one.
+                    local_rank=0 if self._devices or self._gpus_per_rank else number,
                     critic=self._critic,
                 )
                 for number in range(size)
@@ -173,6 +176,7 @@ class PolicyGroup:
                 module="treadle.trainer.policy.rank",
                 args=("--host", "{host}", "--beat_s", str(beat_s(self._config.unresponsive_s))),
                 env={AUTHKEY_VARIABLE: self._key.hex(), **thread_variables(self._threads)},
+                devices=self._devices[number] if self._devices else None,
                 gpus=self._gpus_per_rank,
             )
         )

@@ -2,10 +2,11 @@
 
 Invariant: a check reads and does not write, and starts nothing that outlives it. Each check whose
 own preconditions hold is made, so all problems are said at once and none is the consequence of
-another. `--dry-run` and a run make the same checks: what one says, the other does too.
+another. `--dry-run` and a run make the same checks: what one says, the other does too. One thing
+differs: a machine without any GPU can plan a run for one that has some.
 
-Not known before a start: whether servers and policy fit their devices (the plan has an estimate of
-a policy rank's memory), and what a Ray cluster has.
+Not known before a start: whether servers and policy fit their devices (the plan has an estimate),
+and what a Ray cluster has.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ from treadle.trainer.data.load_data import (
 from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
 from treadle.trainer.preflight.describe import describe, memory_line
+from treadle.trainer.preflight.devices import check_gpus, device_rows
 from treadle.trainer.preflight.model_checks import (
     check_blocks,
     check_config_file,
@@ -105,7 +108,7 @@ def check_run(
     run_dir: Path,
     own: OwnCode = NOTHING,
     *,
-    keep_torch_out: bool = False,
+    plan_only: bool = False,
     missing: MissingSettings | None = None,
 ) -> CheckedRun:
     """Makes all checks; takes seconds, and longer for many rows.
@@ -114,7 +117,8 @@ def check_run(
         config: The run's configuration.
         run_dir: Where it would write; need not exist.
         own: The user's objects beside the configuration.
-        keep_torch_out: See `transformers_without_torch`.
+        plan_only: The process ends after this. torch is kept out of it
+            (`transformers_without_torch`), and the GPUs may be those of another machine.
         missing: Settings that `config` has in form only: one of the problems, whose values are
             not looked at.
 
@@ -128,10 +132,11 @@ def check_run(
     checks = _Checks(config, run_dir, own, missing)
     checks.files()
     checks.own_code()  # before the tokenizer: it may need torch
-    with transformers_without_torch() if keep_torch_out else nullcontext():
+    with transformers_without_torch() if plan_only else nullcontext():
         checks.model()
     checks.prompts()
     checks.processes()
+    checks.devices(needed=not plan_only)
     return checks.result()
 
 
@@ -159,6 +164,7 @@ class _Checks:
         self._resume: ResumePoint | None = None
         self._plan: Plan | None = None
         self._server_answer: str | None = None
+        self._gpus: tuple[Gpu, ...] = ()
 
     def _check(self) -> AbstractContextManager[bool | None]:
         return self._problems.collected()
@@ -297,6 +303,11 @@ class _Checks:
         check_loggers(config, self._problems)
         check_tracing(config, self._problems)
 
+    def devices(self, *, needed: bool) -> None:
+        """Looks for the GPUs; see `check_gpus`."""
+        with self._check():
+            self._gpus = check_gpus(self._config, needed=needed)
+
     def result(self) -> CheckedRun:
         """Returns the run.
 
@@ -319,12 +330,11 @@ class _Checks:
         )
         config, plan = self._config, self._plan
         per_update = plan.trajectories_per_step // config.algorithm.mini_batches
+        line, memory = memory_line(config, self._architecture, per_update, self._reference)
         details = (
             *describe(config, self._own, inputs, self._architecture),
-            (
-                "memory of a policy rank",
-                memory_line(config, self._architecture, per_update, self._reference),
-            ),
+            ("memory of a policy rank", line),
+            *device_rows(config, self._architecture, memory, self._gpus),
         )
         if self._server_answer is not None:
             details = (*details, ("server settings", self._server_answer))

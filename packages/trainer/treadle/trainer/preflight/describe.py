@@ -19,6 +19,7 @@ from treadle.trainer.policy.megatron.memory import estimate_memory, rank_memory
 
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.memory import RankMemory
 
 __all__ = ["describe", "memory_line"]
 
@@ -57,8 +58,8 @@ def memory_line(
     architecture: Architecture,
     num_trajectories: int,
     reference: Architecture | None = None,
-) -> str:
-    """Returns the estimate for the plan.
+) -> tuple[str, RankMemory]:
+    """Returns the estimate for the plan, in words and in bytes.
 
     Args:
         config: Of the run.
@@ -97,7 +98,7 @@ def memory_line(
         line += (
             f"; {_size(memory.between)} between its phases, then {_size(memory.host)} on the host"
         )
-    return line
+    return line, memory
 
 
 def _sources(prompt: Prompt) -> list[str]:

@@ -27,6 +27,7 @@ from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirem
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError
+from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.rollout.server_process import server_spec
 from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
@@ -109,6 +110,9 @@ class ServerPool:
         self._publish = publish
         self._weights_directory = weights_directory
         self._traces = traces
+        topology = make_topology(config)
+        servers = () if topology is None else topology.servers
+        self._devices = {f"rollout-{number}": devices for number, devices in enumerate(servers)}
         self._weight_version = 0
         self._generator: GrpcTokenGenerator | None = None
         self._connection = contextlib.AsyncExitStack()
@@ -421,6 +425,7 @@ class ServerPool:
                 name if not incarnation else f"{name}-restart-{incarnation}",
                 weights_directory=self._weights_directory,
                 traces=self._traces,
+                devices=self._devices.get(name),
             )
         )
         try:

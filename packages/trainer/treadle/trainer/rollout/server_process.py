@@ -20,6 +20,7 @@ from treadle.trainer.config.schema import Config, FileTransportConfig, RolloutCo
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
 from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.launch.topology import Devices
 from treadle.trainer.rollout.server_security import needs_own_token
 
 __all__ = [
@@ -58,7 +59,12 @@ def server_traces(config: Config, run_dir: Path) -> Path | None:
 
 
 def server_spec(
-    config: Config, name: str, *, weights_directory: Path | None, traces: Path | None = None
+    config: Config,
+    name: str,
+    *,
+    weights_directory: Path | None,
+    traces: Path | None = None,
+    devices: Devices | None = None,
 ) -> ProcessSpec:
     """Returns the process specification of one replica's server.
 
@@ -67,6 +73,7 @@ def server_spec(
         name: The name of the process.
         weights_directory: Where the files of the file transport are; None: no weights will come.
         traces: Directory of the file with the server's spans; None: it records none.
+        devices: Its GPUs; None: they are not assigned.
     """
     arguments = dict(_arguments(config, weights_directory))
     if traces is not None:
@@ -77,6 +84,7 @@ def server_spec(
         command=config.rollout.server_command,
         args=tuple(part for key, value in arguments.items() for part in (f"--{key}", value)),
         env=thread_variables(_threads(config.rollout)),
+        devices=devices,
         gpus=getattr(config.launch, "gpus_per_replica", 0.0),
     )
 

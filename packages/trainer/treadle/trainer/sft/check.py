@@ -19,8 +19,10 @@ from treadle.trainer.data import DataError
 from treadle.trainer.data.load_data import load_renderer, model_context
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.loggers.named import ALWAYS
 from treadle.trainer.model_source import resolve_model
+from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
     check_config_file,
     check_experts,
@@ -52,6 +54,7 @@ class CheckedSft:
         val: Validation examples; None: it never validates.
         notes: Lines to print at start.
         policy_threads: CPU threads of one policy rank.
+        gpus: Of this machine, if the run is to use some.
     """
 
     config: SftConfig
@@ -60,6 +63,7 @@ class CheckedSft:
     val: ExampleSet | None
     notes: tuple[str, ...]
     policy_threads: int
+    gpus: tuple[Gpu, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -111,6 +115,9 @@ class CheckedSft:
             "checkpoints",
             ", ".join(filter(None, (saved, last))) or ("never: the trained model will be lost"),
         )
+        yield from topology_rows(config)
+        if config.launch.gpus_per_node:
+            yield "  found", found_gpus(config, self.gpus)
         yield "launcher", config.launch.kind
         yield "loggers", ", ".join(dict.fromkeys((*ALWAYS, *config.run.loggers)))
         yield "seed", str(config.run.seed)
@@ -123,13 +130,16 @@ def _size(examples: ExampleSet) -> str:
     )
 
 
-def check_sft(config: SftConfig, run_dir: Path, *, keep_torch_out: bool = False) -> CheckedSft:
+def check_sft(
+    config: SftConfig, run_dir: Path, *, keep_torch_out: bool = False, gpus_needed: bool = True
+) -> CheckedSft:
     """Makes all checks; takes as long as rendering every conversation.
 
     Args:
         config: The run's configuration.
         run_dir: Where it would write; need not exist.
         keep_torch_out: See `transformers_without_torch`.
+        gpus_needed: See `check_gpus`.
 
     Raises:
         ConfigError: A setting cannot be carried out on this machine.
@@ -151,6 +161,9 @@ def check_sft(config: SftConfig, run_dir: Path, *, keep_torch_out: bool = False)
         check_run_directory(run_dir, config)
     with problems.collected():
         check_launcher(config)
+    gpus: tuple[Gpu, ...] = ()
+    with problems.collected():
+        gpus = check_gpus(config, needed=gpus_needed)
     check_loggers(config, problems)
     with transformers_without_torch() if keep_torch_out else nullcontext():
         renderer = _check_model(config, problems)
@@ -167,6 +180,7 @@ def check_sft(config: SftConfig, run_dir: Path, *, keep_torch_out: bool = False)
         val=val,
         notes=tuple(notes),
         policy_threads=config.launch.policy_threads or max(1, cpu_count() // ranks),
+        gpus=gpus,
     )
 
 

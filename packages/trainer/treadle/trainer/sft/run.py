@@ -25,6 +25,7 @@ from treadle.trainer.checkpoint.run_directory import (
 )
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.make_launcher import make_launcher
+from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.loggers.loggers import Loggers, open_loggers
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.policy.commands import (
@@ -124,7 +125,7 @@ async def run_sft(run: CheckedSft) -> Summary:
 async def _train(
     run: CheckedSft, model: Path, *, first_step: int, load: Path | None, steps: "_Steps"
 ) -> None:
-    config = run.config
+    config, topology = run.config, make_topology(run.config)
     async with make_launcher(config, run.run_dir / "logs") as launcher:
         policy = PolicyGroup(
             launcher,
@@ -133,6 +134,7 @@ async def _train(
             with_reference=False,
             threads=run.policy_threads,
             gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
+            devices=() if topology is None else topology.ranks,
             start_deadline_s=config.launch.start_deadline_s,
         )
         async with policy:

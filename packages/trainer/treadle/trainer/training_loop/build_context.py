@@ -20,6 +20,7 @@ from treadle.trainer.data import DataOrder
 from treadle.trainer.data.load_data import Inputs, enter_reward
 from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.process import Launcher
+from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
@@ -213,6 +214,7 @@ def _batches(checkpoint: Checkpoint | None) -> int:
 
 
 def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
+    topology = make_topology(config)
     return PolicyGroup(
         launcher,
         config.policy,
@@ -221,6 +223,7 @@ def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
         reference_path=config.algorithm.reference_path,
         threads=threads,
         gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
+        devices=() if topology is None else topology.ranks,
         start_deadline_s=config.launch.start_deadline_s,
         critic=config.used_critic,
     )
