@@ -13,6 +13,7 @@ from pathlib import Path
 
 from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, new_run_dir, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
+from treadle.trainer.config.hydra import named_file
 from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
 from treadle.trainer.demo import DEMO
 
@@ -47,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file; may be repeated, later ones win",
     )
+    parser.add_argument(
+        "--config-path", metavar="DIR", help="with --config-name: a file of DIR, as verl's scripts"
+    )
+    parser.add_argument("--config-name", metavar="NAME", help="NAME or NAME.yaml in --config-path")
     parser.add_argument(
         "--print-config", action="store_true", help="print every key, its value and its source"
     )
@@ -95,6 +100,8 @@ def _version() -> str:
 
 def _run(args: argparse.Namespace) -> int:
     try:
+        named = named_file(args.config_path, args.config_name)
+        args.config = [*([] if named is None else [named]), *args.config]
         loaded = load_config(args.config, args.overrides, default_file=DEMO)
     except MissingSettings as missing:
         return fail(missing if args.print_config else _with_other_problems(args, missing))

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from treadle.trainer.config.hydra import OF_HYDRA, composed
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
@@ -273,7 +274,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _read_file(path: Path, root: type[BaseModel]) -> Iterator[Assignment]:
+def _read_file(
+    path: Path, root: type[BaseModel], *, below: Sequence[Path] = ()
+) -> Iterator[Assignment]:
+    """Yields the assignments of a file, which those of `below` list in their `defaults`."""
+    if path in below:
+        raise ConfigError(f"{path}: its defaults lead back to itself")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
@@ -289,7 +295,14 @@ def _read_file(path: Path, root: type[BaseModel]) -> Iterator[Assignment]:
         return
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config {path}: expected a mapping of sections, got {content!r:.200}")
-    yield from _flatten(content, "", path, root)
+    if root is not Config or not content.keys() & OF_HYDRA:
+        yield from _flatten(content, "", path, root)
+        return
+    for part in composed(content, path):
+        if isinstance(part, Mapping):
+            yield from _flatten(part, "", path, root)
+        else:
+            yield from _read_file(part, root, below=(*below, path))
 
 
 def _flatten(

@@ -210,7 +210,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ("skip.*", "every step samples its own trajectories"),
     ("transfer_queue.*", "the driver hands the tokens to the policy"),
     # What is no key of verl's tree.
-    ("defaults*", "files are not composed as by Hydra: repeat --config, later files win"),
+    ("defaults*", "a file may list others there, an argument may not: repeat --config"),
     ("hydra*", "there is no Hydra: give files by --config and keys as key=value"),
     ("ray_init*", "Ray is set up by launch.kind=ray and the keys of launch"),
     ("ray_kwargs*", "Ray is set up by launch.kind=ray and the keys of launch"),
