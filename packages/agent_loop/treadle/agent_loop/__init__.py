@@ -81,7 +81,7 @@ from treadle.agent_loop.tools.interaction import (
 from treadle.agent_loop.tools.text_truncation import TextCodec, TruncateSide
 from treadle.agent_loop.tools.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
-from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.trajectory import Finding, SampleReward, Trajectory
 from treadle.agent_loop.types import (
     IMAGE_MARK,
     AgentTask,
@@ -163,6 +163,7 @@ __all__ = [
     "RoutedExperts",
     "Router",
     "RunReport",
+    "SampleReward",
     "SamplingParams",
     "Score",
     "Services",

@@ -125,6 +125,7 @@ PUBLIC = [
     "RoutedExperts",
     "Router",
     "RunReport",
+    "SampleReward",
     "SamplingParams",
     "Score",
     "Services",

@@ -6,9 +6,12 @@ mask. `messages` and `tokens` agree: an answer that did not fit into the budget 
 
 Most attempts are one conversation and have one sample. An attempt with several conversations
 (sub-agents, a compacted history, an agent that edits its history) has one sample per conversation.
-The samples share the reward and are one member of their group.
+The samples share the reward and are one member of their group. Where several players of one model
+act, as in self-play, each has samples with a reward (`SampleReward`), compared with the same
+player's in the group's other trajectories.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -50,6 +53,25 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReward:
+    """The reward of one sample, where those of a trajectory differ.
+
+    Attributes:
+        player: Whose sample it is; compared within the group with samples of the same player.
+        value: A number of at most 1e100 in magnitude.
+
+    Raises:
+        ValueError: The value is no such number.
+    """
+
+    player: str
+    value: float
+
+    def __post_init__(self) -> None:
+        check_reward(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt that has ended.
 
@@ -62,6 +84,9 @@ class Trajectory:
         assistant_turns: Number of completions.
         user_turns: Number of answers to the model: rounds of tool results, or user messages.
         reward: None if nothing scored it, which differs from a reward of 0.
+        sample_rewards: One per sample where players have rewards of their own, and empty else.
+            `reward` is then what is reported, and these are learned from. Samples of one player
+            are adjacent and have one value.
         answer: What it answered, as its reward read it (`Score.answer`).
         tool_rewards: One per tool call, in the order of the calls.
         turn_scores: Scores that an interaction gave to turns, in their order.
@@ -70,8 +95,8 @@ class Trajectory:
         error: Why the attempt failed.
 
     Raises:
-        ValueError: `stop` and `error` contradict, or the reward is refused by
-            `check_reward`.
+        ValueError: `stop` and `error` contradict, the reward is refused by `check_reward`, or the
+            sample rewards do not fit the samples.
     """
 
     task: AgentTask
@@ -81,6 +106,7 @@ class Trajectory:
     assistant_turns: int = 0
     user_turns: int = 0
     reward: float | None = None
+    sample_rewards: tuple[SampleReward, ...] = ()
     answer: str | None = None
     tool_rewards: tuple[float, ...] = ()
     turn_scores: tuple[float, ...] = ()
@@ -93,6 +119,23 @@ class Trajectory:
             raise ValueError(f"stop is {self.stop} and error is {self.error!r}; they contradict")
         if self.reward is not None:
             check_reward(self.reward)
+        if self.sample_rewards:
+            self._check_sample_rewards()
+
+    def _check_sample_rewards(self) -> None:
+        given = self.sample_rewards
+        if len(given) != len(self.samples):
+            raise ValueError(
+                f"there are {len(given)} sample_rewards for {len(self.samples)} samples"
+            )
+        if self.reward is None:
+            raise ValueError("sample_rewards need a reward of the trajectory, which is reported")
+        players = [player for player, _ in itertools.groupby(given, key=lambda each: each.player)]
+        if len(set(players)) < len(players) or len({*given}) > len(players):
+            raise ValueError(
+                "the samples of a player must be adjacent and have one reward, got "
+                + ", ".join(f"{each.player!r}: {each.value:g}" for each in given)
+            )
 
     @classmethod
     def failed(cls, task: AgentTask, error: RolloutError) -> "Trajectory":

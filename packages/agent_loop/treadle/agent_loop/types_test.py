@@ -12,11 +12,13 @@ from treadle.agent_loop import (
     Message,
     OverloadedError,
     RequestContext,
+    SampleReward,
     SamplingParams,
     Services,
     SetupError,
     StopReason,
     TokenChunk,
+    Tokens,
     ToolCall,
     ToolError,
     Trajectory,
@@ -148,3 +150,28 @@ def test_what_is_no_image_is_refused(data: bytes, mime: str, text: str) -> None:
 def test_a_model_samples_no_image() -> None:
     with pytest.raises(ValueError, match="an assistant message cannot carry images"):
         Message(role="assistant", content="", images=(Image(data=b"1", mime="image/png"),))
+
+
+def _players(*given: tuple[str, float], reward: float | None = 0.0) -> Trajectory:
+    return Trajectory(
+        task=TASK,
+        samples=(Tokens.empty(),) * len(given),
+        messages=(),
+        stop=StopReason.FINISHED,
+        reward=reward,
+        sample_rewards=tuple(SampleReward(player=p, value=v) for p, v in given),
+    )
+
+
+def test_samples_may_have_rewards_of_players() -> None:
+    game = _players(("0", 1.0), ("0", 1.0), ("1", -1.0))
+    assert [each.value for each in game.sample_rewards] == [1.0, 1.0, -1.0]
+    with pytest.raises(ValueError, match="1 sample_rewards for 3 samples"):
+        replace(game, sample_rewards=game.sample_rewards[:1])
+    with pytest.raises(ValueError, match="need a reward of the trajectory"):
+        _players(("0", 1.0), reward=None)
+    for wrong in ((("0", 1.0), ("1", 0.0), ("0", 1.0)), (("0", 1.0), ("0", 0.5))):
+        with pytest.raises(ValueError, match="must be adjacent and have one reward, got '0': 1"):
+            _players(*wrong)
+    with pytest.raises(ValueError, match="must be a finite number"):
+        SampleReward(player="0", value=float("nan"))

@@ -30,7 +30,7 @@ from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.tokens.renderer import MalformedCall, ParsedCompletion
 from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
 from treadle.agent_loop.tokens.transcript import Transcript
-from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.trajectory import Finding, SampleReward, Trajectory
 from treadle.agent_loop.types import (
     AgentTask,
     FinishReason,
@@ -271,6 +271,7 @@ class Conversation:
         stop: StopReason,
         *,
         reward: float | None = None,
+        sample_rewards: Sequence[SampleReward] = (),
         tool_rewards: Sequence[float] = (),
         turn_scores: Sequence[float] = (),
         metrics: Sequence[Metric] = (),
@@ -278,7 +279,7 @@ class Conversation:
         """Freezes the trajectory; its messages and its last sample are this conversation's.
 
         The samples before it are the other conversations with at least one completion, in the
-        order in which they began.
+        order in which they began. `sample_rewards` are in the order of the samples.
         """
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]
@@ -306,6 +307,7 @@ class Conversation:
             assistant_turns=self.all_assistant_turns,
             user_turns=self.all_user_turns,
             reward=reward,
+            sample_rewards=tuple(sample_rewards),
             tool_rewards=tuple(tool_rewards),
             turn_scores=tuple(turn_scores),
             metrics=(*own, *drift.metrics, *metrics),

@@ -7,7 +7,7 @@ after step s removes later lines, as the metrics log does. The driver writes, fr
 
 A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "data_source",
 "ground_truth", "reward", "answer", "advantage", "tool_rewards", "turn_scores", "stop", "error",
-"traceback", "num_turns", "messages",
+"traceback", "num_turns", "messages", "sample_rewards": [{"player", "value"}],
 "samples": [{"ids", "logprobs", "spans": [{"origin", "start", "stop", "weight_version", "text"}]}],
 "findings": [{"kind", "text"}], "metrics", "trace"}. The messages are those of the last sample.
 "advantage" is null where the trajectory was not trained on.
@@ -186,7 +186,9 @@ def to_record(
 ) -> dict[str, object]:
     """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
     fields = to_fields(trajectory, step=step, phase=phase, advantage=advantage, trace=trace)
-    return fields | {"samples": [_tokens(sample, decode) for sample in trajectory.samples]}
+    rewards = [{"player": r.player, "value": r.value} for r in trajectory.sample_rewards]
+    samples = [_tokens(sample, decode) for sample in trajectory.samples]
+    return fields | {"sample_rewards": rewards, "samples": samples}
 
 
 def to_fields(

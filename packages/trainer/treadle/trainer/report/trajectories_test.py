@@ -54,6 +54,7 @@ def test_a_line_says_everything_about_a_trajectory(tmp_path: Path) -> None:
                 {"role": "tool", "content": "42", "name": "calculator", "tool_call_id": "0"},
                 {"role": "assistant", "content": "#### 42"},
             ],
+            "sample_rewards": [],
             "samples": [
                 {
                     "ids": list(range(14)),

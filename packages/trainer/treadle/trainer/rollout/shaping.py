@@ -3,9 +3,10 @@
 Invariant: validation is never shaped, so that its numbers stay comparable.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from treadle.agent_loop import Trajectory
+from treadle.agent_loop import Tokens, Trajectory
 from treadle.tracing import Metric
 from treadle.trainer.algorithms.overlong import overlong_penalty
 from treadle.trainer.config.schema import Config
@@ -18,17 +19,25 @@ def shaped(trajectory: Trajectory, config: Config) -> Trajectory:
     """Returns the trajectory with its penalty for length, if the configuration asks for one.
 
     The length is that of its longest sample, tool results included, as
-    `rollout.response_length` counts. Whether the answer was right stays known.
+    `rollout.response_length` counts; of players with rewards of their own, that of the longest
+    sample of each. Whether the answer was right stays known.
     """
     factor = config.reward.overlong_penalty
     if not factor or trajectory.reward is None:
         return trajectory
-    penalty = overlong_penalty(
-        max(len(sample.response_ids) for sample in trajectory.samples),
-        max_tokens=config.rollout.response_length,
-        buffer=config.overlong_buffer,
-        factor=factor,
-    )
+
+    def penalty_of(samples: Sequence[Tokens]) -> float:
+        return overlong_penalty(
+            max(len(sample.response_ids) for sample in samples),
+            max_tokens=config.rollout.response_length,
+            buffer=config.overlong_buffer,
+            factor=factor,
+        )
+
+    penalty = penalty_of(trajectory.samples)
+    by_player: dict[str, list[Tokens]] = {}
+    for sample, given in zip(trajectory.samples, trajectory.sample_rewards, strict=False):
+        by_player.setdefault(given.player, []).append(sample)
     metrics = [Metric("reward/overlong_penalty", penalty)]
     right = accuracy(trajectory)
     if right is not None and reported_accuracy(trajectory) is None:  # the penalty would hide it
@@ -36,5 +45,9 @@ def shaped(trajectory: Trajectory, config: Config) -> Trajectory:
     return replace(
         trajectory,
         reward=trajectory.reward + penalty,
+        sample_rewards=tuple(
+            replace(given, value=given.value + penalty_of(by_player[given.player]))
+            for given in trajectory.sample_rewards
+        ),
         metrics=(*trajectory.metrics, *metrics),
     )

@@ -137,9 +137,12 @@ def has_signal(group: Group, *, by: str) -> bool:
 
     Args:
         group: Any.
-        by: "reward", or "accuracy" where every one of them has one.
+        by: "reward", or "accuracy" where every one of them has one. Players with rewards of their
+            own differ by these.
     """
     survivors = group.survivors
+    if any(t.sample_rewards for t in survivors):
+        return group.players_differ
     values: list[float | None] = [t.reward for t in survivors]
     if by == "accuracy":
         right = [accuracy(t) for t in survivors]

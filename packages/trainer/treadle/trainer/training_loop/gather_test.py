@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from treadle.agent_loop import (
     FinishReason,
     Message,
     RewardError,
+    SampleReward,
     StopReason,
     TokenChunk,
     Trajectory,
@@ -315,3 +316,38 @@ def test_length_leaves_the_accuracy_that_the_reward_reported(name: str) -> None:
 def test_the_defaults_shape_nothing() -> None:
     assert AlgorithmConfig().dynamic_sampling is None
     assert _config().reward.overlong_penalty == 0
+
+
+def test_length_costs_the_player_who_was_long() -> None:
+    reward = SimpleNamespace(overlong_penalty=1.0)
+    config = cast(
+        Config,
+        SimpleNamespace(
+            reward=reward, overlong_buffer=4, rollout=SimpleNamespace(response_length=10)
+        ),
+    )
+    long, short = (_trajectory(_task(1, 0, 0), 1.0, tokens=tokens) for tokens in (8, 2))
+    game = replace(
+        long,
+        samples=(*long.samples, *short.samples),
+        sample_rewards=(
+            SampleReward(player="0", value=1.0),
+            SampleReward(player="1", value=-1.0),
+        ),
+    )
+    assert [each.value for each in shaped(game, config).sample_rewards] == [0.5, -1.0]
+
+
+def test_players_that_won_differently_are_a_signal_whatever_is_reported() -> None:
+    def game(*values: float) -> Trajectory:
+        one = _trajectory(_task(1, 0, 0), 0.0, tokens=2)
+        return replace(
+            one,
+            samples=one.samples * 2,
+            sample_rewards=tuple(
+                SampleReward(player=str(p), value=v) for p, v in enumerate(values)
+            ),
+        )
+
+    assert has_signal(Group(trajectories=(game(1, -1), game(-1, 1))), by="reward")
+    assert not has_signal(Group(trajectories=(game(1, -1), game(1, -1))), by="reward")

@@ -8,13 +8,19 @@ without any group left cannot be trained on.
 A trajectory counts once in its group, whatever its number of samples. Each sample becomes a
 sequence with the trajectory's advantage; together they count as one in the loss
 (`batch.token_weights`). A sample without sampled tokens becomes no sequence.
+
+Where players have rewards of their own (`Trajectory.sample_rewards`), as in self-play, each player
+of a trajectory is a member: its reward is compared with the rewards of the same player in the row's
+other trajectories, so what one player wins is no baseline of the other. Where an estimator
+compares, a player that only one surviving trajectory has gets advantage 0. In the loss, the samples
+of all players still count as one trajectory.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -59,6 +65,14 @@ class Group:
         """Those that ended well."""
         return tuple(t for t in self.trajectories if t.error is None)
 
+    @property
+    def players_differ(self) -> bool:
+        """Whether some player's rewards differ among the survivors."""
+        rewards: dict[str, set[float]] = {}
+        for member in _members_of(self.survivors):
+            rewards.setdefault(member.player, set()).add(member.reward)
+        return any(len(values) > 1 for values in rewards.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
@@ -66,7 +80,8 @@ class StepBatch:
 
     Attributes:
         sequences: Of the surviving groups, group by group.
-        members: The trajectories that are trained on.
+        members: The trajectories that are trained on; of those with several players, the sampled
+            tokens of all have one entry in `advantages`.
         advantages: Of each member, the mean over its sampled tokens.
         num_groups: Number of groups before any was dropped.
         num_dropped_groups: Number of groups left out.
@@ -193,7 +208,10 @@ class Survivors:
         of_tokens = None if charges is None else _of_loss_tokens(self.sequences, charges)
         values = _values(self.sequences) if estimator.needs_values else None
         members = _members(self.kept)
-        found = estimator(_outcomes(self.kept, of_tokens, values))
+        outcomes = _outcomes(self.kept, of_tokens, values)
+        found = estimator(outcomes)
+        if not isinstance(found, PerToken) and estimator.compares:
+            found = np.where(_is_alone(self.kept), 0.0, found)
         sequences, advantages = _with_advantages(self.sequences, members, found)
         failed = [t for group in self.groups for t in group.trajectories if t.error is not None]
         return StepBatch(
@@ -205,9 +223,7 @@ class Survivors:
             num_failed=len(failed),
             num_incomplete_groups=sum(len(g.survivors) < len(g.trajectories) for g in self.kept),
             num_stragglers=sum(isinstance(t.error, TrajectoryTimeoutError) for t in failed),
-            num_groups_with_signal=sum(
-                len({_reward(t) for t in g.survivors}) > 1 for g in self.kept
-            ),
+            num_groups_with_signal=sum(g.players_differ for g in self.kept),
             causes=self.causes,
             critic=_critic_metrics(values, found),
         )
@@ -296,15 +312,20 @@ def _outcomes(
     groups: Sequence[Group], charges: Sequence[float] | None, values: Sequence[float] | None
 ) -> Outcomes:
     members = [
-        (number, trajectory, group.greedy)
+        (number, member, group.greedy)
         for number, group in enumerate(groups)
-        for trajectory in group.survivors
+        for member in _members_of(group.survivors)
     ]
     greedy = [each for _, _, each in members if each is not None]
+    if greedy and any(member.player for _, member, _ in members):
+        raise ValueError(
+            "the greedy trajectory's reward is one number, and trajectories have a reward for each "
+            "player: use an estimator that compares within groups, such as grpo"
+        )
     return Outcomes.of(
-        [_reward(trajectory) for _, trajectory, _ in members],
-        [number for number, _, _ in members],
-        tokens=[[s.num_sampled_tokens for s in t.samples] for _, t, _ in members],
+        [member.reward for _, member, _ in members],
+        [(number, member.player) for number, member, _ in members],
+        tokens=[[s.num_sampled_tokens for s in member.samples] for _, member, _ in members],
         greedy=greedy if len(greedy) == len(members) else None,
         charges=charges,
         values=values,
@@ -317,26 +338,34 @@ def _with_advantages(
     """Returns the sequences with advantages, and the mean advantage of each trajectory."""
     per_token = found.values_T.tolist() if isinstance(found, PerToken) else None
     returns = found.returns_T if isinstance(found, PerToken) else None
-    per_trajectory = [0.0] * len(members) if isinstance(found, PerToken) else found.tolist()
+    per_member = iter(() if isinstance(found, PerToken) else found.tolist())
+    per_trajectory: list[float] = []
     left = iter(sequences)
     done: list[TrainSequence] = []
     begin = 0
-    for number, trajectory in enumerate(members):
-        first = begin
-        for sample in trajectory.samples:
-            count = sample.num_sampled_tokens
-            if count:
-                values = per_trajectory[number]
-                if per_token is not None:
-                    values = _aligned(per_token[begin : begin + count], sample.loss_mask)
-                sequence = replace(next(left), advantages=values)
-                if returns is not None:
-                    own = returns[begin : begin + count].tolist()
-                    sequence = replace(sequence, returns=_aligned(own, sample.loss_mask))
-                done.append(sequence)
-            begin += count
-        if per_token is not None and begin > first:
-            per_trajectory[number] = math.fsum(per_token[first:begin]) / (begin - first)
+    for trajectory in members:
+        first, total, one = begin, 0.0, 0.0
+        for member in _members_of([trajectory]):
+            if per_token is None:
+                one = next(per_member)
+            for sample in member.samples:
+                count = sample.num_sampled_tokens
+                if count:
+                    values: float | tuple[float, ...] = one
+                    total += one * count
+                    if per_token is not None:
+                        values = _aligned(per_token[begin : begin + count], sample.loss_mask)
+                    sequence = replace(next(left), advantages=values)
+                    if returns is not None:
+                        own = returns[begin : begin + count].tolist()
+                        sequence = replace(sequence, returns=_aligned(own, sample.loss_mask))
+                    done.append(sequence)
+                begin += count
+        if per_token is not None:
+            total = math.fsum(per_token[first:begin])
+        if trajectory.sample_rewards or per_token is not None:
+            one = total / max(1, begin - first)
+        per_trajectory.append(one)
     return done, per_trajectory
 
 
@@ -348,6 +377,47 @@ def _aligned(values: Sequence[float], mask: Sequence[bool]) -> tuple[float, ...]
 
 def _survivors_needed(group: Group, estimator: FoundEstimator) -> int:
     return 2 if estimator.compares and len(group.trajectories) > 1 else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """What is compared: a trajectory, or one player of it.
+
+    Attributes:
+        player: "" of a trajectory whose samples share its reward.
+        reward: Of all of its samples.
+        samples: Adjacent samples of the trajectory.
+    """
+
+    player: str
+    reward: float
+    samples: tuple[Tokens, ...]
+
+
+def _members_of(trajectories: Iterable[Trajectory]) -> Iterator[_Member]:
+    """Yields the members of trajectories that ended well, in the order of their samples."""
+    for trajectory in trajectories:
+        if not trajectory.sample_rewards:
+            reward = _reward(trajectory)
+            yield _Member(player="", reward=reward, samples=trajectory.samples)
+            continue
+        pairs = zip(trajectory.sample_rewards, trajectory.samples, strict=True)
+        for given, samples in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            yield _Member(
+                player=given.player,
+                reward=given.value,
+                samples=tuple(sample for _, sample in samples),
+            )
+
+
+def _is_alone(groups: Sequence[Group]) -> list[bool]:
+    """Returns of each member whether it is a player that no other survivor of its group has."""
+    alone: list[bool] = []
+    for group in groups:
+        players = [member.player for member in _members_of(group.survivors)]
+        several = len(group.trajectories) > 1
+        alone += [several and player != "" and players.count(player) == 1 for player in players]
+    return alone
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -11,6 +11,7 @@ from treadle.agent_loop import (
     FinishReason,
     GenerationTimeoutError,
     Message,
+    SampleReward,
     StopReason,
     TokenChunk,
     Tokens,
@@ -248,3 +249,71 @@ def test_what_a_token_costs_comes_off_the_reward_before_rewards_are_compared() -
     want = [(r - mean) / std for r in returns]
     got = [value for s in spread.sequences for value in s.advantages_at([2, 3])]
     assert got == pytest.approx(want, abs=1e-6)
+
+
+def _game(row: int, sample: int, *rewards: float, first: int = 0) -> Trajectory:
+    """A game of self-play: player `first` and those after it have one sample each."""
+    players = [str(first + number) for number in range(len(rewards))]
+    return dataclasses.replace(
+        _good(row, sample, rewards[0], num_samples=len(rewards)),
+        sample_rewards=tuple(
+            SampleReward(player=player, value=value)
+            for player, value in zip(players, rewards, strict=True)
+        ),
+    )
+
+
+def test_a_player_is_compared_with_itself_in_the_other_trajectories() -> None:
+    # Player 0 won twice of three games; a baseline over both players would be 0 for everybody.
+    batch = _batch([_game(0, 0, 1.0, -1.0), _game(0, 1, 1.0, -1.0), _game(0, 2, -1.0, 1.0)])
+    found = [sequence.advantages for sequence in batch.sequences]
+    third = 1 / 3
+    assert found == pytest.approx([2 * third, -2 * third] * 2 + [-4 * third, 4 * third])
+    assert [s.trajectory for s in batch.sequences] == [0, 0, 1, 1, 2, 2]
+    assert batch.advantages == pytest.approx((0.0, 0.0, 0.0))  # of a game, over both players
+    assert batch.num_groups_with_signal == 1
+
+
+def test_the_order_in_which_players_began_does_not_matter() -> None:
+    one = _game(0, 0, 1.0, -1.0)
+    other = _game(0, 1, -1.0, 1.0)
+    turned = dataclasses.replace(other, sample_rewards=other.sample_rewards[::-1])
+    found = [sequence.advantages for sequence in _batch([one, turned]).sequences]
+    assert found == [1.0, -1.0, 1.0, -1.0]  # the second game: player 1, who won, then player 0
+
+
+def test_a_player_that_nobody_else_has_learns_nothing() -> None:
+    # The second game ended before player 1 had a turn.
+    batch = _batch([_game(0, 0, 1.0, -1.0), _game(0, 1, -1.0)])
+    assert [sequence.advantages for sequence in batch.sequences] == [1.0, 0.0, -1.0]
+
+
+def test_all_samples_of_a_player_have_its_advantage() -> None:
+    game = dataclasses.replace(
+        _good(0, 0, 1.0, num_samples=3),
+        sample_rewards=(
+            SampleReward(player="a", value=1.0),
+            SampleReward(player="a", value=1.0),
+            SampleReward(player="b", value=-1.0),
+        ),
+    )
+    other = dataclasses.replace(_game(0, 1, 0.0, 0.0), sample_rewards=game.sample_rewards[1:])
+    lost = tuple(dataclasses.replace(each, value=0.0) for each in other.sample_rewards)
+    batch = _batch([game, dataclasses.replace(other, sample_rewards=lost)])
+    assert [s.advantages for s in batch.sequences] == [0.5, 0.5, -0.5, -0.5, 0.5]
+
+
+def test_values_per_token_know_the_players_too() -> None:
+    games = [_game(0, 0, 1.0, -1.0), _game(0, 1, -1.0, 1.0)]
+    batch = _batch(games, advantage="reinforce_plus_plus", gamma=0.5)
+    won, lost, *rest = (sequence.advantages for sequence in batch.sequences)
+    assert isinstance(won, tuple) and isinstance(lost, tuple)
+    assert won[2:] == tuple(-value for value in lost[2:])
+    assert rest == [lost, won]
+
+
+def test_a_greedy_reward_is_no_baseline_of_players() -> None:
+    config = AlgorithmConfig.model_validate({"advantage": "remax"})
+    groups = groups_of([_game(0, 0, 1.0, -1.0)], {"train/0": 0.5})
+    with pytest.raises(ValueError, match="have a reward for each player: use an estimator"):
+        make_batch(groups, find_estimator(config), version=3)
