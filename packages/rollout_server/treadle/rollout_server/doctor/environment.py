@@ -34,6 +34,7 @@ def check_environment(facts: Facts) -> Iterator[Finding]:
     yield from _imports(facts)
     yield from _kernels(facts)
     yield from _build(facts)
+    yield from _triton(facts)
 
 
 def _python(facts: Facts) -> Finding:
@@ -128,6 +129,21 @@ def _build(facts: Facts) -> Iterator[Finding]:
         yield fail("torch build", value, cause, f"{fix}, or use a machine with a GPU")
     else:
         yield ok("torch build", value)
+
+
+def _triton(facts: Facts) -> Iterator[Finding]:
+    if not facts.cuda_devices or facts.triton is None:
+        return  # without a GPU it has none, rightly
+    if facts.triton:
+        yield fail(
+            "triton",
+            facts.triton.splitlines()[0],
+            "it finds no driver for the GPU that torch uses, so the engine cannot compile kernels",
+            "pip install the triton that this torch requires (pip show torch); put libcuda.so.1 on "
+            "the library path, or give the container the driver (docker run --gpus all)",
+        )
+    else:
+        yield ok("triton", "one active driver")
 
 
 def _is_gpu_vllm(facts: Facts) -> bool:

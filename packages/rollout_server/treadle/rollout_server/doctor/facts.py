@@ -45,9 +45,9 @@ _PROBE_S = 300
 # Runs in a separate process: an import that crashes must not end the doctor. On a CPU, sglang is
 # imported with its stubs.
 _PROBE = """
-import importlib, json, os, sys
+import importlib, importlib.util, json, os, sys
 sys.path[:], modules, with_stubs, memfd = json.loads(sys.argv[1])
-said = {"imports": {}, "cuda_build": None, "cuda_devices": 0}
+said = {"imports": {}, "cuda_build": None, "cuda_devices": 0, "triton": None}
 try:
     open(memfd, "rb").close()
     said["memfd"] = ""
@@ -67,6 +67,12 @@ for name in modules:
         said["imports"][name] = ""
     except BaseException as error:
         said["imports"][name] = f"{type(error).__name__}: {error}"
+if modules and importlib.util.find_spec("triton") is not None:
+    try:
+        importlib.import_module("triton").runtime.driver.active.get_current_target()
+        said["triton"] = ""
+    except BaseException as error:
+        said["triton"] = f"{type(error).__name__}: {error}"
 print("\\n" + json.dumps(said))
 """
 
@@ -108,6 +114,7 @@ class Facts:
         imports: Module -> "" if it can be imported, else the error.
         cuda_build: CUDA version of the torch build; None for the CPU build, or without torch.
         cuda_devices: Number of GPUs that torch can use; CUDA_VISIBLE_DEVICES may hide some.
+        triton: Why triton has no driver; "" if it has one, None without triton.
         gpus: GPUs that the driver reports.
         shm_free_bytes: Free bytes in /dev/shm; None if it is missing.
         memfd: Why another process of this user cannot read a memfd; "" if it can, None if the
@@ -129,6 +136,7 @@ class Facts:
     imports: Mapping[str, str]
     cuda_build: str | None
     cuda_devices: int
+    triton: str | None = None
     gpus: tuple[Gpu, ...]
     shm_free_bytes: int | None
     memfd: str | None
@@ -154,6 +162,7 @@ def gather(config: ServerConfig) -> Facts:
         imports=probed.imports,
         cuda_build=probed.cuda_build,
         cuda_devices=probed.cuda_devices,
+        triton=probed.triton,
         gpus=_gpus(),
         shm_free_bytes=_free_bytes(Path("/dev/shm")),
         memfd=probed.memfd,
@@ -176,6 +185,7 @@ class _Probed:
     imports: Mapping[str, str]
     cuda_build: str | None
     cuda_devices: int
+    triton: str | None = None
     memfd: str | None
 
 

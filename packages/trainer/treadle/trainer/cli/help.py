@@ -20,6 +20,7 @@ COMMANDS = MappingProxyType(
         "eval": "score a model, a run or a server on a data file; trains nothing",
         "export": "write the model of a run as a Hugging Face directory",
         "data": "convert a published data set to training rows",
+        "doctor": "check this machine and, with a run's arguments, that run; say how to fix it",
         "new": "write a folder with a task of your own, which trains as it stands",
         "report": "make the report of a run anew",
         "trajectories": "show the trajectories of a run that pass a filter, or query them with SQL",

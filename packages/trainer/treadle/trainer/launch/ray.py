@@ -11,14 +11,16 @@ of a driver that died. A Ray that this launcher started is shut down with it.
 """
 
 import asyncio
+import hashlib
 import importlib.metadata
 import json
 import logging
 import os
 import platform
+import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -56,6 +58,13 @@ def _own_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "missing"
     return versions
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 class _Keeper:
@@ -112,6 +121,37 @@ class _Keeper:
                 f"{here}: {self._executable} sees other packages than the driver's own "
                 f"{self._executable}: {'; '.join(different)}"
             )
+
+    async def examine(self, program: str | None, files: Mapping[Path, str]) -> Sequence[str]:
+        """Returns what is wrong with this node; starts nothing.
+
+        Args:
+            program: What starts a server here; None: the interpreter does.
+            files: Path -> SHA-256 that it must have, in hexadecimal digits.
+        """
+        here = f"node {platform.node()}"
+        problems = []
+        try:
+            await self._check_interpreter()
+        except ProcessError as error:
+            problems.append(str(error))
+        if program is not None and shutil.which(program) is None:
+            problems.append(
+                f"{here} has no {program}, with which rollout.server_command begins: install the "
+                "engine's environment there under the same path"
+            )
+        for path, wanted in files.items():
+            found = await asyncio.to_thread(_sha256, path)
+            if found is None:
+                problems.append(
+                    f"{here} cannot read {path}: put the model under the same path on every node"
+                )
+            elif found != wanted:
+                problems.append(
+                    f"{here}: {path} has sha256 {found[:12]}, the driver's has {wanted[:12]}: they "
+                    "belong to different models or revisions; copy the driver's there"
+                )
+        return problems
 
     async def ready(self, deadline_s: float) -> str:
         """See `Process.ready`."""
@@ -218,6 +258,14 @@ class RayProcess:
             raise
         except ray.exceptions.RayActorError as error:
             raise ProcessError(f"{self.name}: its Ray actor is gone: {error}") from None
+
+
+def _keeper(**options: Any) -> Any:
+    """Places an actor that runs this interpreter with this import path."""
+    import ray
+
+    placed = ray.remote(_Keeper).options(**options)
+    return placed.remote(sys.executable, child_python_path(), _own_versions())
 
 
 class RayLauncher:
@@ -331,6 +379,45 @@ class RayLauncher:
             ray.util.remove_placement_group(self._group)
         await asyncio.to_thread(ray.shutdown)
 
+    async def examine(
+        self, *, program: str | None, files: Mapping[Path, str]
+    ) -> Mapping[str, Sequence[str]]:
+        """Returns what is wrong with each node for this driver's processes, by the node's address.
+
+        Args:
+            program: What starts a server on a node; None: the driver's interpreter does.
+            files: Path -> SHA-256 that it must have on each node, in hexadecimal digits.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        found: dict[str, Sequence[str]] = {}
+        for node in (each for each in nodes if each["Alive"]):
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor = _keeper(num_cpus=0, scheduling_strategy=strategy)
+            try:
+                async with asyncio.timeout(self._config.start_deadline_s):
+                    found[node["NodeManagerAddress"]] = await actor.examine.remote(
+                        program, dict(files)
+                    )
+            except TimeoutError:
+                late = (
+                    f"it started no actor within {self._config.start_deadline_s:g} s: see its logs"
+                )
+                found[node["NodeManagerAddress"]] = [late]
+            except ray.exceptions.RayActorError as error:
+                found[node["NodeManagerAddress"]] = [f"its actor is gone: {error}"]
+            ray.kill(actor)
+        return found
+
+    def resources(self) -> Mapping[str, float]:
+        """Returns what the cluster has in all, by the names of Ray, as CPU and GPU."""
+        import ray
+
+        has: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        return has
+
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """See `Launcher.start`."""
         import ray
@@ -343,11 +430,7 @@ class RayLauncher:
             shown = {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in spec.devices.indices)}
             spec = replace(spec, devices=None, env={**shown, **spec.env})
             placed = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        actor = (
-            ray.remote(_Keeper)
-            .options(num_cpus=self._config.cpus_per_process, max_restarts=0, **placed)
-            .remote(sys.executable, child_python_path(), _own_versions())
-        )
+        actor = _keeper(num_cpus=self._config.cpus_per_process, max_restarts=0, **placed)
         process = RayProcess(spec.name, actor)
         self._processes.append(process)
         try:

@@ -1,6 +1,7 @@
 """Tests with a real Ray, which `ray.init` starts."""
 
 import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 from treadle.trainer.config.schema import RayLaunchConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, wait_until_ended
@@ -75,8 +77,31 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
                 os.kill(int(actor), signal.SIGCONT)
         assert "still: its Ray actor gave no answer for 1 s; Ray is told to end it" in caplog.text
 
+        # The doctor's look at each node.
+        model = tmp_path / "tokenizer.json"
+        model.write_text("{}")
+        digest = hashlib.sha256(b"{}").hexdigest()
+        ((address, problems),) = (
+            await launcher.examine(program=sys.executable, files={model: digest})
+        ).items()
+        assert (address, problems) == (ray.nodes()[0]["NodeManagerAddress"], [])
+        assert launcher.resources()["CPU"] > 1
+        model.write_text("{ }")
+        ((_, problems),) = (
+            await launcher.examine(
+                program="/nowhere/server",
+                files={model: digest, tmp_path / "config.json": digest},
+            )
+        ).items()
+        assert re.search(r"has no /nowhere/server, with which rollout\.server_command", problems[0])
+        assert f"{model} has sha256" in problems[1]
+        assert f"the driver's has {digest[:12]}" in problems[1]
+        assert f"cannot read {tmp_path / 'config.json'}" in problems[2]
+
         real = sys.executable
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        ((_, problems),) = (await launcher.examine(program=None, files={})).items()
+        assert "has no /nowhere/python, the driver's interpreter" in problems[0]
         with pytest.raises(ProcessError, match=f"where Ray runs {real}, has no /nowhere/python"):
             await launcher.start(_spec("other"))
 

@@ -1,0 +1,24 @@
+"""The doctor of a whole system: what can be wrong with an environment, a machine or a run.
+
+`environment.py` checks the interpreter and its packages, `machine.py` the machine, `gpus.py` the
+GPUs and what steers NCCL, and `run.py` one run: it makes the checks of `preflight`, asks the
+server's own doctor in the engine's environment, and looks at the nodes of a Ray cluster.
+
+Invariant: a check changes nothing and cannot crash the doctor, and each finding that is not good
+says what to do. The list of a run's checks is that of `preflight`; there is no second one.
+"""
+
+from treadle.trainer.doctor.environment import check_environment
+from treadle.trainer.doctor.finding import Finding, Level
+from treadle.trainer.doctor.gpus import check_gpus
+from treadle.trainer.doctor.machine import check_machine
+from treadle.trainer.doctor.run import check_settings
+
+__all__ = [
+    "Finding",
+    "Level",
+    "check_environment",
+    "check_gpus",
+    "check_machine",
+    "check_settings",
+]
