@@ -1,13 +1,15 @@
 r"""The reward of DAPO's mathematics questions: right is 1, wrong is -1.
 
-Invariant: both modes give exactly what verl's `reward_score/math_dapo.py` gives, quirks included.
-Pure functions of two strings.
+Invariant: both modes give exactly what verl's `reward_score/math_dapo.py` gives, quirks included,
+but for integers, which are compared as integers: AIME writes 25 as `025`, and verl calls that wrong
+where the row has 25. Pure functions of two strings.
 
 | | minerva (verl's default) | boxed (`strict_box_verify`) |
 |---|---|---|
 | looks at | the last 300 characters | the last 100 characters |
 | answer | the line after the last `Answer:` | what the last `\boxed{}` holds |
 | compared | as text, after normalisation of both | as text, as they are |
+| integers | without leading zeros | without leading zeros |
 
 The normalisation is that of Minerva (Lewkowycz et al., "Solving Quantitative Reasoning Problems
 with Language Models", 2022, appendix D.1). It removes units and words anywhere in the answer, also
@@ -25,6 +27,7 @@ Mode = Literal["minerva", "boxed"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
 _TAIL, _BOXED_TAIL = 300, 100
+_LEADING_ZEROS: Final = re.compile(r"(-?)0+(\d+)")
 _ANSWER: Final = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 # Minerva's tables, in its order, which matters: spaces go before the words that hold none.
@@ -69,17 +72,25 @@ def extract(text: str, *, mode: Mode = "minerva") -> str | None:
     """Returns the answer that `text` gives, as it is compared; None if it gives none."""
     tail = text[-_TAIL:]
     if mode == "boxed":
-        return last_boxed(tail[-_BOXED_TAIL:])
+        boxed = last_boxed(tail[-_BOXED_TAIL:])
+        return None if boxed is None else _without_leading_zeros(boxed)
     answers: list[str] = _ANSWER.findall(tail)
-    return normalise(answers[-1]) if answers else None
+    return _without_leading_zeros(normalise(answers[-1])) if answers else None
 
 
 def is_right(text: str, ground_truth: str, *, mode: Mode = "minerva") -> bool:
     """Returns whether `text` answers `ground_truth`."""
     answer = extract(text, mode=mode)
     if mode == "boxed":
-        return answer == ground_truth
-    return (normalise("[INVALID]") if answer is None else answer) == normalise(ground_truth)
+        return answer == _without_leading_zeros(ground_truth)
+    truth = _without_leading_zeros(normalise(ground_truth))
+    return (normalise("[INVALID]") if answer is None else answer) == truth
+
+
+def _without_leading_zeros(answer: str) -> str:
+    """Returns an integer as it is usually written, and any other answer as it is."""
+    integer = _LEADING_ZEROS.fullmatch(answer)
+    return f"{integer[1]}{integer[2]}" if integer else answer
 
 
 def score(text: str, ground_truth: str, *, mode: Mode = "minerva") -> float:

@@ -45,6 +45,30 @@ def test_what_counts_as_right(text: str, mode: math_dapo.Mode, right: bool) -> N
     assert math_dapo.score(text, "42", mode=mode) == (1.0 if right else -1.0)
 
 
+@pytest.mark.parametrize("mode", math_dapo.MODES)
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("025", "25", True),
+        ("25", "025", True),
+        ("000", "0", True),
+        ("-07", "-7", True),
+        ("250", "25", False),
+        ("0.5", ".5", False),
+        ("025x", "25x", False),
+    ],
+)
+def test_integers_are_compared_as_integers(
+    answer: str, truth: str, right: bool, mode: math_dapo.Mode
+) -> None:
+    text = rf"Answer: {answer}" if mode == "minerva" else rf"\boxed{{{answer}}}"
+    assert math_dapo.is_right(text, truth, mode=mode) is right
+
+
+def test_one_integer_is_one_answer_to_a_vote() -> None:
+    assert math_dapo.extract(r"\boxed{025}", mode="boxed") == "25"
+
+
 @given(st.text(alphabet=r"\{}$=.,a 1boxedfrcsqt", max_size=80), st.sampled_from(math_dapo.MODES))
 def test_any_text_is_scored(text: str, mode: math_dapo.Mode) -> None:
     assert math_dapo.score(text, "1", mode=mode) in (1.0, -1.0)

@@ -1,6 +1,7 @@
 r"""The reward of ReTool: DAPO's, boxed, with credit for tool turns where the answer is wrong.
 
-Invariant: `shaped` gives exactly what verl's `recipe/retool` gives. A right answer is 1 in every
+Invariant: `shaped` gives exactly what verl's `recipe/retool` gives, but for integers with leading
+zeros (`math_dapo`). A right answer is 1 in every
 mode; what a wrong one of n turns gives (n as verl counts them: 2 without a tool call) is
 
 | mode | a wrong answer | n = 2 | n = 4 | n = 12 | n >= 22 |
