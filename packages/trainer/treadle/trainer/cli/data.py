@@ -12,7 +12,7 @@ __all__ = ["main"]
 def _parser() -> argparse.ArgumentParser:
     from treadle.trainer.prepare.sets import SETS
 
-    names = "\n".join(f"  {name:<11} {each.summary}" for name, each in SETS.items())
+    names = "\n".join(f"  {name:<17} {each.summary}" for name, each in SETS.items())
     parser = argparse.ArgumentParser(
         prog="treadle data",
         description="Converts a data set as it is published to rows with verl's columns.\n\n"
@@ -20,11 +20,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=tuple(SETS), metavar="NAME", help="one of those above")
+    # The other names are those of verl's scripts.
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="directory to write to"
+        *("--output", "--local_dir", "--local_save_dir"),
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory to write to",
     )
     parser.add_argument(
-        "--from",
+        *("--from", "--local_dataset_path"),
         type=Path,
         dest="source",
         metavar="DIR",
@@ -49,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for written in convert(
             SETS[args.name],
-            args.output,
+            args.output.expanduser(),
             source=args.source,
             file_format=args.format,
             limit=args.limit,

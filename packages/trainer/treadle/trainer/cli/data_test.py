@@ -156,6 +156,14 @@ def test_dapo_math_has_each_question_once(
     assert "train.parquet: 2 rows; 3 repeated ones left out" in capsys.readouterr().out
 
 
+def test_a_row_of_gsm8k_for_a_single_turn_has_no_tool(source: Path, tmp_path: Path) -> None:
+    row = _data("gsm8k_single_turn", source, tmp_path / "out", "--format=jsonl")[3]
+    assert list(row) == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    (message,) = row["prompt"]
+    assert message["content"].endswith('output the final answer after "####".')
+    assert row["reward_model"]["ground_truth"] == "48048"
+
+
 @pytest.mark.parametrize(
     ("problem", "answer"),
     [("Problem", "Answer"), ("problem", "answer"), ("question", "answer"), ("input", "output")],
@@ -304,4 +312,4 @@ def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]
     assert "gsm8k" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["data", "--help"])
-    assert "dapo_math   DAPO-Math-17k" in capsys.readouterr().out
+    assert "dapo_math         DAPO-Math-17k" in capsys.readouterr().out

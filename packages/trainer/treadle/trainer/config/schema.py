@@ -479,8 +479,8 @@ class _LaunchConfig(Section):
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs of each machine that the run uses; every process then has its own. Where they
     are not set, policy.parallel.data, rollout.num_replicas, rollout.max_in_flight (what a step
-    needs of a server, at most 1024) and rollout.release_memory follow from it, and both dtypes are
-    bfloat16. 0: GPUs are not assigned."""
+    needs of a server, at most 1024), rollout.release_memory and policy.offload follow from it, and
+    both dtypes are bfloat16. 0: GPUs are not assigned."""
     placement: Literal["colocated", "separate"] = "colocated"
     """With gpus_per_node. colocated: policy and servers use all GPUs, in turn with
     rollout.release_memory and at once without. separate: each has its own; set policy.parallel.data

@@ -21,6 +21,7 @@ __all__ = ["Devices", "Topology", "derived_settings", "make_topology"]
 
 _MOST_IN_FLIGHT = 1024
 """Completions at a time that one server is given at most, as in verl and vLLM."""
+_OFFLOADED = ("parameters", "optimizer", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +152,14 @@ def _with_servers(
         )
     servers = _share(of_servers, server, given, replicas)
     step = _count(values, "data.prompts_per_step") * _count(values, "rollout.samples_per_prompt")
+    in_turn = given.get("rollout.release_memory", not separate) is True
     return {
         data: _share(of_policy, rank, given, data),
         replicas: servers,
         "rollout.dtype": "bfloat16",
         "rollout.max_in_flight": max(1, min(_MOST_IN_FLIGHT, -(-step // servers))),
-        "rollout.release_memory": not separate,
+        "rollout.release_memory": in_turn,
+        **dict.fromkeys((f"policy.offload.{part}" for part in _OFFLOADED), in_turn),
     }
 
 

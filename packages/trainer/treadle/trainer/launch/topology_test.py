@@ -36,6 +36,7 @@ def test_everything_follows_from_one_line() -> None:
     assert (config.policy.dtype, config.rollout.dtype) == ("bfloat16", "bfloat16")
     assert loaded.sources["rollout.num_replicas"] == f"follows from {_EIGHT}"
     assert config.launch.kind == "local"
+    assert config.policy.offload.names == ("parameters", "optimizer", "reference")
 
 
 def test_without_gpus_nothing_follows() -> None:
@@ -49,6 +50,9 @@ def test_what_is_set_stays() -> None:
     given = ("rollout.num_replicas=2", "rollout.release_memory=false", "policy.dtype=float32")
     assert _settings(_EIGHT, *given) == (8, 2, 64, False)
     assert _load(*given, _EIGHT).config.policy.dtype == "float32"
+    assert _load(*given, _EIGHT).config.policy.offload.names == ()
+    kept = _load(_EIGHT, "policy.offload.optimizer=false").config.policy.offload
+    assert kept.names == ("parameters", "reference")
     assert _settings(_EIGHT, "policy.parallel.tensor=4", "policy.parallel.pipeline=2")[0] == 1
 
 

@@ -1,12 +1,14 @@
-"""GSM8K: rows for the tool agent, as verl's `data_preprocess/gsm8k_tool_agent_loop.py` makes them.
+"""GSM8K: rows for the tool agent and for a single turn, as verl's scripts make them.
 
-The question with an instruction, the tool's ground truth in `extra_info.tools_kwargs`, and
-`agent_name`, without which the tool would never be called. All functions are pure.
+Those of `data_preprocess/gsm8k_tool_agent_loop.py` have the question with an instruction, the
+tool's ground truth in `extra_info.tools_kwargs`, and `agent_name`, without which the tool would
+never be called. Those of `data_preprocess/gsm8k.py` have the question alone. All functions are
+pure.
 """
 
 from collections.abc import Mapping
 
-__all__ = ["INSTRUCTION", "SYSTEM", "make_row", "solution_of"]
+__all__ = ["INSTRUCTION", "SYSTEM", "make_row", "make_single_turn_row", "solution_of"]
 
 SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. "
@@ -16,6 +18,7 @@ SYSTEM = (
     "Put your final answer in the format of `#### <answer>`."
 )
 INSTRUCTION = "Let's think step by step and output the final answer after `####`."
+_SINGLE_TURN = 'Let\'s think step by step and output the final answer after "####".'
 _MARK = "#### "
 
 
@@ -31,10 +34,7 @@ def make_row(columns: Mapping[str, object], *, split: str, index: int) -> dict[s
     Raises:
         ValueError: The answer does not end in `#### number`.
     """
-    question, answer = str(columns["question"]), str(columns["answer"])
-    solution = solution_of(answer)
-    if solution is None:
-        raise ValueError(f"the answer has no {_MARK!r}")
+    question, answer, solution = _read(columns)
     asked = f"{question} {INSTRUCTION}"
     return {
         "data_source": "openai/gsm8k",
@@ -57,3 +57,30 @@ def make_row(columns: Mapping[str, object], *, split: str, index: int) -> dict[s
             "interaction_kwargs": {"query": asked, "ground_truth": solution},
         },
     }
+
+
+def make_single_turn_row(
+    columns: Mapping[str, object], *, split: str, index: int
+) -> dict[str, object]:
+    """Returns one training row for a single turn, without a tool.
+
+    Raises:
+        ValueError: The answer does not end in `#### number`.
+    """
+    question, answer, solution = _read(columns)
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{question} {_SINGLE_TURN}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": solution},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def _read(columns: Mapping[str, object]) -> tuple[str, str, str]:
+    """Returns question, answer and the number that the answer ends in."""
+    question, answer = str(columns["question"]), str(columns["answer"])
+    solution = solution_of(answer)
+    if solution is None:
+        raise ValueError(f"the answer has no {_MARK!r}")
+    return question, answer, solution

@@ -60,6 +60,12 @@ SETS: Final[Mapping[str, DataSet]] = MappingProxyType(
             required=("question", "answer"),
             make_row=gsm8k.make_row,
         ),
+        "gsm8k_single_turn": DataSet(
+            summary="the same questions for a single turn, without a tool",
+            files={split: f"{_GSM8K}/{split}-*.parquet" for split in ("train", "test")},
+            required=("question", "answer"),
+            make_row=gsm8k.make_single_turn_row,
+        ),
         "geo3k": DataSet(
             summary="geometry with drawings (images)",
             files={split: f"{_GEOMETRY}/{split}-*.parquet" for split in ("train", "test")},
