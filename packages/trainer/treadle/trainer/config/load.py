@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from treadle.tools.environments import LIBRARIES
 from treadle.trainer.config.hydra import OF_HYDRA, composed
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
@@ -445,7 +446,8 @@ def _fit(assignment: Assignment, leaf: Leaf, root: type[BaseModel]) -> Any:
         return [_code(assignment.base, str(item)) for item in value]
     if Path in item_types and isinstance(value, list):
         return [
-            item if is_data_uri(str(item)) else _path(assignment.base, str(item)) for item in value
+            item if is_data_uri(str(item)) else _data_path(assignment.base, str(item))
+            for item in value
         ]
     return value
 
@@ -454,6 +456,14 @@ def _code(base: Path, reference: str) -> str:
     """Returns a reference to the user's code, `path.py:name` with an absolute path."""
     file, _, name = reference.rpartition(":")
     return f"{_path(base, file)}:{name}" if file.endswith(".py") else reference
+
+
+def _data_path(base: Path, text: str) -> Path | str:
+    """Returns a data file's absolute path; an environment's "LIBRARY:NAME" stays, but for code."""
+    library, colon, name = text.partition(":")
+    if colon and library in LIBRARIES:
+        return f"{library}:{_code(base, name)}"
+    return _path(base, text)
 
 
 def _path(base: Path, text: str) -> Path:

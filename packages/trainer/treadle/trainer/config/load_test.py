@@ -50,6 +50,19 @@ def test_paths_in_a_file_are_relative_to_it_and_in_arguments_to_here(
     assert loaded.config.agent.tool_catalogue == tmp_path.resolve() / "tools.yaml"
 
 
+def test_an_environment_keeps_its_name_and_its_code_has_a_place(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "data: {train_files: ['textarena:KuhnPoker-v0', 'gymnasium:mine.py:Guess', guess.yaml]}\n"
+        "model: {path: m}\n"
+    )
+    assert load_config([file], []).config.data.train_files == (
+        Path("textarena:KuhnPoker-v0"),
+        Path(f"gymnasium:{tmp_path}/mine.py:Guess"),
+        tmp_path / "guess.yaml",
+    )
+
+
 def test_the_default_file_counts_until_a_model_or_a_file_is_named(tmp_path: Path) -> None:
     default = _write(
         tmp_path / "d.yaml",

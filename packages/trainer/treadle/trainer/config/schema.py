@@ -62,7 +62,8 @@ class DataConfig(Section):
     train_files: Annotated[tuple[Path, ...], Field(min_length=1)]
     """Files of training rows (.jsonl, .parquet or .arrow) and directories of them, read in this
     order. A file on the Hugging Face Hub is hf://datasets/ORG/NAME/PATH. In a name `*` stands for
-    any characters."""
+    any characters. An environment that makes its rows and rewards itself is LIBRARY:NAME, such as
+    textarena:GuessTheNumber-v0, or a .yaml file with its settings (docs/environments.md)."""
     val_files: tuple[Path, ...] = ()
     """Files of validation rows. Empty: the run never validates."""
     prompts_per_step: Count = 16

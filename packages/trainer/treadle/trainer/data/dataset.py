@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from treadle.tools.environments import is_environment
 from treadle.trainer.data.errors import DataError, nearest
 from treadle.trainer.data.files import find_files, read_file
 from treadle.trainer.data.own_reader import Reader
@@ -72,6 +73,11 @@ def read_rows(
 
 
 def _check_file(file: Path, required: Sequence[str], found: RowProblems) -> None:
+    if is_environment(file):
+        raise DataError(
+            f"{file} is an environment, which makes its rows at start, and data.streaming=true "
+            "leaves rows in files: set it to false"
+        )
     empty = True
     for place, columns in read_file(file):
         empty = False

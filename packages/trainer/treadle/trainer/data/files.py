@@ -3,7 +3,8 @@
 A path is a file, several files by a `*` in the name, a directory, or files on the Hugging Face Hub.
 A file is `.jsonl` (one JSON object per line, blank lines skipped), `.parquet` or `.arrow` (stream
 or file format). A directory holds such files at any depth, or is one that `save_to_disk` of the
-library `datasets` wrote.
+library `datasets` wrote. An environment, "LIBRARY:NAME" or a `.yaml` file, makes its rows itself
+(`treadle.tools.environments`).
 
 Invariant: which files a directory stands for is never a guess: one with several splits or several
 formats is an error that lists them.
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from treadle.agent_loop import SetupError
+from treadle.tools.environments import is_environment, read_rows
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.hub import HubError, download_data, is_data_uri
 
@@ -44,6 +47,8 @@ def find_files(path: Path) -> Sequence[Path]:
             return download_data(path)
         except HubError as error:
             raise DataError(str(error)) from None
+    if is_environment(path):
+        return (path,)
     if path.is_dir():
         return _of_directory(path)
     if "*" in path.name and not path.exists():
@@ -55,11 +60,13 @@ def find_files(path: Path) -> Sequence[Path]:
 
 
 def read_file(path: Path) -> Iterator[Placed]:
-    """Yields the rows of one file, each with its place.
+    """Yields the rows of one file or environment, each with its place.
 
     Raises:
-        DataError: It is missing, damaged or of another type.
+        DataError: It is missing, damaged or of another type, or an environment that cannot be made.
     """
+    if is_environment(path):
+        return _of_environment(path)
     if not path.exists():
         raise DataError(f"{path} does not exist{_how_to_make(path)}")
     match path.suffix:
@@ -71,12 +78,19 @@ def read_file(path: Path) -> Iterator[Placed]:
             reader = _read_arrow
         case _:
             raise DataError(
-                f"{path}: datasets are .jsonl, .parquet or .arrow files, or directories of them, "
-                f"got {path.suffix!r}"
+                f"{path}: datasets are .jsonl, .parquet or .arrow files, directories of them, or "
+                f"environments (docs/environments.md), got {path.suffix!r}"
             )
     if not path.is_file():
         raise DataError(f"{path} is not a file")
     return reader(path)
+
+
+def _of_environment(path: Path) -> Iterator[Placed]:
+    try:
+        yield from read_rows(path)
+    except SetupError as error:
+        raise DataError(str(error)) from error
 
 
 def _of_directory(path: Path) -> Sequence[Path]:

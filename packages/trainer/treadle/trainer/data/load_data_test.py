@@ -104,6 +104,25 @@ def test_the_reward_is_for_the_rows_that_no_loop_scores(tmp_path: Path) -> None:
     assert _prepare(*given, "reward.name=gsm8k").loops == {f"{code}:Scores", "tool_agent"}
 
 
+def test_an_environment_is_a_data_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Greets:\n    def reset(self, *, seed=None):\n        return f'hello {seed}', {}\n"
+    )
+    settings = tmp_path / "greets.yaml"
+    settings.write_text("gymnasium: mine.py:Greets\nrows: 9\n")
+    given = [f"data.train_files={settings}", "agent.tool_catalogue=null"]
+    inputs = _prepare(*given)
+    assert len(inputs.train) == 9
+    assert inputs.loops == {"treadle.tools.environments.gymnasium:GymnasiumLoop"}
+    by_name = f"data.train_files=gymnasium:{tmp_path}/mine.py:Greets"
+    assert len(_prepare(by_name, "agent.tool_catalogue=null").train) == 256
+    with pytest.raises(DataError, match="is an environment, which makes its rows at start"):
+        _prepare(*given, "data.streaming=true")
+    settings.write_text("gymnasium: mine.py:Nobody\n")
+    with pytest.raises(DataError, match="has no 'Nobody'"):
+        _prepare(*given)
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SetupError, match=r"holds no tokenizer\.json"):

@@ -1,0 +1,61 @@
+"""The process of an environment's server: started once, and ended with all of its processes."""
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.agent_loop import SetupError
+from treadle.tools.environments.server_process import ServerProcess
+
+_SERVER = """
+import os, pathlib, socket, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with pathlib.Path(sys.argv[2]).open("a") as file:
+    file.write(f"{os.getpid()} {child.pid}\\n")
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True:
+    listener.accept()
+"""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    # It may wait for its new parent to look at it.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_server_is_started_once_and_ended_with_its_children(tmp_path: Path) -> None:
+    port, pids = _free_port(), tmp_path / "pids"
+    command = [sys.executable, "-c", _SERVER, str(port), str(pids)]
+
+    async def use() -> None:
+        server = ServerProcess(command, f"http://127.0.0.1:{port}")
+        await asyncio.gather(server.started(), server.started())
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+        await server.aclose()
+
+    asyncio.run(use())
+    (line,) = pids.read_text().splitlines()
+    assert all(_gone(int(pid)) for pid in line.split())
+
+
+def test_a_server_that_ends_is_an_error_with_its_status() -> None:
+    server = ServerProcess([sys.executable, "-c", "raise SystemExit(3)"], "http://127.0.0.1:9")
+    with pytest.raises(SetupError, match="ended with status 3"):
+        asyncio.run(server.started())
+    absent = ServerProcess(["no-such-program"], "http://127.0.0.1:9")
+    with pytest.raises(SetupError, match="'no-such-program' does not start"):
+        asyncio.run(absent.started())
