@@ -9,12 +9,12 @@ The caller waits in `generate`; cancelling its task aborts the sequence in the e
 fakes, and all of them pass the suite `testing.generator_contract`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.agent_loop.tokens.renderer import PlacedImage
-from treadle.agent_loop.types import Completion, SamplingParams
+from treadle.agent_loop.types import Completion, SamplingParams, TokenChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,9 @@ class RequestContext:
             all rows after it; None: of none.
         prompt_logprobs_from: First id of the prompt whose log-probability is wanted, and those of
             all ids after it, 1 to P; None: of none.
+        on_tokens: Called with the tokens as they arrive, for who shows them meanwhile. A generator
+            that cannot report tokens early does not call it; none is reported twice or taken back,
+            and those that are reported begin the completion's. An error in it fails the request.
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class RequestContext:
     priority: int = 0
     routed_experts_from: int | None = None
     prompt_logprobs_from: int | None = None
+    on_tokens: Callable[[TokenChunk], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         size = len(self.request_id.encode())

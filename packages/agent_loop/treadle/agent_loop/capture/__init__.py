@@ -1,8 +1,9 @@
 """Captured sessions: record the completions of any agent as a trajectory.
 
 `session` answers the agent's requests; `branch` and `history` find which recorded conversation a
-request continues; `stop_strings` and `call_ids` adapt a completion to what agents expect. Formats
-of requests (OpenAI, LangChain) belong in `proxy/` and `langgraph/`.
+request continues; `streamed_text` tells what of a turn can be shown while it is sampled;
+`stop_strings` and `call_ids` adapt a completion to what agents expect. Formats of requests (OpenAI,
+LangChain) belong in `proxy/` and `langgraph/`.
 """
 
 from treadle.agent_loop.capture.branch import Continuation
@@ -12,6 +13,7 @@ from treadle.agent_loop.capture.session import (
     LimitReachedError,
     SessionEndedError,
 )
+from treadle.agent_loop.capture.streamed_text import TurnDelta
 
 __all__ = [
     "CapturedSession",
@@ -19,4 +21,5 @@ __all__ = [
     "Continuation",
     "LimitReachedError",
     "SessionEndedError",
+    "TurnDelta",
 ]

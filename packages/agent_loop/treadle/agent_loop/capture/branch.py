@@ -30,6 +30,8 @@ class Continuation(enum.StrEnum):
     FORK = "fork"
     """Shares a part of a branch: an edited, shortened or repeated history, or a branch that
     another request extends at the same time."""
+    CHOICE = "choice"
+    """Another answer to the request of a turn, where the agent asks for several (`n`)."""
 
 
 class Branch:
@@ -130,6 +132,16 @@ class Plan:
     def images(self) -> tuple[PlacedImage, ...]:
         """The images of the prompt."""
         return _joined(self.branch.transcript.images, len(self.branch.transcript), self.observed)
+
+    def sibling(self) -> "Plan":
+        """Returns the plan of another answer to this request; before this one is written."""
+        branch = Branch(
+            Rendering(ids=self.prompt, images=self.images),
+            (*self.branch.messages, *self.messages),
+            self.branch.tools,
+            turns=self.branch.turns,
+        )
+        return _fresh(Continuation.CHOICE, branch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,19 +36,23 @@ them to be rendered, one at a time, and for the generator.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.capture.branch import Branch, Continuation, Draft, Plan, make_draft
 from treadle.agent_loop.capture.call_ids import CallIds
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
+from treadle.agent_loop.capture.streamed_text import StreamedText, TurnDelta
 from treadle.agent_loop.errors import LoopError, PromptTooLongError, RolloutError
 from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.loops.sampler import TurnSampler
+from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.span_content import message_content
 from treadle.agent_loop.tokens.renderer import BoundedRenderer, ParsedCompletion
 from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
@@ -61,6 +65,7 @@ from treadle.agent_loop.types import (
     Message,
     SamplingParams,
     StopReason,
+    TokenChunk,
     ToolSpec,
 )
 from treadle.tracing import Metric, Reduce, span
@@ -185,17 +190,47 @@ class CapturedSession:
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> CapturedTurn:
-        """Samples the assistant's next turn of a conversation.
+        """Samples the assistant's next turn of a conversation; see `choices`."""
+        (turn,) = await self.choices(
+            messages,
+            tools=tools,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            seed=seed,
+            stop=stop,
+        )
+        return turn
+
+    async def choices(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int = 1,
+        tools: Sequence[ToolSpec] = (),
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        on_delta: Callable[[int, TurnDelta], None] | None = None,
+    ) -> tuple[CapturedTurn, ...]:
+        """Samples several answers to one conversation, each its assistant's next turn.
+
+        All are recorded, or none: the first one as `complete` records it, the others as samples
+        that begin with its prompt.
 
         Args:
             messages: The whole conversation, as the agent has it; ends with a message that the
                 model can answer.
+            n: Number of answers; at least 1.
             tools: Shown to the model. Without tools, the text is not searched for calls.
             max_tokens: Additional bound on this completion, besides the limits.
             sampling: Replaces the run's sampling parameters. For evaluation only, because the
                 trainer assumes the run's.
-            seed: Seed of this completion. None means derived from the task's.
+            seed: Seed of the first completion; those of the others are derived from it. None means
+                derived from the task's.
             stop: Strings that end the turn; see `stop_strings`.
+            on_delta: Called with the index of an answer and what has been added to it, while it is
+                sampled; before this returns, with everything. See `streamed_text`.
 
         Raises:
             ValueError: There are no messages, or the last one is the assistant's; or `max_tokens`
@@ -207,34 +242,76 @@ class CapturedSession:
         """
         self._check_open()
         _check_request(messages, max_tokens, stop)
-        services = self._services
         async with self._planning:
             plan = await self._plan(make_draft(self._branches, tuple(messages), tuple(tools)))
         # From here to `_extending` nothing waits, so that no other request plans with this branch.
         self._check_open()
-        left = self._tokens_left(plan)
+        left = self._tokens_left(plan, n)
         if max_tokens is not None:
             left = min(left, max_tokens)
-        number = self._sampler.num_requests
-        prompt = plan.prompt
-        with span("turn", index=number, how=plan.how.value) as trace:
-            with self._extending(plan):
-                completion = await self._sampler.sample(
-                    prompt,
+        plans = [plan, *(plan.sibling() for _ in range(n - 1))]
+        with self._extending(plan, n):
+            samplings = [
+                self._sample(
+                    each,
                     left=left,
-                    images=plan.images,
-                    num_routed_rows=plan.branch.transcript.num_routed_rows,
                     sampling=sampling,
-                    seed=seed,
+                    seed=seed if seed is None or not index else derive_seed(seed, index),
+                    stop=stop,
+                    on_delta=None if on_delta is None else partial(on_delta, index),
                 )
+                for index, each in enumerate(plans)
+            ]
+            # One answer needs no task beside the caller's.
+            sampled = [await samplings[0]] if n == 1 else await concurrently(samplings)
+        self._check_open()
+        for each, (turn, uncut, past) in zip(plans, sampled, strict=True):
+            self._write(each, turn, uncut=uncut)
+            self._counts["tokens_past_stop"] += past
+        return tuple(turn for turn, _, _ in sampled)
+
+    async def _sample(
+        self,
+        plan: Plan,
+        *,
+        left: int,
+        sampling: SamplingParams | None,
+        seed: int | None,
+        stop: Sequence[str],
+        on_delta: Callable[[TurnDelta], None] | None,
+    ) -> tuple[CapturedTurn, str | None, int]:
+        """Samples a turn and writes nothing.
+
+        Returns:
+            The turn, its text with the stop string if it was cut there, and the number of tokens
+            that were sampled after it.
+        """
+        renderer, tools, prompt = self._services.renderer, plan.branch.tools, plan.prompt
+        number = self._sampler.num_requests
+        streamed = StreamedText(renderer, prompt=prompt, stop=stop)
+
+        def show(chunk: TokenChunk) -> None:
+            if on_delta is not None and (delta := streamed.add(chunk)):
+                on_delta(delta)
+
+        with span("turn", index=number, how=plan.how.value) as trace:
+            completion = await self._sampler.sample(
+                prompt,
+                left=left,
+                images=plan.images,
+                num_routed_rows=plan.branch.transcript.num_routed_rows,
+                sampling=sampling,
+                seed=seed,
+                on_tokens=None if on_delta is None else show,
+            )
             self._check_open()
-            cut = cut_at_stop(completion, stop, services.renderer, tools=tools, prompt=prompt)
+            cut = cut_at_stop(completion, stop, renderer, tools=tools, prompt=prompt)
             parsed = self._numbered(cut.parsed)
             if trace.recording:
                 trace.set(output=message_content(parsed.message))
-        self._write(plan, cut.completion, parsed, uncut=cut.uncut, number=number)
-        self._counts["tokens_past_stop"] += completion.num_tokens - cut.completion.num_tokens
-        return CapturedTurn(
+        if on_delta is not None:
+            on_delta(streamed.end(cut.completion, parsed.message))
+        turn = CapturedTurn(
             parsed=parsed,
             finish=cut.completion.finish,
             completion=cut.completion,
@@ -242,6 +319,7 @@ class CapturedSession:
             how=plan.how,
             number=number,
         )
+        return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
 
     async def _plan(self, draft: Draft) -> Plan:
         """Renders a draft, beside the event loop if it is long."""
@@ -253,16 +331,16 @@ class CapturedSession:
             raise self._refusal(StopReason.CONTEXT_LENGTH, str(error)) from error
 
     @contextmanager
-    def _extending(self, plan: Plan) -> Iterator[None]:
-        """Reserves the branch for this request, and counts the request against the limits."""
+    def _extending(self, plan: Plan, n: int) -> Iterator[None]:
+        """Reserves the branch for this request, and counts its answers against the limits."""
         plan.branch.busy = True
-        self._under_way += 1
+        self._under_way += n
         self._answers_under_way += plan.is_answer
         try:
             yield
         finally:
             plan.branch.busy = False
-            self._under_way -= 1
+            self._under_way -= n
             self._answers_under_way -= plan.is_answer
 
     def close(self) -> None:
@@ -316,13 +394,13 @@ class CapturedSession:
     def _by_age(self) -> list[Branch]:
         return sorted(self._branches, key=lambda branch: branch.last_request)
 
-    def _tokens_left(self, plan: Plan) -> int:
-        """Returns the maximum number of tokens of this completion; at least 1."""
+    def _tokens_left(self, plan: Plan, n: int) -> int:
+        """Returns the maximum number of tokens of each of n completions; at least 1."""
         limits, transcript = self._services.limits, plan.branch.transcript
         prompt = transcript.num_prompt_tokens
         response = transcript.num_response_tokens + len(plan.observed.ids)
         stop = limits.turn_stop(
-            assistant_turns=self._assistant_turns + self._under_way,
+            assistant_turns=self._assistant_turns + self._under_way + n - 1,
             # As in `limits`, an answer counts when it is given: the model may reply to the last.
             user_turns=self._user_turns + self._answers_under_way if plan.is_answer else 0,
         ) or limits.length_stop(prompt=prompt, response=response)
@@ -350,19 +428,16 @@ class CapturedSession:
             stop=stop,
         )
 
-    def _write(
-        self,
-        plan: Plan,
-        completion: Completion,
-        parsed: ParsedCompletion,
-        *,
-        uncut: str | None,
-        number: int,
-    ) -> None:
+    def _write(self, plan: Plan, turn: CapturedTurn, *, uncut: str | None) -> None:
         branch = plan.branch
         is_new = branch.last_request < 0
         branch.write(
-            plan.observed, plan.messages, completion, parsed.message, uncut=uncut, request=number
+            plan.observed,
+            plan.messages,
+            turn.completion,
+            turn.parsed.message,
+            uncut=uncut,
+            request=turn.number,
         )
         if is_new:
             self._branches.append(branch)
@@ -370,12 +445,12 @@ class CapturedSession:
         self._user_turns += plan.is_answer
         self._refused = None
         self._counts[plan.how.value] += 1
-        self._counts["parse_errors"] += len(parsed.malformed)
+        self._counts["parse_errors"] += len(turn.parsed.malformed)
         if plan.why:
-            self._findings.append(Finding(kind="fork", text=f"request {number}: {plan.why}"))
+            self._findings.append(Finding(kind="fork", text=f"request {turn.number}: {plan.why}"))
         self._findings.extend(
             Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
-            for bad in parsed.malformed
+            for bad in turn.parsed.malformed
         )
 
     def _numbered(self, parsed: ParsedCompletion) -> ParsedCompletion:

@@ -85,7 +85,9 @@ def _read(
     size = len(ids)
     while size and ids[size - 1] in renderer.stop_token_ids:
         size -= 1
-    return ParsedCompletion(message=Message(role="assistant", content=renderer.decode(ids[:size])))
+    text = renderer.decode(ids[:size])[parsed.content_start :]
+    message = Message(role="assistant", content=text, reasoning=parsed.message.reasoning)
+    return ParsedCompletion(message=message, content_start=parsed.content_start)
 
 
 def _first(completion: Completion, size: int) -> Completion:

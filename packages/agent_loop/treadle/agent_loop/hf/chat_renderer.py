@@ -32,6 +32,7 @@ from treadle.agent_loop.parsers import (
     parser_for_template,
     parser_named,
 )
+from treadle.agent_loop.parsers.base import StreamingParser
 from treadle.agent_loop.tokens.renderer import ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
 
@@ -200,7 +201,15 @@ class HfRenderer:
             ),
             call_starts=parsed.call_starts,
             malformed=parsed.malformed,
+            content_start=parsed.content_start,
         )
+
+    def settled(self, text: str, *, prompt: Sequence[int]) -> tuple[str, str]:
+        """As in `StreamingRenderer`; nothing before the end if the parser cannot tell."""
+        if not isinstance(self.parser, StreamingParser):
+            return "", ""
+        so_far = self.parser.settled(text, prompt_end=self.decode(prompt[-_PROMPT_END:]))
+        return so_far.reasoning, so_far.content
 
     def bounded(self, max_tokens: int) -> "HfRenderer":
         """Returns this renderer with a bound on the ids of one text.

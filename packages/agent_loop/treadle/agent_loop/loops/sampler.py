@@ -9,7 +9,7 @@ The tasks of one event loop may share a sampler. They wait in `sample`.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from treadle.agent_loop.errors import ContractError
@@ -18,7 +18,7 @@ from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.span_content import completion_output, request_inputs
 from treadle.agent_loop.tokens.renderer import PlacedImage
-from treadle.agent_loop.types import AgentTask, Completion, SamplingParams
+from treadle.agent_loop.types import AgentTask, Completion, SamplingParams, TokenChunk
 from treadle.tracing import span
 
 
@@ -60,6 +60,7 @@ class TurnSampler:
         num_routed_rows: int = 0,
         sampling: SamplingParams | None = None,
         seed: int | None = None,
+        on_tokens: Callable[[TokenChunk], None] | None = None,
     ) -> Completion:
         """Samples one completion.
 
@@ -70,6 +71,7 @@ class TurnSampler:
             num_routed_rows: Number of first rows whose experts are known already.
             sampling: Replaces the run's sampling parameters.
             seed: Seed of this completion. None means derived from the task's.
+            on_tokens: See `RequestContext.on_tokens`.
 
         Raises:
             GenerationError: The completion could not be made.
@@ -81,6 +83,7 @@ class TurnSampler:
             deadline=self._services.deadline,
             min_weight_version=self._services.min_weight_version,
             routed_experts_from=num_routed_rows if self._services.routed_experts else None,
+            on_tokens=on_tokens,
         )
         self.num_requests += 1
         self._services.pulse.beat(f"generating as {request.request_id}")

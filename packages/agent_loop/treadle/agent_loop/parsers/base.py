@@ -7,7 +7,7 @@ even if a model repeats a mark endlessly.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.types import ToolCall, ToolSpec
@@ -25,6 +25,7 @@ class ParsedText:
         malformed: In order.
         reasoning: The model's reasoning, without its marks. None means that the parser does not
             separate reasoning and leaves it in `content`; "" that there was none.
+        content_start: Position after the reasoning and its marks.
     """
 
     content: str
@@ -32,6 +33,30 @@ class ParsedText:
     call_starts: tuple[int, ...] = ()
     malformed: tuple[MalformedCall, ...] = ()
     reasoning: str | None = None
+    content_start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What is certain about a text whose end has not come yet.
+
+    Attributes:
+        reasoning: What `ParsedText.reasoning` will begin with.
+        content: What `ParsedText.content` will begin with, except that the white space before it is
+            dropped if calls follow.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+
+
+def without_partial(text: str, *marks: str) -> str:
+    """Returns a text without a beginning of one of the marks at its end."""
+    for size in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        end = text[-size:]
+        if any(mark.startswith(end) for mark in marks):
+            return text[:-size]
+    return text
 
 
 class ToolCallParser(Protocol):
@@ -61,5 +86,19 @@ class ToolCallParser(Protocol):
         Raises:
             ValueError: The format cannot express it: a mark inside a name or a plain text, or
                 reasoning that the parser does not separate.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamingParser(ToolCallParser, Protocol):
+    """A parser that says what is certain while a completion is still being sampled."""
+
+    def settled(self, text: str, *, prompt_end: str) -> Settled:
+        """Returns what every continuation of a text has. Never raises, never takes back.
+
+        Args:
+            text: The beginning of a decoded completion.
+            prompt_end: As in `ToolCallParser.parse`; "" settles no reasoning.
         """
         ...

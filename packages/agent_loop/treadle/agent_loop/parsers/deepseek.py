@@ -35,6 +35,8 @@ class DeepSeekFormat:
     """DeepSeek V3.1 tool calls, and those of V3 and R1."""
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_CALL, _SECTION, _SECTION_END)
+    leads: tuple[str, ...] = ()
     gap = ""
 
     def new_id(self, number: int, name: str) -> str:

@@ -5,9 +5,10 @@ same way for all formats.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
-from treadle.agent_loop.parsers.base import ParsedText
+from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.parsers.thinking import Thinking
@@ -39,6 +40,16 @@ class CallFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class MarkedFormat(CallFormat, Protocol):
+    """A format that says where its calls may begin, so that the text before can be streamed."""
+
+    marks: tuple[str, ...]
+    """What a call, or a mark around calls or content, begins with; at least one."""
+    leads: tuple[str, ...]
+    """What begins a call only at the beginning of the content."""
+
+
 class FormatParser:
     """A `ToolCallParser` for one format of calls, with or without reasoning before them.
 
@@ -65,7 +76,28 @@ class FormatParser:
             reasoning, start = self._thinking.split(text, prompt_end=prompt_end)
         scan = Scan(text, start=start, new_id=self._format.new_id)
         self._format.read(scan, Schemas(tools))
-        return scan.parsed(reasoning=reasoning)
+        return replace(scan.parsed(reasoning=reasoning), content_start=start)
+
+    def settled(self, text: str, *, prompt_end: str) -> Settled:
+        """As in `StreamingParser`: the content up to the first mark, without white space after it.
+
+        What follows a mark is settled by the end only: whether it is a call, and what of it is
+        content, depends on all of it.
+        """
+        reasoning, start = "", 0
+        if self._thinking is not None:
+            reasoning, stop = self._thinking.settled(text, prompt_end=prompt_end)
+            if stop is None:
+                return Settled(reasoning)
+            start = stop
+        if not isinstance(self._format, MarkedFormat):
+            return Settled(reasoning)
+        marks = self._format.marks
+        if text[start:].lstrip().startswith(self._format.leads):
+            return Settled(reasoning)
+        found = [at for mark in marks if (at := text.find(mark, start)) >= 0]
+        before = text[start : min(found)] if found else without_partial(text[start:], *marks)
+        return Settled(reasoning, before.rstrip())
 
     def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
         """As in `ToolCallParser`."""

@@ -30,6 +30,8 @@ class GlmFormat:
     """GLM tool calls."""
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_OPEN,)
+    leads: tuple[str, ...] = ()
     gap = "\n"
 
     def new_id(self, number: int, name: str) -> str:

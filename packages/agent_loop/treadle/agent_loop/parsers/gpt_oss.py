@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treadle.agent_loop.parsers.base import ParsedText
+from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
 from treadle.agent_loop.parsers.format_parser import counted_id, writable
 from treadle.agent_loop.parsers.json_text import CallError, decode_json, json_type, write_json
 from treadle.agent_loop.parsers.scan import Scan
@@ -81,6 +81,25 @@ class GptOssParser:
         content = "\n".join(answers)
         found = scan.parsed(reasoning="\n".join(thoughts))
         return replace(found, content=content.strip() if found.calls else content)
+
+    def settled(self, text: str, *, prompt_end: str) -> Settled:
+        """As in `StreamingParser`: the messages before the first call or damaged header."""
+        scan = Scan(text, start=0, new_id=counted_id)
+        thoughts: list[str] = []
+        answers: list[str] = []
+        start = 0
+        while start < len(text):
+            message = _next_message(scan, start)
+            header, body = text[start : message.body], text[message.body : message.stop]
+            if not header.endswith(_MESSAGE) or _RECIPIENT.search(header):
+                break
+            channel = _ON_CHANNEL.search(header)
+            thought = channel is not None and channel[1] == "analysis"
+            if message.after == len(text):
+                body = without_partial(body, _START, *_ENDS)
+            (thoughts if thought else answers).append(body)
+            start = message.after
+        return Settled("\n".join(thoughts), "\n".join(answers).rstrip())
 
     def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
         """As in `ToolCallParser`; without the token that ends the turn."""

@@ -27,6 +27,8 @@ class HermesFormat:
     """Hermes tool calls."""
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_OPEN,)
+    leads: tuple[str, ...] = ()
     gap = "\n"
 
     def new_id(self, number: int, name: str) -> str:

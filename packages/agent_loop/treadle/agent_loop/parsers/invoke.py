@@ -41,12 +41,14 @@ class InvokeFormat:
     """Tool calls as invoke elements."""
 
     stop_tokens: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
 
     def __init__(self, marks: InvokeMarks, *, gap: str) -> None:
         prefix = marks.prefix
         self.gap = gap
         self._typed = marks.typed
         self._opens = tuple(f"<{name}>" for name in marks.block)
+        self.marks = self._opens
         self._closes = tuple(f"</{name}>" for name in marks.block)
         self._call = f"<{prefix}invoke"
         self._call_end = f"</{prefix}invoke>"

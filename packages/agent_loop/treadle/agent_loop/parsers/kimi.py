@@ -38,6 +38,8 @@ class KimiFormat:
     """Kimi K2 tool calls."""
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_CALL, *_SECTIONS)
+    leads: tuple[str, ...] = ()
     gap = ""
 
     def new_id(self, number: int, name: str) -> str:

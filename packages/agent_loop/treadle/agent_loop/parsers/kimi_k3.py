@@ -34,6 +34,8 @@ class KimiK3Format:
     """Kimi K3 tool calls."""
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_CALL, *_FRAMES)
+    leads: tuple[str, ...] = ()
     gap = _FRAMES[1]
 
     def new_id(self, number: int, name: str) -> str:

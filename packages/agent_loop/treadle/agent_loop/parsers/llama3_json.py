@@ -27,6 +27,8 @@ class Llama3JsonFormat:
     """Llama 3 tool calls."""
 
     stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
+    marks: tuple[str, ...] = (_TAG,)
+    leads: tuple[str, ...] = ("{",)
     gap = _TAG
 
     def new_id(self, number: int, name: str) -> str:

@@ -41,6 +41,8 @@ class MistralFormat:
     """
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_MARK,)
+    leads: tuple[str, ...] = ()
     gap = ""
 
     def __init__(self, *, as_list: bool = False) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from treadle.agent_loop import SetupError, ToolCall, ToolSpec
 from treadle.agent_loop.parsers import PARSER_NAMES, ParsedText, parser_for_template, parser_named
+from treadle.agent_loop.parsers.base import StreamingParser
 from treadle.agent_loop.parsers.testing import ARGUMENTS, REASONING, SAMPLES, TOOL, Sample
 
 every_parser = pytest.mark.parametrize("name", PARSER_NAMES)
@@ -91,6 +92,35 @@ def test_what_is_rendered_is_parsed(
     if name != "mistral" or calls:
         assert [call.id for call in parsed.calls] == [call.id for call in calls]
     assert list(parsed.call_starts) == sorted(set(parsed.call_starts))
+
+
+@every_parser
+@settings(deadline=None, max_examples=40)
+@given(text=junk, prompt_end=st.sampled_from(["", "assistant\n", "<think>\n"]))
+def test_what_is_settled_stays_whatever_follows(name: str, text: str, prompt_end: str) -> None:
+    parser = parser_named(name)
+    assert isinstance(parser, StreamingParser)
+    parsed = parser.parse(text, prompt_end=prompt_end)
+    for size in range(len(text) + 1):
+        so_far = parser.settled(text[:size], prompt_end=prompt_end)
+        assert (parsed.reasoning or "").startswith(so_far.reasoning)
+        begins = so_far.content.lstrip() if parsed.calls else so_far.content
+        assert parsed.content.startswith(begins)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.parser}-{sample.models}")
+def test_the_text_before_the_calls_is_settled_as_it_comes(sample: Sample) -> None:
+    parser = parser_named(sample.parser)
+    assert isinstance(parser, StreamingParser)
+    before = sample.text[: sample.text.index(sample.first)]
+    settled = [
+        parser.settled(before[:size], prompt_end=sample.prompt_end)
+        for size in range(len(before) + 1)
+    ]
+    assert settled[-1].reasoning == (sample.reasoning or "")
+    if sample.parser != "kimi_k3":  # Its content has marks around it, and comes at the end.
+        assert settled[-1].content == sample.content
+        assert len({one.content for one in settled}) > len(sample.content) // 2
 
 
 @every_parser

@@ -36,6 +36,8 @@ class Qwen3CoderFormat:
     """Qwen3-Coder tool calls."""
 
     stop_tokens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (_OPEN, _FUNCTION)
+    leads: tuple[str, ...] = ()
     gap = "\n\n"
 
     def new_id(self, number: int, name: str) -> str:

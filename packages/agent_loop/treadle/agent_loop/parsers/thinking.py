@@ -8,6 +8,8 @@ Invariant: a call inside the reasoning is not a call; the model has not decided 
 
 from dataclasses import dataclass
 
+from treadle.agent_loop.parsers.base import without_partial
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
@@ -42,6 +44,28 @@ class Thinking:
         if self.lines:
             reasoning = reasoning.removeprefix("\n").removesuffix("\n")
         return reasoning, stop
+
+    def settled(self, text: str, *, prompt_end: str) -> tuple[str, int | None]:
+        """Returns the reasoning that is certain, and the position after all of it.
+
+        The position is None as long as the reasoning may continue.
+
+        Args:
+            text: The beginning of a decoded completion.
+            prompt_end: As in `ToolCallParser.parse`.
+        """
+        lead = text.lstrip()
+        if any(mark.startswith(lead) for mark in (self.open, self.close)):
+            return "", None
+        start = self._start(text, prompt_end)
+        if start < 0 and not prompt_end:
+            return "", None
+        if start < 0 or text.find(self.close, start) >= 0:
+            return self.split(text, prompt_end=prompt_end)
+        reasoning = without_partial(text[start:], self.close)
+        if self.lines:
+            reasoning = reasoning.removeprefix("\n").removesuffix("\n")
+        return reasoning, None
 
     def write(self, reasoning: str) -> str:
         """Writes the reasoning as the template does.

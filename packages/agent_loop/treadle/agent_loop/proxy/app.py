@@ -14,22 +14,29 @@ Requests are tasks of the HTTP server. They wait for the generator, and for a di
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from treadle.agent_loop.proxy.allowances import Allowances
+from treadle.agent_loop.proxy.apis.chat_answer import ChatAnswer
+from treadle.agent_loop.proxy.apis.chat_request import read_request
+from treadle.agent_loop.proxy.apis.common import AgentRequest, AnswerWriter
 from treadle.agent_loop.proxy.body import SMALL, Bodies
 from treadle.agent_loop.proxy.errors import ApiError
+from treadle.agent_loop.proxy.event_stream import EventStream
 from treadle.agent_loop.proxy.messages import read_object
-from treadle.agent_loop.proxy.request import ChatRequest, read_request
-from treadle.agent_loop.proxy.response import ChatAnswer
 from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions, read_reward
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +63,11 @@ def make_app(
     below = "/sessions/{session_id}"
     return Starlette(
         routes=[
-            Route(f"{below}/v1/chat/completions", endpoint.complete, methods=["POST"]),
+            Route(
+                f"{below}/v1/chat/completions",
+                partial(endpoint.complete, api=_CHAT),
+                methods=["POST"],
+            ),
             Route(f"{below}/v1/models", endpoint.list_models, methods=["GET"]),
             Route(f"{below}/reward", endpoint.take_reward, methods=["POST"]),
             *more,
@@ -71,6 +82,19 @@ def make_app(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """One of the APIs that agents speak.
+
+    Attributes:
+        read: Parses a body, given what takes what is let pass.
+        answer: Returns the writer of a request's answer, given the model's name.
+    """
+
+    read: Callable[[bytes, Allowances], AgentRequest]
+    answer: Callable[[AgentRequest, EndpointSession, str], AnswerWriter]
+
+
 class _Endpoint:
     """The request handlers."""
 
@@ -81,31 +105,33 @@ class _Endpoint:
         self._bodies = Bodies(_TOGETHER * max_body_bytes)
         self._started = int(time.time())
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: Request, api: Api) -> Response:
         session = self._session(request)
-        with session.slot():
+        with ExitStack() as slots:
+            slots.enter_context(session.slot())
             body = await session.while_open(
                 self._bodies.read(request, max_bytes=self._max_body_bytes)
             )
             # Only now: agents that send slowly take no place of the others.
-            with self._sessions.slot():
-                allowed = Allowances(session.allowed.constraints)
-                asked = await _read(session, body, allowed)
-                turn = await session.complete(asked, gone=lambda: _disconnected(request))
-        if turn is None:
-            return Response(status_code=_CLIENT_GONE)
-        session.allowed.add(allowed)
-        answer = ChatAnswer(
-            id=f"chatcmpl-{session.id}-{turn.number}",
-            created=int(time.time()),
-            model=self._model,
-            request=asked,
-            turn=turn,
-        )
-        if asked.stream:
-            events = list(answer.stream(session.renderer))
-            return StreamingResponse(_each(events), media_type="text/event-stream")
-        return JSONResponse(answer.whole(session.renderer))
+            slots.enter_context(self._sessions.slot())
+            allowed = Allowances(session.allowed.constraints)
+            asked = await _read(session, partial(api.read, body, allowed), len(body))
+            answer = api.answer(asked, session, self._model)
+            gone = partial(_disconnected, request)
+            if not asked.stream:
+                turns = await session.complete(asked, gone=gone)
+                if turns is None:
+                    return Response(status_code=_CLIENT_GONE)
+                session.allowed.add(allowed)
+                return JSONResponse(answer.whole(turns))
+            stream = EventStream(
+                answer,
+                lambda take: session.complete(asked, gone=gone, on_delta=take),
+                while_open=session.while_open,
+                slots=slots.pop_all(),
+                finished=lambda _: session.allowed.add(allowed),
+            )
+            return stream if await stream.begun() else Response(status_code=_CLIENT_GONE)
 
     async def list_models(self, request: Request) -> Response:
         self._session(request)
@@ -125,25 +151,35 @@ class _Endpoint:
 
     def _session(self, request: Request) -> EndpointSession:
         return self._sessions.find(
-            request.path_params["session_id"], request.headers.get("authorization", "")
+            request.path_params["session_id"],
+            request.headers.get("authorization", ""),
+            request.headers.get("x-api-key", ""),
         )
 
 
-async def _read(session: EndpointSession, body: bytes, allowed: Allowances) -> ChatRequest:
-    if len(body) < _LONG:
-        return read_request(body, allowed)
-    return await session.while_open(asyncio.to_thread(read_request, body, allowed))
+def _chat_answer(asked: AgentRequest, session: EndpointSession, model: str) -> ChatAnswer:
+    return ChatAnswer(
+        id=f"chatcmpl-{session.id}-{session.next_answer()}",
+        created=int(time.time()),
+        model=model,
+        request=asked,
+        renderer=session.renderer,
+    )
+
+
+_CHAT = Api(read=read_request, answer=_chat_answer)
+
+
+async def _read(session: EndpointSession, read: Callable[[], T], size: int) -> T:
+    if size < _LONG:
+        return read()
+    return await session.while_open(asyncio.to_thread(read))
 
 
 async def _disconnected(request: Request) -> None:
     """Waits for the client to disconnect; nothing else can come after the body."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _each(events: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for event in events:
-        yield event
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

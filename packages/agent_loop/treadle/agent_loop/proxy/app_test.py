@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,7 +15,8 @@ from treadle.agent_loop import AgentTask, LoopLimits, Message, SamplingParams, S
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.proxy import AgentSampling, app, body
 from treadle.agent_loop.proxy.allowances import Allowances
-from treadle.agent_loop.proxy.request import ChatRequest, read_request
+from treadle.agent_loop.proxy.apis.chat_request import read_request
+from treadle.agent_loop.proxy.apis.common import AgentRequest
 from treadle.agent_loop.proxy.server import SharedServer
 from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
@@ -104,12 +105,12 @@ async def test_a_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_long_request_is_parsed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(body: bytes, allowed: Allowances) -> ChatRequest:
+    def slow(body: bytes, allowed: Allowances) -> AgentRequest:
         begun.set()
         assert go_on.wait(20)
         return read_request(body, allowed)
 
-    monkeypatch.setattr(app, "read_request", slow)
+    monkeypatch.setattr(app, "_CHAT", replace(app._CHAT, read=slow))
     monkeypatch.setattr(app, "_LONG", 10)
     async with serving() as endpoint:
         asking = asyncio.create_task(endpoint.ask("POST", "chat/completions", json=ASK))

@@ -193,7 +193,7 @@ async def test_4_the_request_s_bounds_seed_and_stop_strings_are_kept() -> None:
 async def test_5_what_is_not_supported_is_refused_by_name() -> None:
     async def script(client: AsyncOpenAI, generator: ScriptedGenerator) -> None:
         for name, value in {
-            "n": 2,
+            "top_logprobs": 2,
             "temperature": 0.2,
             "tool_choice": "required",
             "response_format": {"type": "json_object"},

@@ -19,12 +19,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from treadle.agent_loop.aio import run_until
-from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError
+from treadle.agent_loop.capture import CapturedSession, CapturedTurn, LimitReachedError, TurnDelta
 from treadle.agent_loop.errors import AgentLoopError, GenerationError, PromptTooLongError
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
+from treadle.agent_loop.proxy.apis.common import AgentRequest
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
-from treadle.agent_loop.proxy.request import ChatRequest
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import SamplingParams, StopReason
 from treadle.tracing import Metric
@@ -89,32 +89,47 @@ class EndpointSession:
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
+        self._num_answers = 0
+
+    def next_answer(self) -> int:
+        """Returns the number of the next answer, from 0; unique in the session."""
+        self._num_answers += 1
+        return self._num_answers - 1
 
     async def complete(
-        self, request: ChatRequest, *, gone: Callable[[], Coroutine[Any, Any, object]]
-    ) -> CapturedTurn | None:
-        """Samples the completion of a request.
+        self,
+        request: AgentRequest,
+        *,
+        gone: Callable[[], Coroutine[Any, Any, object]],
+        on_delta: Callable[[int, TurnDelta], None] | None = None,
+    ) -> tuple[CapturedTurn, ...] | None:
+        """Samples the answers to a request.
 
         Args:
             request: The agent's request.
             gone: Returns when the agent no longer waits for the answer.
+            on_delta: See `CapturedSession.choices`.
 
         Returns:
-            The turn, or None if the agent disconnected or the session was closed before.
+            The turns, or None if the agent disconnected or the session was closed before.
 
         Raises:
-            ApiError: The completion could not be sampled.
+            ApiError: The answers could not be sampled.
         """
-        turn = self.captured.complete(
+        if request.n > self._max_in_flight:
+            raise bad_value("n", f"it is {request.n}; this session has {self._max_in_flight} slots")
+        turns = self.captured.choices(
             request.messages,
+            n=request.n,
             tools=request.tools,
             max_tokens=request.max_tokens,
             sampling=self._params(request),
             seed=request.seed,
             stop=request.stop,
+            on_delta=on_delta,
         )
         try:
-            captured = await run_until(turn, gone, self._closed.wait)
+            captured = await run_until(turns, gone, self._closed.wait)
         except LimitReachedError as error:
             self.refused = error
             raise answer_to(error) from error
@@ -175,7 +190,7 @@ class EndpointSession:
             if not self._in_flight:
                 self._idle.set()
 
-    def _params(self, request: ChatRequest) -> SamplingParams:
+    def _params(self, request: AgentRequest) -> SamplingParams:
         base = self._base
         if self._sampling is AgentSampling.AGENT:
             temperature = base.temperature if request.temperature is None else request.temperature
@@ -211,8 +226,13 @@ class EndpointSessions:
         self._sessions.pop(session.id, None)
         await session.close()
 
-    def find(self, session_id: str, authorization: str) -> EndpointSession:
+    def find(self, session_id: str, authorization: str, api_key: str = "") -> EndpointSession:
         """Returns the session of a request.
+
+        Args:
+            session_id: Of the address.
+            authorization: The header; "Bearer" and the session's key.
+            api_key: The header `x-api-key`, in which Anthropic's clients send it.
 
         Raises:
             ApiError: There is no such session, or the key is not its own.
@@ -221,9 +241,8 @@ class EndpointSessions:
         if session is None:
             raise _not_found(session_id)
         scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            key.strip().encode(), session.key.encode()
-        ):
+        given = [api_key, key] if scheme.lower() == "bearer" else [api_key]
+        if not any(hmac.compare_digest(k.strip().encode(), session.key.encode()) for k in given):
             raise ApiError(
                 "the API key is not this session's; it is in OPENAI_API_KEY of the agent",
                 status=401,

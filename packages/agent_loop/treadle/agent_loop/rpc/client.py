@@ -18,7 +18,7 @@ A request waits for its stream, for the first back-off to end (woken by the cloc
 (`SessionQueue`). All requests of one event loop share the replicas; nothing here is thread-safe.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
@@ -50,7 +50,14 @@ from treadle.agent_loop.rpc.router.client import RemoteRouter
 from treadle.agent_loop.rpc.router.session_queue import Placement, SessionQueue
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.agent_loop.tokens.renderer import PlacedImage
-from treadle.agent_loop.types import Completion, FinishReason, RoutedExperts, SamplingParams
+from treadle.agent_loop.types import (
+    Completion,
+    FinishReason,
+    RoutedExperts,
+    SamplingParams,
+    TokenChunk,
+)
+from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 
 
 class GrpcTokenGenerator:
@@ -259,7 +266,8 @@ class GrpcTokenGenerator:
         timeout_s = in_flight.deadline - self._clock.now()
         try:
             async with self._replicas.calling(replica):
-                await read(replica.generate(message, timeout_s=timeout_s), stream.accept)
+                call = replica.generate(message, timeout_s=timeout_s)
+                await read(call, _reporting(stream, in_flight.request.on_tokens))
             finish = stream.end()
             record_phases(stream, call=in_flight.num_calls)
             return finish
@@ -357,6 +365,22 @@ async def connect(
             clock=clock,
             max_resumes=max_resumes,
         )
+
+
+def _reporting(
+    stream: CompletionStream, on_tokens: Callable[[TokenChunk], None] | None
+) -> Callable[[generation_pb2.GenerateResponse], None]:
+    """Returns what takes the messages of a stream and reports their tokens."""
+    if on_tokens is None:
+        return stream.accept
+
+    def accept(event: generation_pb2.GenerateResponse) -> None:
+        before = len(stream.chunks)
+        stream.accept(event)
+        for chunk in stream.chunks[before:]:
+            on_tokens(chunk)
+
+    return accept
 
 
 def _check_scores(server: ServerInfo) -> None:

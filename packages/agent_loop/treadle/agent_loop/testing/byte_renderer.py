@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 
 from treadle.agent_loop.parsers import HermesParser, ToolCallParser
+from treadle.agent_loop.parsers.base import StreamingParser
 from treadle.agent_loop.tokens.renderer import ParsedCompletion, PlacedImage, Rendering
 from treadle.agent_loop.types import Image, Message, ToolSpec
 
@@ -83,7 +84,15 @@ class ByteRenderer:
             ),
             call_starts=parsed.call_starts,
             malformed=parsed.malformed,
+            content_start=parsed.content_start,
         )
+
+    def settled(self, text: str, *, prompt: Sequence[int]) -> tuple[str, str]:
+        """As in `StreamingRenderer`; nothing before the end if the parser cannot tell."""
+        if not isinstance(self._parser, StreamingParser):
+            return "", ""
+        so_far = self._parser.settled(text, prompt_end=decode(prompt[-16:]))
+        return so_far.reasoning, so_far.content
 
     def _write(self, before: Sequence[int], messages: Sequence[Message]) -> Rendering:
         ids, images = list(before), list[PlacedImage]()

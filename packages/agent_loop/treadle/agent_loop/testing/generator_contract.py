@@ -10,7 +10,8 @@ A fake that passes the suite can be trusted: both `ScriptedGenerator` and the gR
 real server are tested with it. The suite imports no test framework.
 
 The numbers: 1 bounds, 2 log-probabilities, 3 stop ids, 4 repeatable and not mixed up, 5 deadline,
-6 cancellation, 7 versions, 8 prompts that do not fit, 9 sessions.
+6 cancellation, 7 versions, 8 prompts that do not fit, 9 sessions, 10 tokens that are
+reported as they arrive.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from treadle.agent_loop.errors import (
     WeightVersionBehindError,
 )
 from treadle.agent_loop.generator import RequestContext, TokenGenerator
-from treadle.agent_loop.types import Completion, FinishReason, SamplingParams
+from treadle.agent_loop.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,3 +179,14 @@ class GeneratorContract:
             s.generator.finish_session(request.session_id)
             again = await s.generator.generate(s.prompt, EIGHT, request=request)
         assert again.num_tokens == 8
+
+    async def test_10_reported_tokens_begin_the_completion(self) -> None:
+        """Whatever part of a completion is reported as it arrives, none of it is taken back."""
+        reported: list[TokenChunk] = []
+        async with self.subject() as s:
+            request = replace(context("a"), on_tokens=reported.append)
+            completion = await s.generator.generate(s.prompt, EIGHT, request=request)
+        ids = [token for chunk in reported for token in chunk.token_ids]
+        assert ids == list(completion.token_ids[: len(ids)])
+        logprobs = [p for chunk in completion.chunks for p in chunk.logprobs]
+        assert [p for chunk in reported for p in chunk.logprobs] == logprobs[: len(ids)]

@@ -9,7 +9,7 @@ With `hold`, calls wait for `release` or a cancellation, so tests can choose the
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treadle.agent_loop.errors import (
     GenerationTimeoutError,
@@ -128,7 +128,12 @@ class ScriptedGenerator:
             raise
         finally:
             await self._count(-1)
-        return self._next_reply(params)
+        completion = self._next_reply(params)
+        if request.on_tokens is not None:
+            for chunk in completion.chunks:
+                for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+                    request.on_tokens(replace(chunk, token_ids=(token,), logprobs=(logprob,)))
+        return completion
 
     def finish_session(self, session_id: str) -> None:
         """Records the end of a session."""

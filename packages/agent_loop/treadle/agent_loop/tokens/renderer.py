@@ -108,11 +108,13 @@ class ParsedCompletion:
         message: The assistant's message; `content` is the text without the calls, as sampled.
         call_starts: Position of each of `message.tool_calls`, like `MalformedCall.start`.
         malformed: Spans that look like a call and cannot be parsed.
+        content_start: Position after the reasoning and its marks.
     """
 
     message: Message
     call_starts: tuple[int, ...] = ()
     malformed: tuple[MalformedCall, ...] = ()
+    content_start: int = 0
 
     @property
     def requests(self) -> tuple[ToolCall | MalformedCall, ...]:
@@ -209,5 +211,22 @@ class BoundedRenderer(ChatRenderer, Protocol):
         `render` and `extend` of the result raise `PromptTooLongError` for a text that is clearly
         longer than `max_tokens`, with work that does not grow with the text. The caller checks the
         exact number of ids.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamingRenderer(ChatRenderer, Protocol):
+    """A renderer that says what is certain of a completion that is still being sampled."""
+
+    def settled(self, text: str, *, prompt: Sequence[int]) -> tuple[str, str]:
+        """Returns the beginnings of the reasoning and of the content that can be told already.
+
+        Whatever follows, `parse` of the whole completion has them, except that the white space
+        before the content is dropped if calls follow. Never raises.
+
+        Args:
+            text: The beginning of the decoded completion.
+            prompt: As in `parse`.
         """
         ...

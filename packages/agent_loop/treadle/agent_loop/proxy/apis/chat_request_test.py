@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from treadle.agent_loop import AgentTask, Image, Message, ToolCall, ToolSpec
 from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
+from treadle.agent_loop.proxy.apis.chat_request import NEUTRAL, read_request
+from treadle.agent_loop.proxy.apis.common import AgentRequest
 from treadle.agent_loop.proxy.errors import ApiError
 from treadle.agent_loop.proxy.messages import MAX_VALUES, read_messages, written, written_task
-from treadle.agent_loop.proxy.request import NEUTRAL, ChatRequest, read_request
 
 USER = {"role": "user", "content": "u"}
 PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 
-def read(**values: Any) -> ChatRequest:
+def read(**values: Any) -> AgentRequest:
     return read_request(json.dumps({"messages": [USER], **values}).encode(), Allowances())
 
 
@@ -55,7 +56,7 @@ def test_1_everything_that_is_used() -> None:
         stream_options={"include_usage": True},
         response_format={"type": "text"},
         metadata={"a": "b"},
-    ) == ChatRequest(
+    ) == AgentRequest(
         messages=(Message(role="user", content="u"),),
         tools=(ToolSpec(name="add", description="Adds.", parameters=schema),),
         max_tokens=5,
@@ -326,7 +327,7 @@ def test_constraints_are_counted_where_they_are_not_enforced() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
     }
     request = read_request(json.dumps(body).encode(), allowed)
-    assert request == ChatRequest(
+    assert request == AgentRequest(
         messages=(Message(role="user", content="u"),), tools=(ToolSpec(name="f", description=""),)
     )
     named = {"type": "function", "function": {"name": "f"}}
@@ -337,7 +338,7 @@ def test_constraints_are_counted_where_they_are_not_enforced() -> None:
     assert [finding.text for finding in allowed.findings()][2] == (
         "strict was asked for 3 times and not enforced; first as tools[0].function.strict"
     )
-    for name, value in (("tool_choice", "any"), ("response_format", {"type": "x"}), ("n", 2)):
+    for name, value in (("tool_choice", "any"), ("response_format", {"type": "x"}), ("n", 0)):
         with pytest.raises(ApiError, match=name):
             read_request(json.dumps({**body, name: value}).encode(), allowed)
 

@@ -1,0 +1,210 @@
+"""What the APIs of the endpoint have in common: the request that all become, and its values.
+
+Invariant: pure. Each API reads its requests into an `AgentRequest` and writes its answers from
+turns; nothing else of the endpoint knows which API an agent speaks.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from treadle.agent_loop.capture import CapturedTurn, TurnDelta
+from treadle.agent_loop.proxy.allowances import Allowances
+from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
+from treadle.agent_loop.types import Message, ToolSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """A parsed request. None means not specified.
+
+    Attributes:
+        messages: The conversation.
+        tools: Shown to the model.
+        max_tokens: At least 1.
+        temperature: At least 0.
+        top_p: In (0, 1].
+        seed: At least 0.
+        stop: Strings that end the completion.
+        logprobs: Whether to return each token's log-probability.
+        n: Number of answers; at least 1.
+        stream: Whether to answer with server-sent events.
+        include_usage: Whether to include the numbers of tokens in the stream.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one request as its API has it, whole or as a stream of events."""
+
+    def whole(self, turns: Sequence[CapturedTurn]) -> dict[str, object]:
+        """Returns the JSON object of an answer that is not a stream."""
+        ...
+
+    def begin(self) -> Iterator[bytes]:
+        """Yields the events before the first delta."""
+        ...
+
+    def delta(self, index: int, delta: TurnDelta) -> Iterator[bytes]:
+        """Yields the events of what has been added to the turn with this index."""
+        ...
+
+    def end(self, turns: Sequence[CapturedTurn]) -> Iterator[bytes]:
+        """Yields the events after the last delta: calls, why the turns ended, usage."""
+        ...
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """Yields the events that end a stream whose completion failed."""
+        ...
+
+
+def event(data: Mapping[str, object], *, name: str | None = None) -> bytes:
+    """Returns a server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+def read_tools(
+    value: object, read: Callable[[Mapping[str, object], str], ToolSpec]
+) -> tuple[ToolSpec, ...]:
+    """Parses a list of function tools.
+
+    Args:
+        value: The list.
+        read: Parses one of them, given its place.
+
+    Raises:
+        ApiError: It is no list of functions, or two have one name.
+    """
+    if not isinstance(value, list):
+        raise bad_value("tools", "it must be a list")
+    specs = []
+    for index, entry in enumerate(value):
+        if not isinstance(entry, dict) or entry.get("type") != "function":
+            raise unsupported(f"tools[{index}].type", 'only {"type": "function"} is supported')
+        specs.append(read(entry, f"tools[{index}]"))
+    counts = Counter(spec.name for spec in specs)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise bad_value("tools", f"there is more than one tool with the name {twice[0]!r}")
+    return tuple(specs)
+
+
+def read_tool(
+    value: Mapping[str, object], place: str, allowed: Allowances, *, schema: str = "parameters"
+) -> ToolSpec:
+    """Parses name, description, schema and `strict` of a function.
+
+    Args:
+        value: The function.
+        place: Its place in the request.
+        allowed: Takes `strict`, if it is let pass.
+        schema: Under which name it has the JSON Schema of its arguments.
+    """
+    if value.get("strict"):
+        allowed.constraint(
+            "strict",
+            f"{place}.strict",
+            "true would constrain the sampling: leave it out, and check the arguments",
+        )
+    name, description = value.get("name"), value.get("description") or ""
+    parameters = value.get(schema)
+    if not isinstance(name, str) or not name:
+        raise bad_value(f"{place}.name", "it must be a string")
+    if not isinstance(description, str):
+        raise bad_value(f"{place}.description", "it must be a string")
+    if parameters is None:
+        return ToolSpec(name=name, description=description)
+    if not isinstance(parameters, dict):
+        raise bad_value(f"{place}.{schema}", "it must be a JSON Schema object")
+    return ToolSpec(name=name, description=description, parameters=parameters)
+
+
+def check_tool_choice(choice: object, tools: Sequence[ToolSpec], allowed: Allowances) -> None:
+    """Checks a `tool_choice` of OpenAI's APIs: "auto", or a constraint."""
+    if choice == "auto" or (choice == "none" and not tools):
+        return
+    named = isinstance(choice, dict) and choice.get("type") == "function"
+    if choice not in ("none", "required") and not named:
+        raise bad_value("tool_choice", "it must be auto, none, required or a function")
+    hint = "leave the tools out" if choice == "none" else 'set it to "auto"'
+    constrained_choice(choice, hint, allowed)
+
+
+def constrained_choice(choice: object, hint: str, allowed: Allowances) -> None:
+    """Refuses a choice of tools that would constrain the sampling, or lets it pass."""
+    allowed.constraint(
+        "tool_choice",
+        "tool_choice",
+        f"{show(choice)} would constrain the sampling, and the trainer would treat constrained "
+        f"tokens as the policy's own: {hint}",
+    )
+
+
+def flag(given: Mapping[str, object], name: str, *, place: str = "") -> bool:
+    """Reads true or false; false if it is absent."""
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise bad_value(place + name, f"it must be true or false, not {show(value)}")
+    return value
+
+
+def number(
+    given: Mapping[str, object], name: str, *, low: float, high: float, open_low: bool = False
+) -> float | None:
+    """Reads a number within bounds; None if it is absent."""
+    if (value := given.get(name)) is None:
+        return None
+    accepted = f"a number from {low:g} to {high:g}" + (f", but not {low:g}" if open_low else "")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise bad_value(name, f"it must be {accepted}, not {show(value)}")
+    if open_low and value == low:
+        raise bad_value(name, f"it must be {accepted}, not {show(value)}")
+    return float(value)
+
+
+def integer(given: Mapping[str, object], name: str, *, low: int, high: int) -> int | None:
+    """Reads a whole number within bounds; None if it is absent."""
+    if (value := given.get(name)) is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise bad_value(name, f"it must be a whole number of at least {low}, not {show(value)}")
+    return value
+
+
+def only(value: Mapping[str, object], known: Sequence[str], place: str) -> None:
+    """Refuses keys with a value that are not known."""
+    for name, entry in value.items():
+        if entry is not None and name not in known:
+            raise unsupported(f"{place}.{name}", "this is not supported; leave it out")
+
+
+def show(value: object) -> str:
+    """Returns a value as short JSON."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def same(value: object, neutral: object) -> bool:
+    """Returns whether two values are equal as JSON: true is not 1, but 1.0 is."""
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+def stop_strings(value: object, name: str = "stop") -> tuple[str, ...]:
+    """Reads one string or several that end a completion."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
+        raise bad_value(name, "it must be a string or a list of strings, none of them empty")
+    return tuple(texts)

@@ -1,0 +1,240 @@
+"""Answers that are sent while they are sampled, with OpenAI's own client over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from treadle.agent_loop import (
+    AgentTask,
+    Completion,
+    EngineFailedError,
+    FinishReason,
+    LoopLimits,
+    Message,
+    PlacedImage,
+    RequestContext,
+    SamplingParams,
+    Services,
+    TokenChunk,
+    Trajectory,
+)
+from treadle.agent_loop.proxy import AgentSession, ProxyAgentLoop
+from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
+
+pytestmark = pytest.mark.asyncio
+
+END = ByteRenderer.stop_token_ids
+ASK: dict[str, Any] = {"model": "x", "messages": [{"role": "user", "content": "u"}]}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = 'Näh, 2.\n<tool_call>\n{"name": "add", "arguments": {"a": 2.0}}\n</tool_call>'
+
+
+class SteppedGenerator:
+    """Samples one token whenever it is told to; None in the script fails."""
+
+    def __init__(self, ids: Sequence[int | None]) -> None:
+        self.ids = ids
+        self.steps = asyncio.Semaphore(0)
+        self.cancelled = asyncio.Event()
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.steps.release()
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request: RequestContext,
+        images: Sequence[PlacedImage] = (),
+    ) -> Completion:
+        chunks = []
+        try:
+            for token in self.ids:
+                await self.steps.acquire()
+                if token is None:
+                    raise EngineFailedError("the engine is gone")
+                chunks.append(TokenChunk(token_ids=(token,), logprobs=(-0.5,), weight_version=0))
+                assert request.on_tokens is not None
+                request.on_tokens(chunks[-1])
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return Completion(chunks=tuple(chunks), finish=FinishReason.STOP)
+
+    def finish_session(self, session_id: str) -> None:
+        pass
+
+
+async def run(generator: Any, script: Callable[[AsyncOpenAI], Awaitable[None]]) -> Trajectory:
+    async def agent(session: AgentSession) -> None:
+        async with AsyncOpenAI(
+            base_url=session.base_url,
+            api_key=session.api_key,
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(verify=False, trust_env=False),
+        ) as client:
+            await script(client)
+
+    services = Services(
+        generator=generator,
+        renderer=ByteRenderer(),
+        limits=LoopLimits(max_response_tokens=2000),
+        sampling=SamplingParams(max_tokens=500, temperature=1.0),
+    )
+    task = AgentTask(
+        task_id="t",
+        sample_index=0,
+        rollout_index=0,
+        loop="x",
+        messages=(Message(role="user", content="u"),),
+    )
+    return await ProxyAgentLoop(agent).run(task, services)
+
+
+async def texts(stream: Any) -> AsyncIterator[str]:
+    async for chunk in stream:
+        if chunk.choices and (text := chunk.choices[0].delta.content):
+            yield text
+
+
+async def test_1_a_delta_comes_when_its_token_is_sampled_and_characters_are_whole() -> None:
+    text = "aä€🙂b"
+    generator = SteppedGenerator([*text.encode(), *END])
+
+    async def script(client: AsyncOpenAI) -> None:
+        generator.step(2)  # One more than what can be shown, for it might be the last.
+        stream = await client.chat.completions.create(**ASK, stream=True)
+        came = texts(stream)
+        for character, following in zip(text, (*text[1:], ""), strict=True):
+            assert await anext(came) == character
+            generator.step(len(following.encode()) or 1)
+        assert [more async for more in came] == []
+
+    trajectory = await run(generator, script)
+    assert trajectory.final_text == text
+
+
+async def test_2_the_ledger_is_that_of_a_plain_answer() -> None:
+    replies = [CALL, "one</s> and more", "", "  spaced  ", "\ufffd?", "<tool_ca", "cut by length"]
+    asked: list[dict[str, Any]] = [
+        {"tools": TOOLS, "logprobs": True},
+        {"stop": ["</s>", "</"], "logprobs": True},
+        {},
+        {"tools": TOOLS},
+        {},
+        {"tools": TOOLS},
+        {"max_tokens": 5},
+    ]
+    said: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
+
+    async def plainly(client: AsyncOpenAI) -> None:
+        for more in asked:
+            choice = (await client.chat.completions.create(**ASK, **more)).choices[0]
+            message, logprobs = choice.message, choice.logprobs and choice.logprobs.content
+            calls = [call.to_dict() for call in message.tool_calls or ()]
+            said[False].append((message.content or "", calls, choice.finish_reason, logprobs or []))
+
+    async def streaming(client: AsyncOpenAI) -> None:
+        for more in asked:
+            content, calls, finish, logprobs = "", list[Any](), None, list[Any]()
+            async for chunk in await client.chat.completions.create(**ASK, **more, stream=True):
+                (choice,) = chunk.choices
+                content += choice.delta.content or ""
+                calls += [call.to_dict() for call in choice.delta.tool_calls or ()]
+                finish = finish or choice.finish_reason
+                logprobs += choice.logprobs.content or [] if choice.logprobs else []
+            for index, call in enumerate(calls):
+                assert call.pop("index") == index
+            said[True].append((content, calls, finish, logprobs))
+
+    plain = await run(ScriptedGenerator(replies), plainly)
+    streamed = await run(ScriptedGenerator(replies), streaming)
+    assert plain.samples == streamed.samples
+    assert plain.messages == streamed.messages
+    assert said[True] == said[False]
+    assert len(said[True]) == len(replies)
+
+
+async def test_3_a_client_that_leaves_ends_the_sampling_and_leaves_no_trace() -> None:
+    generator = SteppedGenerator([*b"abc", *END])
+
+    async def script(client: AsyncOpenAI) -> None:
+        generator.step(2)
+        stream = await client.chat.completions.create(**ASK, stream=True)
+        assert await anext(texts(stream)) == "a"
+        await stream.close()
+        await generator.cancelled.wait()
+        generator.step(4)
+        whole = await client.chat.completions.create(**ASK, stream=True)
+        assert "".join([text async for text in texts(whole)]) == "abc"
+
+    (sample,) = (await run(generator, script)).samples
+    assert sample.num_sampled_tokens == 4
+
+
+async def test_4_a_failure_before_the_first_token_has_a_status_and_a_later_one_an_event() -> None:
+    generator = SteppedGenerator([None])
+
+    async def script(client: AsyncOpenAI) -> None:
+        generator.step()
+        with pytest.raises(openai.InternalServerError, match="the engine is gone"):
+            await client.chat.completions.create(**ASK, stream=True)
+        generator.ids = [*b"ab", None]
+        generator.step(3)
+        stream = await client.chat.completions.create(**ASK, stream=True)
+        came = texts(stream)
+        assert await anext(came) == "a"
+        with pytest.raises(openai.APIError, match="the engine is gone") as caught:
+            await anext(came)
+        assert caught.value.code == "engine_failed"
+        generator.ids = [*b"ok", *END]
+        generator.step(3)
+        await (await client.chat.completions.create(**ASK, stream=True)).close()
+        generator.step(3)
+        final = await client.chat.completions.create(**ASK, stream=True)
+        assert "".join([text async for text in texts(final)]) == "ok"
+
+    await run(generator, script)
+
+
+async def test_5_several_choices_are_samples_with_one_prompt() -> None:
+    generator = ScriptedGenerator(["one", "two", "three", "more"])
+
+    async def script(client: AsyncOpenAI) -> None:
+        plain = await client.chat.completions.create(**ASK, n=2, seed=7)
+        assert [choice.message.content for choice in plain.choices] == ["one", "two"]
+        assert [choice.index for choice in plain.choices] == [0, 1]
+        assert plain.usage is not None and plain.usage.completion_tokens == 8
+        second: Any = plain.choices[1].message.model_dump(exclude_none=True)
+        last: Any = {"role": "user", "content": "v"}
+        answer = await client.chat.completions.create(
+            model="x", messages=[*ASK["messages"], second, last], n=2, stream=True
+        )
+        got = {0: "", 1: ""}
+        async for chunk in answer:
+            for choice in chunk.choices:
+                got[choice.index] += choice.delta.content or ""
+        assert got == {0: "three", 1: "more"}
+        with pytest.raises(openai.BadRequestError, match="16 slots"):
+            await client.chat.completions.create(**ASK, n=17)
+
+    trajectory = await run(generator, script)
+    seeds = [request.params.seed for request in generator.requests]
+    assert seeds[0] == 7 and len(set(seeds[:2])) == 2
+    decoded = [ByteRenderer().decode(sample.ids) for sample in trajectory.samples]
+    first = "<user>u<end><assistant>"
+    assert sorted(decoded) == sorted(
+        [
+            f"{first}one<end>",
+            f"{first}two<end><user>v<end><assistant>three<end>",
+            f"{first}two<end><user>v<end><assistant>more<end>",
+        ]
+    )
+    assert sum(sample.num_sampled_tokens for sample in trajectory.samples) == 4 + 4 + 6 + 5
+    assert {m.name: m.value for m in trajectory.metrics}["capture/choice"] == 2
