@@ -22,6 +22,7 @@ _IDENTITY = (
     "rollout.samples_per_prompt",
     "algorithm.advantage",
     "policy.lora.",
+    "policy.freeze_vision_tower",
     "algorithm.reference_path",
 )
 _PATHS = (

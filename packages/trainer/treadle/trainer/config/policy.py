@@ -205,6 +205,9 @@ class PolicyConfig(BaseModel):
     """Train adapters of low rank and leave the model's weights as they are."""
     moe: MoeConfig = MoeConfig()
     """Training of the experts of a mixture-of-experts model."""
+    freeze_vision_tower: bool = True
+    """Whether the vision tower of a model that sees stays as it is. false: it is trained like the
+    rest of the model. With adapters it always stays."""
     dtype: ElementType = "float32"
     """Number format of parameters and activations. With bfloat16 the optimizer keeps a float32
     copy, and gradients are summed in float32."""
@@ -236,3 +239,12 @@ class PolicyConfig(BaseModel):
     run ends. Ranks that wait for each other for ever give signs of life too."""
     seed: int = Field(default=0, ge=0)
     """Seed of Megatron's random generators. Dropout is off, so nothing draws from them."""
+
+    @model_validator(mode="after")
+    def _adapters_leave_the_tower(self) -> Self:
+        if self.lora.rank and not self.freeze_vision_tower:
+            raise ValueError(
+                f"freeze_vision_tower=false with lora.rank={self.lora.rank}: only the adapters are "
+                "trained, and the vision tower has none; set it to true"
+            )
+        return self

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from treadle.agent_loop import RoutedExperts
+    from treadle.agent_loop import PlacedImage, RoutedExperts
 
 ElementType = Literal["float32", "bfloat16"]
 
@@ -73,10 +73,12 @@ class TrainSequence:
         returns: What the critic is to estimate; None without a critic.
         routed_experts: The experts that the rollout engine chose, of rows from 0 on, at most L. The
             policy replays them; it chooses for the other rows itself. None: for all.
+        images: In the order of their places, which lie within the ids and outside the loss mask.
+            Sequences that show one image share the object, so that it travels once.
 
     Raises:
-        ValueError: Lengths differ, there are fewer than two ids, or the first token is in the loss
-            mask (nothing precedes it, so it has no probability).
+        ValueError: Lengths differ, there are fewer than two ids, the first token is in the loss
+            mask (nothing precedes it, so it has no probability), or an image is where none can be.
     """
 
     ids: tuple[int, ...]
@@ -91,6 +93,7 @@ class TrainSequence:
     values: tuple[float, ...] | None = None
     returns: tuple[float, ...] | None = None
     routed_experts: RoutedExperts | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the alignment that the docstring promises."""
@@ -105,6 +108,16 @@ class TrainSequence:
                 raise ValueError(f"{name} has {len(entries)} entries for {length} ids")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but the first token has no log-probability")
+        done = 0
+        for placed in self.images:
+            if not done <= placed.start < placed.stop <= length:
+                raise ValueError(
+                    f"an image is at [{placed.start}, {placed.stop}); it must lie in "
+                    f"[{done}, {length}), behind the image before it"
+                )
+            if any(self.loss_mask[placed.start : placed.stop]):
+                raise ValueError(f"the image at {placed.start} has ids in the loss mask")
+            done = placed.stop
 
     def advantages_at(self, places: Sequence[int]) -> list[float]:
         """Returns the advantages of the tokens at some places."""

@@ -37,7 +37,6 @@ REASONS: Sequence[tuple[str, str]] = (
     ("actor_rollout_ref.actor.rollout_n", "set rollout.samples_per_prompt"),
     ("actor_rollout_ref.actor.tau_*", "there is no loss sapo: see algorithm.loss"),
     ("actor_rollout_ref.actor.policy_loss.dro_beta", "there is no loss dro: see algorithm.loss"),
-    ("actor_rollout_ref.actor.freeze_vision_tower", "the policy sees no images"),
     ("actor_rollout_ref.actor.calculate_sum_pi_squared", "no estimator here reads it"),
     ("actor_rollout_ref.actor.data_loader_seed", "mini-batches follow the batch's order"),
     (

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from treadle.trainer.policy.megatron.experts.shape import ExpertShape
+from treadle.trainer.policy.megatron.vision.shape import VisionShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -122,6 +123,9 @@ MODEL_TYPES: Final[Mapping[str, Blocks]] = MappingProxyType(
             scaled_embeddings=True,
             reads=("query_pre_attn_scalar", "final_logit_softcapping"),
         ),
+        # Their language models; `vision.shape` has the towers.
+        "qwen2_5_vl": Blocks(qkv_bias=True, windows="layer_types"),
+        "qwen3_vl": Blocks(qk_norm=True),
     }
 )
 """The model types that can be trained."""
@@ -138,7 +142,8 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "qwen3_5_moe": _DELTA_NET,
         "qwen3_5_moe_text": _DELTA_NET,
         "gpt_oss": "its attention has sinks, and its experts have biases and clamped activations",
-        "gemma3": "it sees images; the sizes of Gemma 3 that read text only are gemma3_text",
+        "gemma3": "its vision tower is not computed; the sizes that read text only are gemma3_text",
+        "qwen3_vl_moe": "experts are computed in models that read text only",
         "olmo2": "it norms queries and keys over all heads, which tensor-parallel ranks share",
     }
 )
@@ -193,6 +198,7 @@ class Architecture:
         score_scale: What attention scores are multiplied by; None: 1 / sqrt(head_dim).
         score_softcap: c of c tanh(score / c); None: scores are not capped.
         logit_softcap: The same of the logits.
+        vision: The tower of a model that sees; None: it reads text only.
     """
 
     model_type: str
@@ -218,6 +224,7 @@ class Architecture:
     score_scale: float | None = None
     score_softcap: float | None = None
     logit_softcap: float | None = None
+    vision: VisionShape | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Architecture:
@@ -242,8 +249,9 @@ class Architecture:
     def from_config(cls, config: PretrainedConfig) -> Architecture:
         """Translate a transformers config; raises `UnsupportedModelError`."""
         _check_type(config.model_type)
-        _refuse_unsupported(config)
-        blocks = MODEL_TYPES[config.model_type]
+        whole, config = config, config.get_text_config()
+        _refuse_unsupported(config, whole.model_type)
+        blocks = MODEL_TYPES[whole.model_type]
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         rope, local = _rope_parameters(config)
@@ -251,7 +259,7 @@ class Architecture:
         read = {name: getattr(config, name) for name in blocks.reads}
         query_scalar = read.get("query_pre_attn_scalar")
         return cls(
-            model_type=config.model_type,
+            model_type=whole.model_type,
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             ffn_size=config.intermediate_size,
@@ -262,7 +270,7 @@ class Architecture:
             max_positions=config.max_position_embeddings,
             norm_eps=config.rms_norm_eps,
             rope_theta=float(rope["rope_theta"]),
-            tied=bool(config.tie_word_embeddings),
+            tied=bool(whole.tie_word_embeddings),
             qkv_bias=bool(bias),
             qk_norm=blocks.qk_norm,
             experts=ExpertShape.from_config(config) if blocks.experts else None,
@@ -274,6 +282,7 @@ class Architecture:
             score_scale=None if query_scalar is None else query_scalar**-0.5,
             score_softcap=read.get("attn_logit_softcapping"),
             logit_softcap=read.get("final_logit_softcapping"),
+            vision=VisionShape.from_config(whole),
         )
 
     @property
@@ -303,7 +312,8 @@ class Architecture:
             sparse = self.experts.num_parameters(self.hidden_size)
             layers += len(self.experts.layers) * (sparse - dense)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return embeddings + layers + self.hidden_size
+        tower = 0 if self.vision is None else self.vision.num_parameters
+        return embeddings + layers + self.hidden_size + tower
 
     @property
     def matrices(self) -> Mapping[str, tuple[int, int]]:
@@ -361,6 +371,16 @@ class Architecture:
                 "several context ranks; set it to 1"
             )
 
+    def check_reference(self, reference: Architecture) -> None:
+        """Raises `UnsupportedModelError` if a model cannot score what this one has seen."""
+        ours, theirs = self.vision, reference.vision
+        if ours is not None and (theirs is None or theirs.reads != ours.reads):
+            what = "sees no images" if theirs is None else "cuts images into other patches"
+            raise UnsupportedModelError(
+                f"algorithm.reference_path: {reference.model_type} {what}, and the policy, "
+                f"{self.model_type}, is trained on images: choose a reference of its family"
+            )
+
     @property
     def _not_plain(self) -> str:
         what = "layers with a sliding window" if self.windows else "capped attention scores"
@@ -378,6 +398,13 @@ class Architecture:
                 raise UnsupportedModelError(
                     f"policy.parallel.{setting}={parts} does not divide the model's {size} {what}"
                 )
+        deepstack = 0 if self.vision is None else self.vision.deepstack
+        if deepstack > self.num_layers // pipeline:
+            raise UnsupportedModelError(
+                f"policy.parallel.pipeline={pipeline} leaves {self.num_layers // pipeline} layers "
+                f"on the first stage, and the vision tower adds to the first {deepstack}, which "
+                "must be on its stage: take fewer stages"
+            )
 
 
 def _check_type(model_type: object) -> None:
@@ -389,16 +416,16 @@ def _check_type(model_type: object) -> None:
         )
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
+def _refuse_unsupported(config: PretrainedConfig, model_type: str) -> None:
     for name, accepted in ACCEPTED.items():
         section, _, key = name.rpartition(".")
-        if name == "attention_bias" and MODEL_TYPES[config.model_type].qkv_bias is None:
+        if name == "attention_bias" and MODEL_TYPES[model_type].qkv_bias is None:
             continue
         holder = _rope_parameters(config)[0] if section else vars(config)
         value = holder.get(key)
         if value is not None and value not in accepted:
             raise UnsupportedModelError(
-                f"{config.model_type} with {name}={value!r} is not supported by the Megatron "
+                f"{model_type} with {name}={value!r} is not supported by the Megatron "
                 f"backend, which computes {' or '.join(f'{name}={a!r}' for a in accepted)} only"
             )
 
@@ -428,7 +455,11 @@ def _rope_scaling(parameters: Mapping[str, Any]) -> tuple[tuple[str, float | str
     if parameters["rope_type"] == "default":
         return ()
     # "type" is an older name of "rope_type".
-    besides = ("rope_theta", "partial_rotary_factor", "type")
+    # The sections are in `vision`.
+    besides = (
+        *("rope_theta", "partial_rotary_factor", "type"),
+        *("mrope_section", "mrope_interleaved"),
+    )
     return tuple(
         sorted((k, v) for k, v in parameters.items() if k not in besides and v is not None)
     )

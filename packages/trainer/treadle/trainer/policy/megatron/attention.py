@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.experts.routing import Routing
+from treadle.trainer.policy.megatron.vision.rows import ImageRows
 
 device.install()
 
@@ -85,6 +86,8 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     groups: tuple[SegmentGroup, ...] = ()
     routing: Routing = field(default_factory=Routing)
     """What the routers of layers with experts are told of the rows."""
+    images: ImageRows | None = None
+    """Which rows are images, on the first stage of a model that sees; None: no row is."""
 
     def attend(
         self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: Scores

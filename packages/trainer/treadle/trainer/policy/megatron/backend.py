@@ -47,6 +47,8 @@ from treadle.trainer.policy.megatron.offload import copied, offload_of
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, MicroBatches, Packer
 from treadle.trainer.policy.megatron.prefixes import plan
+from treadle.trainer.policy.megatron.vision.reader import ImageReader
+from treadle.trainer.policy.megatron.vision.rows import ImagePacker
 from treadle.trainer.policy.types import (
     LossAggregation,
     NamedTensor,
@@ -99,6 +101,7 @@ class MegatronPolicy:
             config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
         )
         try:
+            self.images = self._image_packer()
             self._model = build(self.architecture, config, self.world)
             with WeightsReader(model_path) as reader:
                 weights.load(self._weights(), reader, self.architecture, self.world)
@@ -116,7 +119,7 @@ class MegatronPolicy:
         # With LoRA the model without its adapters is the reference, if there is no other.
         self._reference: PolicyModel | list[Tensor] | None = None
         if keep_reference and reference_path is None and not config.lora.rank:
-            self._reference = [self._copied(p) for p in self._model.parameters()]
+            self._reference = [self._copied(p) for p in self._trained()]
         self._offload = offload_of(
             config.offload, self._net, self._optimizer, reference=self._other_reference
         )
@@ -126,9 +129,18 @@ class MegatronPolicy:
             self._reference = self._load_reference(reference_path)
         self.release_memory()
 
+    def _image_packer(self) -> ImagePacker | None:
+        """Returns what finds the images of sequences; None of a model that reads text only."""
+        shape = self.architecture.vision
+        if shape is None:
+            return None
+        reader = ImageReader(self._model_path, shape)
+        return ImagePacker(reader, shape, has_tower=self.world.is_first_stage)
+
     def _load_reference(self, path: Path) -> PolicyModel:
         try:
             architecture = Architecture.from_folder(path)
+            self.architecture.check_reference(architecture)
             plain = self._config.model_copy(update={"lora": LoraConfig()})
             model = build(architecture, plain, self.world)
             with WeightsReader(path) as reader:
@@ -161,6 +173,9 @@ class MegatronPolicy:
     def _copied(self, parameter: Tensor) -> Tensor:
         return copied(parameter, to_host=self._config.offload.reference)
 
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        return (p for p in self._model.parameters() if p.requires_grad)
+
     def _other_reference(self) -> Iterator[Tensor]:
         if isinstance(self._reference, PolicyModel):
             yield from self._reference.parameters()
@@ -190,6 +205,7 @@ class MegatronPolicy:
             row_multiple=self.row_multiple,
             context=self.world.context_group,
             replaying=self._replaying,
+            images=self.images,
         )
         values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
 
@@ -223,7 +239,7 @@ class MegatronPolicy:
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
         self._offload.restore("parameters")
-        parameters = list(self._model.parameters())
+        parameters = list(self._trained())
         current = [self._copied(p) for p in parameters]
         try:
             for parameter, reference in zip(parameters, self._reference, strict=True):
@@ -256,6 +272,7 @@ class MegatronPolicy:
             row_multiple=self.row_multiple,
             context=self.world.context_group,
             replaying=self._replaying,
+            images=self.images,
         )
         computed = [
             i

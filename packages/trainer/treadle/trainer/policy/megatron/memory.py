@@ -1,14 +1,14 @@
 """The estimate of a policy rank's memory: what the tensors of a training step take.
 
-With P the parameters of the rank, Q those that are trained (P without an adapter), b the bytes of
-`policy.dtype` and D the data-parallel times the context size:
+With P the parameters of the rank, Q those that are trained (P without an adapter and without a
+frozen vision tower), b the bytes of `policy.dtype` and D the data-parallel times the context size:
 
 | part | bytes |
 |---|---|
 | weights | b P |
 | gradients | 4 Q, as they are summed in float32 |
 | optimizer | 8 Q / D for Adam's two moments, and 4 Q / D for a float32 copy under bfloat16 |
-| reference | b P where there is one, and b P again while it is computed; 0 with an adapter |
+| reference | b Q where there is one, and b Q again while it is computed; 0 with an adapter |
 | another model as the reference | b P' of its own parameters |
 | activations | R L s + R 4 H b + 16 n V / T |
 
@@ -42,7 +42,8 @@ their float32 gradients twice: (2 b + 16) K / T for each row of the micro-batch.
 beside what the layers keep, and not beside the logits.
 
 Not in the estimate: the process itself (Python, torch and Megatron: 0.5 GB, and a CUDA context on a
-GPU), buffers of communication and of the weight sync, and the rollout servers.
+GPU), buffers of communication and of the weight sync, the rollout servers, and, of a model that
+sees, what its tower computes of the images of a micro-batch.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ def _stage(
     is_last = stage == parallel.pipeline - 1
     base = stage_parameters(architecture, policy, stage=stage)
     adapters = _adapter_parameters(architecture, policy)
-    count, trained = base + adapters, adapters or base
+    frozen = _tower_parameters(architecture, stage=stage) * policy.freeze_vision_tower
+    count, trained = base + adapters, adapters or base - frozen
     copy = 4 if policy.dtype == "bfloat16" else 0
     layers, sparse = _layers(architecture, policy, stage=stage)
     counts = [(n, c) for n, c in ((False, layers - sparse), (True, sparse)) if c]
@@ -210,7 +212,7 @@ def _stage(
     else:
         kept = layers * rest + sum(count * parts[n] for n, count in counts)
         activations = under_way * kept + max(head, gathered)
-    copied = size * count if reference and not adapters and other_reference is None else 0
+    copied = size * trained if reference and not adapters and other_reference is None else 0
     other = 0
     if reference and other_reference is not None:
         other = size * stage_parameters(other_reference, policy, stage=stage)
@@ -247,7 +249,13 @@ def stage_parameters(architecture: Architecture, policy: PolicyConfig, *, stage:
     count += table * first
     # The last stage has a copy of a tied embedding, unless it is the first too.
     count += (table * (not (architecture.tied and first)) + hidden) * last
-    return count
+    return count + _tower_parameters(architecture, stage=stage)
+
+
+def _tower_parameters(architecture: Architecture, *, stage: int) -> int:
+    """Returns the parameters of the vision tower, which every rank of the first stage has."""
+    vision = architecture.vision
+    return 0 if vision is None or stage else vision.num_parameters
 
 
 def expert_parameters(architecture: Architecture, policy: PolicyConfig, *, stage: int) -> int:

@@ -15,6 +15,7 @@ Shape suffixes: P packed rows, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,7 @@ from treadle.trainer.policy.megatron.experts import check
 from treadle.trainer.policy.megatron.experts.layer import layer_spec, mark_experts, settings
 from treadle.trainer.policy.megatron.lora.linears import adapt_layer, freeze_base
 from treadle.trainer.policy.megatron.rotary import frequencies, local_frequencies
+from treadle.trainer.policy.megatron.vision.tower import DeepstackLayer, VisionTower
 
 device.install()
 
@@ -117,7 +119,9 @@ class TwoRotationsAttention(SelfAttention):  # type: ignore[misc]  # megatron is
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
     """One pipeline stage of the policy, up to and without the output layer."""
 
-    def __init__(self, architecture: Architecture, **kwargs: Any) -> None:
+    def __init__(
+        self, architecture: Architecture, *, trained_tower: bool = False, **kwargs: Any
+    ) -> None:
         """`kwargs` are those of Megatron's `GPTModel`; `num_ids` is the vocabulary, not padded."""
         super().__init__(**kwargs)
         self.num_ids = architecture.vocab_size
@@ -136,13 +140,22 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         )
         self.logit_softcap = architecture.logit_softcap
         self.attention_is_plain = architecture.attention_is_plain
+        vision = architecture.vision
+        # Which of time, height and width turns each pair of dimensions.
+        self._axes = None if vision is None else torch.tensor(vision.axes).to(device.device())
+        self.vision = None
+        if vision is not None and self.pre_process:
+            self.vision = VisionTower(
+                vision, architecture.model_type, self.config, trained=trained_tower
+            )
 
     def forward(self, ids_1P: Tensor, positions_P: Tensor, segments: Segments) -> Tensor:
         """Runs the stage.
 
         Args:
             ids_1P: Token ids; read by the first stage only.
-            positions_P: Position of each row in its own sequence.
+            positions_P: Position of each row in its own sequence; [3, P] of a model that sees: in
+                time, height and width.
             segments: Which rows belong together.
 
         Returns:
@@ -152,6 +165,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         embedded: Tensor | None = self.embedding(ids_1P, None) if self.pre_process else None
         if embedded is not None and self._embedding_scale is not None:
             embedded = embedded * self._embedding_scale
+        if embedded is not None and segments.images is not None:
+            assert self.vision is not None, "only a model that sees is given images"
+            images = segments.images
+            if self.config.sequence_parallel:
+                images = images.of_rows(self.pg_collection.tp.rank() * len(embedded), len(embedded))
+            embedded, segments.images = self.vision.embed(embedded, images)
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # Under LoRA. Recomputed layers get gradients only through an input that has one.
             embedded.requires_grad_()
@@ -170,7 +189,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
     def _angles(self, positions_P: Tensor) -> Tensor:
         """Returns [P, 1, 1, D] angles of each dimension; [P, 1, 2, D] of two sets of them."""
         frequencies = self._frequencies.view(-1, self._frequencies.shape[-1])
-        angles = positions_P.float()[:, None, None, None] * frequencies
+        positions = positions_P.float()
+        if self._axes is None:
+            angles = positions[:, None, None, None] * frequencies
+        else:
+            angles = positions[self._axes].T[:, None, None] * frequencies
         if self._interleaved:
             return angles.repeat_interleave(2, dim=-1)
         return torch.cat((angles, angles), dim=-1)
@@ -217,8 +240,12 @@ def build(
         sparse if of_experts and number in of_experts.layers else dense
         for number in range(first, first + num_layers)
     ]
+    deepstack = 0 if architecture.vision is None else architecture.vision.deepstack
+    for number in range(first, deepstack):
+        layers[number] = replace(dense, module=DeepstackLayer)
     model: PolicyModel = (kind or PolicyModel)(
         architecture,
+        trained_tower=not config.freeze_vision_tower,
         config=megatron,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
         vocab_size=padded_vocab(architecture.vocab_size, world.tensor),

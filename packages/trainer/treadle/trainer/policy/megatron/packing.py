@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.trainer.policy.megatron.vision.rows import ImagePacker
     from treadle.trainer.policy.types import TrainSequence
 
 
@@ -45,6 +47,7 @@ class MicroBatch:
 
     ids_1P: Tensor
     positions_P: Tensor
+    """[3, P] of a model that sees."""
     segments: Segments
     predictors_K: Tensor
     """The row that predicts each loss token; see `at_predictors`."""
@@ -107,6 +110,7 @@ class Packer:
         row_multiple: int = 1,
         context: ProcessGroup | None = None,
         replaying: Architecture | None = None,
+        images: ImagePacker | None = None,
     ) -> None:
         """Takes the whole batch and its token weights.
 
@@ -118,10 +122,11 @@ class Packer:
                 context parallelism equal blocks of rows.
             context: The context group; None if this rank has all rows.
             replaying: The model, if its routers replay the sequences' experts; None: they choose.
+            images: Finds the images of a model that sees; None: it reads text only.
 
         Raises:
             ValueError: Only some of the sequences have one of the optional log-probabilities, or
-                `selected`.
+                `selected`; or some have images, and the model reads text only.
         """
         for name in (*LOGPROB_FIELDS, "selected"):
             having = sum(getattr(sequence, name) is not None for sequence in sequences)
@@ -129,12 +134,17 @@ class Packer:
                 raise ValueError(
                     f"{having} of {len(sequences)} sequences have {name}; give all or none"
                 )
+        if images is None and any(sequence.images for sequence in sequences):
+            raise ValueError("sequences have images, and the model has no vision tower")
         self._sequences = sequences
         self._weights = weights
         self._at = at
         self._row_multiple = row_multiple
         self._context = context
         self._replaying = replaying
+        self._images = images
+        if images is not None:
+            images.start_batch()
         self._positions = [_loss_positions(sequence) for sequence in sequences]
         self._offsets = [0, *accumulate(len(p) for p in self._positions)]
 
@@ -186,6 +196,7 @@ class Packer:
         padding = [0] * (-len(ids) % self._row_multiple)
         real = [True] * len(ids) + [False] * len(padding)
         ids, positions = ids + padding, positions + padding
+        rotary = self._rotary(chosen, own, positions)
         rows = [
             path[t - 1]
             for path, (_, ts) in zip(rows_of_paths(lengths, skipped), chosen, strict=True)
@@ -208,7 +219,8 @@ class Packer:
                 count=len(rows),
                 index_K=self._tensor(index, torch.int64),
             )
-            ids, positions = [ids[row] for row in mine], [positions[row] for row in mine]
+            ids = [ids[row] for row in mine]
+            rotary = rotary[..., mine]
             real = [real[row] for row in mine]
             indices_PLK = None if indices_PLK is None else indices_PLK[mine]
             rows, targets = [place[rows[t]] for t in index], [targets[t] for t in index]
@@ -217,6 +229,9 @@ class Packer:
         else:
             segments = TreeSegments.of_tree(lengths, overlaps, self._at)
         weights = [self._weights[i] for i in indices for _ in self._positions[i]]
+        if self._images is not None:
+            places = None if self._context is None else place
+            segments.images = self._images.rows([s for s, _ in chosen], own, places, self._at)
         segments.routing = Routing(
             num_rows=self.num_rows(indices, overlaps),
             real_P=self._tensor(real, torch.bool) if padding else None,
@@ -224,7 +239,7 @@ class Packer:
         )
         return MicroBatch(
             ids_1P=self._tensor(ids, torch.int64)[None],
-            positions_P=self._tensor(positions, torch.int64),
+            positions_P=rotary.to(self._at, non_blocking=True),
             segments=segments,
             shared=overlaps is not None,
             predictors_K=self._tensor(rows, torch.int64),
@@ -242,6 +257,28 @@ class Packer:
             sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
             selected_T=self._at_loss_tokens(chosen, "selected", torch.bool),
         )
+
+    def _rotary(
+        self,
+        chosen: Sequence[tuple[TrainSequence, list[int]]],
+        own: Sequence[range],
+        positions: Sequence[int],
+    ) -> Tensor:
+        """Returns the positions that the rows are turned by, [P] or [3, P], on the host."""
+        if self._images is None:
+            return torch.tensor(positions)
+        parts = [
+            self._images.positions(sequence)[:, tokens.start : tokens.stop]
+            for (sequence, _), tokens in zip(chosen, own, strict=True)
+        ]
+        found = np.zeros((3, len(positions)), dtype=np.int64)
+        found[:, : sum(map(len, own))] = np.concatenate(parts, axis=1)
+        return torch.from_numpy(found)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Starts to decode the images of a later micro-batch."""
+        if self._images is not None:
+            self._images.prefetch([self._sequences[i] for i in indices])
 
     def _replayed(
         self,
@@ -308,7 +345,12 @@ class MicroBatches:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return (self.packer.micro_batch(*part) for part in self.parts)
+        for part, later in pairwise((*self.parts, None)):
+            assert part is not None, "only the last one has none after it"
+            micro = self.packer.micro_batch(*part)
+            if later is not None:
+                self.packer.prefetch(later[0])
+            yield micro
 
 
 def _loss_positions(sequence: TrainSequence) -> list[int]:

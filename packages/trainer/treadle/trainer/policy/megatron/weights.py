@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.trainer.policy.megatron.lora.linears import adapters_of, is_adapter
+from treadle.trainer.policy.megatron.vision.shape import NAMING
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
 
 if TYPE_CHECKING:
@@ -207,6 +208,8 @@ _WHOLE_MODEL: Final[dict[str, tuple[Layout, tuple[str, ...]]]] = {
     "decoder.final_layernorm.weight": (_SAME, ("model.norm.weight",)),
     "output_layer.weight": (_VOCAB, ("lm_head.weight",)),
 }
+_LANGUAGE: Final = "model."
+_TOWER: Final = "vision.model."
 _LAYER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _ADAPTER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(\w+)\.\w+\.lora\.([AB])_(\w+)")
@@ -236,6 +239,11 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
+        if name.startswith(_TOWER):
+            place = NAMING[architecture.model_type].tower
+            hf_name = place + name.removeprefix(_TOWER)
+            yield Entry(parameter=parameter, layout=_SAME, hf_names=(hf_name,))
+            continue
         match, expert = _LAYER_NAME.fullmatch(name), None
         if match:
             layer, rest = int(match[1]), match[2]
@@ -250,19 +258,34 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
         else:
             layout, hf_names = _WHOLE_MODEL[name]
         copied = name == "output_layer.weight" and architecture.tied
+        hf_names = (_EMBEDDING,) if copied else hf_names
         yield Entry(
             parameter=parameter,
             layout=layout,
-            hf_names=(_EMBEDDING,) if copied else hf_names,
+            hf_names=tuple(_published(hf_name, architecture) for hf_name in hf_names),
             exported=not copied,
             expert=expert,
             delta=_delta(model, name),
         )
 
 
-def adapter_entries(model: PolicyModel) -> Iterator[Entry]:
+def _published(name: str, architecture: Architecture) -> str:
+    """Returns what the files of the model call a weight of its language model."""
+    naming = NAMING.get(architecture.model_type)
+    if naming is None or not name.startswith(_LANGUAGE):
+        return name
+    return naming.language + name.removeprefix(_LANGUAGE)
+
+
+def adapter_place(architecture: Architecture) -> str:
+    """Returns where PEFT has the layers of the model: as transformers' class has them."""
+    inner = "model.layers" if architecture.vision is None else "model.language_model.layers"
+    return f"base_model.model.{inner}"
+
+
+def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
     """Yields every parameter of this stage's adapters, under the names of PEFT."""
-    offset = _first_layer(model)
+    offset, place = _first_layer(model), adapter_place(architecture)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             match = _ADAPTER_NAME.fullmatch(name)
@@ -273,10 +296,7 @@ def adapter_entries(model: PolicyModel) -> Iterator[Entry]:
             yield Entry(
                 parameter=parameter,
                 layout=split if parameter.tensor_model_parallel else _SAME,
-                hf_names=(
-                    f"base_model.model.model.layers.{int(layer) + offset}.{block}.{matrix}"
-                    f".lora_{letter}.weight",
-                ),
+                hf_names=(f"{place}.{int(layer) + offset}.{block}.{matrix}.lora_{letter}.weight",),
             )
 
 

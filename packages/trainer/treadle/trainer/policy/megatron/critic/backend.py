@@ -189,6 +189,7 @@ class MegatronCritic:
             at=device.device(),
             row_multiple=self._policy.row_multiple,
             context=self._policy.world.context_group,
+            images=self._policy.images,
         )
 
     def _values(self, micro: MicroBatch, hidden_P1H: Tensor) -> Tensor:

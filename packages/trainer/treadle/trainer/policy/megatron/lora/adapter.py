@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -49,7 +49,7 @@ def start(
         AdapterError: The directory is missing or does not fit the settings.
     """
     tensors = _RandomA(lora, architecture, seed) if lora.path is None else _read(lora, architecture)
-    weights.load(weights.adapter_entries(model), tensors, architecture, world)
+    weights.load(weights.adapter_entries(model, architecture), tensors, architecture, world)
 
 
 class _RandomA:
@@ -108,7 +108,7 @@ def _shapes(lora: LoraConfig, architecture: Architecture) -> Mapping[str, tuple[
         for matrix in architecture.adapted(lora.targets):
             inputs, outputs = architecture.matrices[matrix]
             block = "mlp" if matrix.startswith(("gate", "up", "down")) else "self_attn"
-            name = f"base_model.model.model.layers.{layer}.{block}.{matrix}"
+            name = f"{weights.adapter_place(architecture)}.{layer}.{block}.{matrix}"
             shapes[f"{name}.lora_A.weight"] = (lora.rank, inputs)
             shapes[f"{name}.lora_B.weight"] = (outputs, lora.rank)
     return shapes
@@ -177,14 +177,21 @@ def collect(
         base: The model that the adapter is for.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
+
+    def entries() -> Iterator[weights.Entry]:
+        return weights.adapter_entries(model, architecture)
+
     everything = checkpoint.collect(
-        weights.export(weights.adapter_entries(model), architecture, world, dtype=dtype),
-        weights.specs(weights.adapter_entries(model), architecture, world, dtype=config.dtype),
+        weights.export(entries(), architecture, world, dtype=dtype),
+        weights.specs(entries(), architecture, world, dtype=config.dtype),
         world,
     )
     tensors = {item.name: item.tensor.detach().cpu().contiguous() for item in everything}
     adapted = architecture.adapted(config.lora.targets)
     settings = peft_settings(config.lora, adapted, base=str(base))
+    if architecture.vision is not None:
+        # PEFT finds matrices by the ends of their names, which those of the tower share.
+        settings["exclude_modules"] = r".*\bvisual\b.*"
     return CollectedAdapter(tensors=tensors, settings=settings)
 
 

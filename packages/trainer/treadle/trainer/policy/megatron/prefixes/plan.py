@@ -17,6 +17,7 @@ from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.prefixes.tree import in_order, overlaps_of, without_short_runs
 
 if TYPE_CHECKING:
+    from treadle.agent_loop import Image
     from treadle.trainer.policy.types import SharePrefixes, TrainSequence
 
 MIN_SAVED_SHARE: Final = 0.1
@@ -91,7 +92,7 @@ def shared(
     """
     if mode == "never" or (mode == "auto" and device.device().type != "cpu"):
         return None
-    paths = [sequences[i].ids[: input_length(sequences[i])] for i in computed]
+    paths = _paths([sequences[i] for i in computed])
     places = in_order(paths)
     overlaps = without_short_runs(overlaps_of([paths[p] for p in places]))
     found = Ordered(
@@ -100,6 +101,23 @@ def shared(
         tuple(overlaps),
     )
     return found if mode == "always" or found.saved_share >= MIN_SAVED_SHARE else None
+
+
+def _paths(sequences: Sequence[TrainSequence]) -> list[tuple[int, ...]]:
+    """Returns the ids that go through the model; those of an image are numbers of its own.
+
+    Different images have the same placeholder ids, and must not look alike.
+    """
+    numbers: dict[Image, int] = {}
+    paths = []
+    for sequence in sequences:
+        ids = sequence.ids[: input_length(sequence)]
+        for placed in sequence.images:
+            if placed.start < len(ids):
+                number = -1 - numbers.setdefault(placed.image, len(numbers))
+                ids = (*ids[: placed.start], *[number] * placed.num_tokens, *ids[placed.stop :])
+        paths.append(ids)
+    return paths
 
 
 def micro_batches(
