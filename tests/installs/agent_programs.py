@@ -34,6 +34,59 @@ def openai_agents(question: str) -> str:
     return str(Runner.run_sync(agent, question).final_output)
 
 
+def openai_agents_responses(question: str) -> str:
+    """The Agents SDK as it comes: it speaks the Responses API, here as a stream."""
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    agent = Agent(name="calculator", model="policy", tools=[function_tool(multiply)])
+
+    async def solve() -> str:
+        result = Runner.run_streamed(agent, question)
+        async for _ in result.stream_events():
+            pass
+        return str(result.final_output)
+
+    return asyncio.run(solve())
+
+
+def anthropic(question: str) -> str:
+    """Anthropic's client, with what coding agents send: a turn as a stream, and a plain one."""
+    from anthropic import Anthropic
+
+    client = Anthropic()
+    cached: Any = {"type": "ephemeral"}
+    tool: Any = {
+        "name": "multiply",
+        "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "cache_control": cached,
+    }
+    ask: Any = {
+        "model": "claude-sonnet-4-5",
+        "max_tokens": 2048,
+        "system": [{"type": "text", "text": "You calculate.", "cache_control": cached}],
+        "tools": [tool],
+        "metadata": {"user_id": "me"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "extra_headers": {"anthropic-beta": "interleaved-thinking-2025-05-14"},
+    }
+    messages: list[Any] = [{"role": "user", "content": question}]
+    with client.messages.stream(messages=messages, **ask) as stream:
+        first = stream.get_final_message()
+    (call,) = [block for block in first.content if block.type == "tool_use"]
+    assert first.stop_reason == "tool_use" and first.usage.input_tokens > 0
+    product = multiply(**call.input)
+    messages.append({"role": "assistant", "content": first.content})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": str(product)}
+    messages.append({"role": "user", "content": [result]})
+    counted = client.messages.count_tokens(
+        model="claude-sonnet-4-5", system=ask["system"], tools=[tool], messages=messages
+    )
+    second = client.messages.create(messages=messages, **ask)
+    assert second.usage.input_tokens > first.usage.input_tokens and counted.input_tokens > 0
+    return str(second.content[0].text)
+
+
 def pydantic_ai(question: str) -> str:
     """Pydantic AI with a typed output: tools are strict and a choice is required."""
     from pydantic import BaseModel
@@ -115,7 +168,10 @@ def autogen(question: str) -> str:
 
 AGENTS: dict[str, Callable[[str], str]] = {
     agent.__name__: agent
-    for agent in (autogen, langchain, litellm, openai_agents, pydantic_ai, smolagents)
+    for agent in (
+        *(anthropic, autogen, langchain, litellm, openai_agents, openai_agents_responses),
+        *(pydantic_ai, smolagents),
+    )
 }
 
 

@@ -57,7 +57,9 @@ def python(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("autogen", "It is 42.", {"ignored_keys"}),
         ("langchain", "It is 42.", set()),
         ("litellm", "It is 42.", set()),
+        ("anthropic", "It is 42.", {"ignored_keys"}),
         ("openai_agents", "It is 42.", {"unenforced_strict"}),
+        ("openai_agents_responses", "It is 42.", {"unenforced_strict"}),
         (
             "pydantic_ai",
             call("final_result", number=42),

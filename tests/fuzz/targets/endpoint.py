@@ -39,6 +39,9 @@ KEYS = ("own", "session", "wrong", "none")
 ROUTES = (
     "POST /sessions",
     "POST /sessions/{id}/v1/chat/completions",
+    "POST /sessions/{id}/v1/responses",
+    "POST /sessions/{id}/v1/messages",
+    "POST /sessions/{id}/v1/messages/count_tokens",
     "GET /sessions/{id}/v1/models",
     "POST /sessions/{id}/reward",
     "POST /sessions/{id}/finish",
@@ -77,8 +80,8 @@ class EndpointTarget(AsyncTarget):
 
     promises = (
         "Every request is answered with one of the documented statuses, never 5xx, and JSON; a "
-        "failed one with OpenAI's error. A wrong key never succeeds. Then a new session still "
-        "completes as before and can be finished, and no trace is logged."
+        "failed one with the error of its API. A wrong key never succeeds. Then a new session "
+        "still completes as before and can be finished, and no trace is logged."
     )
     form = "json"
     heads = tuple(f"{route} {key}" for route in ROUTES for key in KEYS)
@@ -146,11 +149,12 @@ class EndpointTarget(AsyncTarget):
         if answer.is_error:
             try:
                 error = answer.json()["error"]
-                complete = bool(error["message"] and error["type"] and error["code"])
+                complete = bool(error["message"] and error["type"])
+                complete = complete and bool("/v1/messages" in path or error["code"])
             except (ValueError, KeyError, TypeError):
                 complete = False
             if not complete:
-                raise Fell(f"{method} {path}: no error of OpenAI's: {answer.text[:200]}")
+                raise Fell(f"{method} {path}: no error of its API: {answer.text[:200]}")
             if len(answer.content) > 4000:
                 raise Fell(f"{method} {path}: an error of {len(answer.content)} bytes")
         elif answer.headers.get("content-type", "").startswith("application/json"):

@@ -100,12 +100,14 @@ class CapturedTurn(Turn):
         num_prompt_tokens: Number of tokens of the prompt.
         how: How the request relates to the recorded branches.
         number: Number of the request in its session, from 0; unique.
+        stop_string: The stop string that was cut off its text, if one was.
     """
 
     completion: Completion
     num_prompt_tokens: int
     how: Continuation
     number: int
+    stop_string: str | None = None
 
 
 class CapturedSession:
@@ -318,6 +320,7 @@ class CapturedSession:
             num_prompt_tokens=len(prompt),
             how=plan.how,
             number=number,
+            stop_string=None if cut.uncut is None else cut.uncut[len(parsed.message.content) :],
         )
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
 

@@ -25,6 +25,7 @@ from treadle.agent_loop.proxy.messages import written_message, written_task
 from treadle.agent_loop.types import AgentTask
 
 _TAIL_BYTES = 2000
+_ANTHROPIC = "ANTHROPIC_"
 
 
 class AgentCrashedError(LoopError):
@@ -55,6 +56,11 @@ class AgentSession:
         return [written_message(message) for message in self.task.messages]
 
     @property
+    def anthropic_base_url(self) -> str:
+        """Address of its model for Anthropic's clients, which add /v1 themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def environment(self) -> dict[str, str]:
         """The environment variables OPENAI_BASE_URL, OPENAI_API_KEY and TREADLE_REWARD_URL."""
         return {
@@ -73,8 +79,9 @@ class CommandAgent:
 
     The program reads the task from standard input, as a JSON object with `task_id`, `messages`
     (in OpenAI's format) and `fields`. Its environment has the variables of
-    `AgentSession.environment`, those inherited from this process, and the endpoint's host in
-    NO_PROXY. The end of its output is shown if it fails.
+    `AgentSession.environment`, those inherited from this process, the endpoint's host in NO_PROXY,
+    and, unless it has variables of Anthropic already, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY of
+    the session. The end of its output is shown if it fails.
 
     Args:
         command: Program and arguments; no shell.
@@ -154,6 +161,10 @@ class CommandAgent:
         names = os.environ if self._inherited is None else self._inherited
         ours = {name: os.environ[name] for name in names if name in os.environ}
         environment = {**ours, **self._environment, **session.environment}
+        # An agent may use Anthropic's model as a helper: what is set for that stays.
+        if not any(name.startswith(_ANTHROPIC) for name in environment):
+            environment[f"{_ANTHROPIC}BASE_URL"] = session.anthropic_base_url
+            environment[f"{_ANTHROPIC}API_KEY"] = session.api_key
         host = urlsplit(session.base_url).hostname
         for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this machine's addresses
             if (given := environment.get(name)) != "*":

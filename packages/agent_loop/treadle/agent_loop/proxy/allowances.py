@@ -60,7 +60,7 @@ class Allowances:
         self._count(name, param)
 
     def unread_key(self, place: str) -> None:
-        """Lets a key of a message pass that nothing reads."""
+        """Lets a key of a request or of a message pass that nothing reads."""
         self._count("ignored_keys", place)
 
     def add(self, request: "Allowances") -> None:
@@ -79,7 +79,7 @@ class Allowances:
         for name, example in sorted(self._examples.items()):
             number = self._counts[name]
             if name == "ignored_keys":
-                text = f"{number} keys of messages were ignored; the first was {example}"
+                text = f"{number} keys were ignored; the first was {example}"
                 yield Finding(kind="ignored_keys", text=text)
             else:
                 text = f"{name} was asked for {number} times and not enforced; first as {example}"

@@ -1,12 +1,17 @@
-"""The HTTP endpoint: OpenAI's chat completions, below the address of a session.
+"""The HTTP endpoint: the APIs that agents speak, below the address of a session.
 
-    POST /sessions/<id>/v1/chat/completions    a completion, whole or as a stream
-    GET  /sessions/<id>/v1/models              the only model
-    POST /sessions/<id>/reward                 {"reward": 1.0}; the last one counts
+    POST /sessions/<id>/v1/chat/completions        OpenAI's chat completions
+    POST /sessions/<id>/v1/responses               OpenAI's Responses API
+    POST /sessions/<id>/v1/messages                Anthropic's Messages API
+    POST /sessions/<id>/v1/messages/count_tokens   the tokens of a prompt; records nothing
+    GET  /sessions/<id>/v1/models                  the only model
+    POST /sessions/<id>/reward                     {"reward": 1.0}; the last one counts
 
-Invariant: every answer is OpenAI's JSON, including errors. If an agent hangs up, its request is
-cancelled at once, down to the engine. Every request needs `Authorization: Bearer <session key>`.
-No request is parsed whose values would hold the others up; a long one is parsed by a thread.
+Invariant: every answer is JSON of the API asked, including errors, or a stream of its events. All
+APIs become the same request to the same session. If an agent hangs up, its request is cancelled at
+once, down to the engine. Every request needs the session's key, as `Authorization: Bearer` or as
+`x-api-key`. No request is parsed whose values would hold the others up; a long one is parsed by a
+thread.
 
 Requests are tasks of the HTTP server. They wait for the generator, and for a disconnect.
 """
@@ -14,7 +19,7 @@ Requests are tasks of the HTTP server. They wait for the generator, and for a di
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +31,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from treadle.agent_loop.errors import AgentLoopError
 from treadle.agent_loop.proxy.allowances import Allowances
+from treadle.agent_loop.proxy.apis.anthropic_answer import AnthropicAnswer, error_body
+from treadle.agent_loop.proxy.apis.anthropic_request import read_anthropic_request
 from treadle.agent_loop.proxy.apis.chat_answer import ChatAnswer
 from treadle.agent_loop.proxy.apis.chat_request import read_request
 from treadle.agent_loop.proxy.apis.common import AgentRequest, AnswerWriter
+from treadle.agent_loop.proxy.apis.responses_answer import ResponsesAnswer
+from treadle.agent_loop.proxy.apis.responses_request import read_responses_request
 from treadle.agent_loop.proxy.body import SMALL, Bodies
-from treadle.agent_loop.proxy.errors import ApiError
+from treadle.agent_loop.proxy.errors import ApiError, answer_to
 from treadle.agent_loop.proxy.event_stream import EventStream
 from treadle.agent_loop.proxy.messages import read_object
 from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions, read_reward
@@ -41,6 +51,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499
+_MESSAGES = "/v1/messages"
 _TOGETHER = 8
 """Largest bodies that may be under way at one time."""
 _LONG = 1 << 16
@@ -63,11 +74,11 @@ def make_app(
     below = "/sessions/{session_id}"
     return Starlette(
         routes=[
-            Route(
-                f"{below}/v1/chat/completions",
-                partial(endpoint.complete, api=_CHAT),
-                methods=["POST"],
+            *(
+                Route(f"{below}{path}", partial(endpoint.complete, api=api), methods=["POST"])
+                for path, api in _APIS.items()
             ),
+            Route(f"{below}{_MESSAGES}/count_tokens", endpoint.count_tokens, methods=["POST"]),
             Route(f"{below}/v1/models", endpoint.list_models, methods=["GET"]),
             Route(f"{below}/reward", endpoint.take_reward, methods=["POST"]),
             *more,
@@ -87,11 +98,11 @@ class Api:
     """One of the APIs that agents speak.
 
     Attributes:
-        read: Parses a body, given what takes what is let pass.
+        read: Parses a body, given what takes what is let pass, and the session.
         answer: Returns the writer of a request's answer, given the model's name.
     """
 
-    read: Callable[[bytes, Allowances], AgentRequest]
+    read: Callable[[bytes, Allowances, EndpointSession], AgentRequest]
     answer: Callable[[AgentRequest, EndpointSession, str], AnswerWriter]
 
 
@@ -115,23 +126,41 @@ class _Endpoint:
             # Only now: agents that send slowly take no place of the others.
             slots.enter_context(self._sessions.slot())
             allowed = Allowances(session.allowed.constraints)
-            asked = await _read(session, partial(api.read, body, allowed), len(body))
+            asked = await _read(session, partial(api.read, body, allowed, session), len(body))
             answer = api.answer(asked, session, self._model)
             gone = partial(_disconnected, request)
             if not asked.stream:
                 turns = await session.complete(asked, gone=gone)
                 if turns is None:
                     return Response(status_code=_CLIENT_GONE)
-                session.allowed.add(allowed)
+                session.record(answer.id, asked, turns, allowed)
                 return JSONResponse(answer.whole(turns))
             stream = EventStream(
                 answer,
                 lambda take: session.complete(asked, gone=gone, on_delta=take),
                 while_open=session.while_open,
                 slots=slots.pop_all(),
-                finished=lambda _: session.allowed.add(allowed),
+                finished=lambda turns: session.record(answer.id, asked, turns, allowed),
             )
             return stream if await stream.begun() else Response(status_code=_CLIENT_GONE)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a prompt as it would begin a conversation; nothing is recorded."""
+        session = self._session(request)
+        with session.slot():
+            body = await session.while_open(
+                self._bodies.read(request, max_bytes=self._max_body_bytes)
+            )
+            allowed = Allowances(session.allowed.constraints)
+            asked = await _read(
+                session, partial(_ANTHROPIC.read, body, allowed, session), len(body)
+            )
+            render = partial(session.renderer.render, asked.messages, tools=asked.tools)
+            try:
+                prompt = await _read(session, render, len(body))
+            except AgentLoopError as error:
+                raise answer_to(error) from error
+        return JSONResponse({"input_tokens": len(prompt.ids)})
 
     async def list_models(self, request: Request) -> Response:
         self._session(request)
@@ -167,7 +196,29 @@ def _chat_answer(asked: AgentRequest, session: EndpointSession, model: str) -> C
     )
 
 
-_CHAT = Api(read=read_request, answer=_chat_answer)
+def _responses_answer(asked: AgentRequest, session: EndpointSession, model: str) -> ResponsesAnswer:
+    return ResponsesAnswer(
+        answer_id=f"resp_{session.id}_{session.next_answer()}",
+        created=int(time.time()),
+        model=model,
+        request=asked,
+        renderer=session.renderer,
+    )
+
+
+def _anthropic_answer(asked: AgentRequest, session: EndpointSession, model: str) -> AnthropicAnswer:
+    return AnthropicAnswer(answer_id=f"msg_{session.id}_{session.next_answer()}", model=model)
+
+
+_CHAT = Api(read=lambda body, allowed, _: read_request(body, allowed), answer=_chat_answer)
+_RESPONSES = Api(
+    read=lambda body, allowed, session: read_responses_request(body, allowed, session.answered),
+    answer=_responses_answer,
+)
+_ANTHROPIC = Api(
+    read=lambda body, allowed, _: read_anthropic_request(body, allowed), answer=_anthropic_answer
+)
+_APIS = {"/v1/chat/completions": _CHAT, "/v1/responses": _RESPONSES, _MESSAGES: _ANTHROPIC}
 
 
 async def _read(session: EndpointSession, read: Callable[[], T], size: int) -> T:
@@ -184,18 +235,19 @@ async def _disconnected(request: Request) -> None:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+    return _written(request, error)
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     unknown = ApiError(
         f"{request.method} {request.url.path} is not served here; served are "
-        "/sessions/<id>/v1/chat/completions, /sessions/<id>/v1/models and /sessions/<id>/reward",
+        "chat/completions, responses, messages and models below /sessions/<id>/v1, and "
+        "/sessions/<id>/reward",
         status=error.status_code,
         code="not_found",
     )
-    return JSONResponse(unknown.body, status_code=error.status_code, headers=error.headers)
+    return _written(request, unknown, error.headers)
 
 
 async def _answer_gone(request: Request, error: Exception) -> Response:
@@ -209,4 +261,15 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
         status=500,
         code="internal_error",
     )
-    return JSONResponse(bug.body, status_code=500)
+    return _written(request, bug)
+
+
+def _written(
+    request: Request, error: ApiError, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns an error in the format of the API that the address belongs to."""
+    anthropic = f"{_MESSAGES}/" in f"{request.url.path}/"
+    body = error_body(error) if anthropic else error.body
+    return JSONResponse(
+        body, status_code=error.status, headers={**error.headers, **(headers or {})}
+    )

@@ -105,12 +105,12 @@ async def test_a_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_long_request_is_parsed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(body: bytes, allowed: Allowances) -> AgentRequest:
+    def slow(body: bytes, allowed: Allowances, _: EndpointSession) -> AgentRequest:
         begun.set()
         assert go_on.wait(20)
         return read_request(body, allowed)
 
-    monkeypatch.setattr(app, "_CHAT", replace(app._CHAT, read=slow))
+    monkeypatch.setitem(app._APIS, "/v1/chat/completions", replace(app._CHAT, read=slow))
     monkeypatch.setattr(app, "_LONG", 10)
     async with serving() as endpoint:
         asking = asyncio.create_task(endpoint.ask("POST", "chat/completions", json=ASK))

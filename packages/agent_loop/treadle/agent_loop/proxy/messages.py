@@ -11,7 +11,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from treadle.agent_loop.json_values import has_more_values
 from treadle.agent_loop.proxy.allowances import Allowances
@@ -48,14 +48,31 @@ def read_messages(value: object, allowed: Allowances) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise bad_value("messages", "it must be a list with at least one message")
     # One that hides the next ones, for it lacks a quote, is refused before they are parsed.
-    _check_values(",".join(_arguments(value)).encode(), "the arguments of the calls have")
+    check_arguments(_arguments(value))
     messages = tuple(_message(entry, f"messages[{i}]", allowed) for i, entry in enumerate(value))
+    check_last(messages, f"messages[{len(messages) - 1}]")
+    return messages
+
+
+def check_last(messages: Sequence[Message], place: str) -> None:
+    """Checks that the model can answer the last message, which is at `place`.
+
+    Raises:
+        ApiError: It is the assistant's.
+    """
     if messages[-1].role == "assistant":
         raise unsupported(
-            f"messages[{len(messages) - 1}]",
-            "the last message is the assistant's; continuing it is not supported",
+            place, "the last message is the assistant's; continuing it is not supported"
         )
-    return messages
+
+
+def check_arguments(texts: Iterable[str]) -> None:
+    """Checks that the arguments of all calls have no more than `MAX_VALUES`.
+
+    Raises:
+        ApiError: They have more.
+    """
+    _check_values(",".join(texts).encode(), "the arguments of the calls have")
 
 
 def written(message: Message) -> dict[str, object]:
@@ -182,7 +199,7 @@ def _message(value: object, place: str, allowed: Allowances) -> Message:
     if role is None:
         raise bad_value(f"{place}.role", f"it must be one of {', '.join(_ROLES)}")
     for name, entry in value.items():
-        if name in _KEYS[role] or _absent(entry):
+        if name in _KEYS[role] or is_absent(entry):
             continue
         if name in _CONTENT:
             raise unsupported(
@@ -236,12 +253,17 @@ def _part(value: object, place: str, *, role: Role) -> str | Image:
             if source.get("detail") == "auto":
                 source = {"url": source.get("url")}
             _only(source, ("url",), f"{place}.image_url")
-            return _image(source.get("url"), f"{place}.image_url.url")
+            return read_image(source.get("url"), f"{place}.image_url.url")
         case kind:
             raise unsupported(f"{place}.type", f"{kind!r} is not supported in a {role} message")
 
 
-def _image(url: object, place: str) -> Image:
+def read_image(url: object, place: str) -> Image:
+    """Parses a `data:` address of an image.
+
+    Raises:
+        ApiError: It is another address, or no image.
+    """
     head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
     if not (comma and head.startswith("data:") and head.endswith(";base64")):
         raise unsupported(place, "only data:image/...;base64,... is supported: nothing is fetched")
@@ -269,20 +291,30 @@ def _call(value: object, place: str, allowed: Allowances) -> ToolCall:
         (("name", "arguments"), f"{place}.function", function),
     ):
         for name, entry in entries.items():
-            if name not in known and not _absent(entry):
+            if name not in known and not is_absent(entry):
                 allowed.unread_key(f"{where}.{name}")
     if value.get("type", "function") != "function":
         raise unsupported(f"{place}.type", "only function calls are supported")
     call_id, name, text = value.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str) or not isinstance(name, str) or not isinstance(text, str):
         raise bad_value(place, "id, function.name and function.arguments must be strings")
+    arguments = read_arguments(text, f"{place}.function.arguments")
+    return ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+def read_arguments(text: str, place: str) -> dict[str, object]:
+    """Parses the arguments of a call.
+
+    Raises:
+        ApiError: They are not a JSON object.
+    """
     try:
         arguments = loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise bad_value(f"{place}.function.arguments", f"it is not JSON: {error}") from None
+        raise bad_value(place, f"it is not JSON: {error}") from None
     if not isinstance(arguments, dict):
-        raise bad_value(f"{place}.function.arguments", "it must be a JSON object")
-    return ToolCall(id=call_id, name=name, arguments=arguments)
+        raise bad_value(place, "it must be a JSON object")
+    return arguments
 
 
 def _text(value: Mapping[str, object], name: str, place: str) -> str | None:
@@ -294,9 +326,10 @@ def _text(value: Mapping[str, object], name: str, place: str) -> str | None:
 
 def _only(value: Mapping[str, object], known: Sequence[str], place: str) -> None:
     for name, entry in value.items():
-        if name not in known and not _absent(entry):
+        if name not in known and not is_absent(entry):
             raise unsupported(f"{place}.{name}", "this is not supported; leave it out")
 
 
-def _absent(entry: object) -> bool:
+def is_absent(entry: object) -> bool:
+    """Returns whether a value says nothing."""
     return entry in (None, [], "", {})

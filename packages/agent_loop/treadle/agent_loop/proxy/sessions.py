@@ -26,7 +26,7 @@ from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
 from treadle.agent_loop.proxy.apis.common import AgentRequest
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.trajectory import Trajectory
-from treadle.agent_loop.types import SamplingParams, StopReason
+from treadle.agent_loop.types import Message, SamplingParams, StopReason
 from treadle.tracing import Metric
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ class EndpointSession:
         failure: Why the servers failed the last request; None if they did not.
         refused: The limit that forbade the last request; None if it was allowed.
         allowed: What was let pass in the requests so far.
+        answered: The conversations that a request may continue by the id of their last answer.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class EndpointSession:
         self.failure: GenerationError | None = None
         self.refused: LimitReachedError | None = None
         self.allowed = Allowances(constraints)
+        self.answered: dict[str, tuple[Message, ...]] = {}
         self._base = services.sampling
         self._sampling = sampling
         self._max_in_flight = max_in_flight
@@ -141,6 +143,19 @@ class EndpointSession:
         if captured is not None:
             self.failure = self.refused = None
         return captured
+
+    def record(
+        self,
+        answer_id: str,
+        request: AgentRequest,
+        turns: Sequence[CapturedTurn],
+        allowed: Allowances,
+    ) -> None:
+        """Keeps what an answered request was let pass, and its conversation if it is stored."""
+        self.allowed.add(allowed)
+        if request.store:
+            history = request.messages[request.num_instructions :]
+            self.answered[answer_id] = (*history, turns[0].parsed.message)
 
     def finish(
         self,

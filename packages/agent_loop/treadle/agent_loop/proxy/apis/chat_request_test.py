@@ -357,7 +357,7 @@ def test_keys_of_a_history_that_nothing_reads_are_counted() -> None:
     assert read_messages(messages, allowed) == read_messages(without, Allowances())
     assert told(allowed) == {"proxy/ignored_keys": 3.0}
     (finding,) = allowed.findings()
-    assert finding.text == "3 keys of messages were ignored; the first was messages[0].name"
+    assert finding.text == "3 keys were ignored; the first was messages[0].name"
 
 
 def test_tools_are_compared_once_each() -> None:

@@ -31,6 +31,9 @@ class AgentRequest:
         logprobs: Whether to return each token's log-probability.
         n: Number of answers; at least 1.
         stream: Whether to answer with server-sent events.
+        num_instructions: Number of leading messages that a later request does not continue, because
+            it brings its own (instructions of the Responses API).
+        store: Whether a later request may continue this one by its id.
         include_usage: Whether to include the numbers of tokens in the stream.
     """
 
@@ -45,10 +48,17 @@ class AgentRequest:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    num_instructions: int = 0
+    store: bool = False
 
 
 class AnswerWriter(Protocol):
     """Writes the answer to one request as its API has it, whole or as a stream of events."""
+
+    @property
+    def id(self) -> str:
+        """Id of the answer; unique in its session."""
+        ...
 
     def whole(self, turns: Sequence[CapturedTurn]) -> dict[str, object]:
         """Returns the JSON object of an answer that is not a stream."""

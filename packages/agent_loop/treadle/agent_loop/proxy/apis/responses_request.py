@@ -1,0 +1,328 @@
+"""Parses requests of OpenAI's Responses API.
+
+Invariant: as in `chat_request`: pure, and nothing is ignored silently. Keys without a meaning for a
+policy that is trained (`reasoning`, `include`, the verbosity of `text`) are counted.
+
+- `input` is the whole conversation, or what follows `previous_response_id`. `instructions` are a
+  system message before all of it, and belong to this request only.
+- Reasoning, text and calls that follow each other are one turn of the assistant.
+- Tools are functions; the hosted ones (search, files, a computer) are refused by their type.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from treadle.agent_loop.proxy.allowances import Allowances
+from treadle.agent_loop.proxy.apis.common import (
+    AgentRequest,
+    check_tool_choice,
+    flag,
+    integer,
+    number,
+    only,
+    read_tool,
+    read_tools,
+    same,
+    show,
+)
+from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
+from treadle.agent_loop.proxy.messages import (
+    check_arguments,
+    check_last,
+    is_absent,
+    read_arguments,
+    read_image,
+    read_object,
+)
+from treadle.agent_loop.types import IMAGE_MARK, Image, Message, Role, ToolCall, ToolSpec
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "background": (False,),
+        "parallel_tool_calls": (True,),
+        "service_tier": ("auto", "default"),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+)
+_NO_EFFECT = (
+    *("model", "user", "metadata", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+_COUNTED = ("reasoning", "stream_options")
+_USED = (
+    *("input", "instructions", "previous_response_id", "store", "include", "text"),
+    *("tools", "tool_choice", "stream", "max_output_tokens", "temperature", "top_p"),
+)
+_LOGPROBS = "message.output_text.logprobs"
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def read_responses_request(
+    body: bytes, allowed: Allowances, answered: Mapping[str, tuple[Message, ...]]
+) -> AgentRequest:
+    """Parses a request's body.
+
+    Args:
+        body: JSON.
+        allowed: Takes what is let pass.
+        answered: The conversations up to earlier answers, by the answers' ids.
+
+    Raises:
+        ApiError: The request cannot be answered; the message says why.
+    """
+    given = {key: value for key, value in read_object(body).items() if value is not None}
+    _check_names(given, allowed)
+    tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))
+    check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)
+    instructions = _instructions(given.get("instructions"))
+    history = _history(given.get("previous_response_id"), answered)
+    messages = (*instructions, *history, *_Input(allowed).read(given.get("input")))
+    if not messages:
+        raise bad_value("input", "it must be a text, or a list with at least one item")
+    check_last(messages, "input")
+    return AgentRequest(
+        messages=messages,
+        num_instructions=len(instructions),
+        store=given.get("store") is not False,
+        tools=tools,
+        max_tokens=integer(given, "max_output_tokens", low=1, high=2**31 - 1),
+        temperature=number(given, "temperature", low=0.0, high=100.0),
+        top_p=number(given, "top_p", low=0.0, high=1.0, open_low=True),
+        logprobs=_include(given.get("include", []), allowed),
+        stream=flag(given, "stream"),
+    )
+
+
+def _check_names(given: Mapping[str, object], allowed: Allowances) -> None:
+    for name, value in given.items():
+        if name in _USED or name in _NO_EFFECT:
+            continue
+        if name in _COUNTED:
+            if not is_absent(value):
+                allowed.unread_key(name)
+            continue
+        if name not in _NEUTRAL:
+            raise unsupported(name, "this parameter is not supported; leave it out")
+        if not any(same(value, neutral) for neutral in _NEUTRAL[name]):
+            accepted = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
+            problem = f"{show(value)} is not supported; leave it out, or set {accepted}"
+            if name != "parallel_tool_calls" or value is not False:
+                raise unsupported(name, problem)
+            allowed.constraint(name, name, problem)
+    _check_text(given.get("text", {}), allowed)
+
+
+def _check_text(value: object, allowed: Allowances) -> None:
+    if not isinstance(value, dict):
+        raise bad_value("text", "it must be an object")
+    only(value, ("format", "verbosity"), "text")
+    if value.get("verbosity") is not None:
+        allowed.unread_key("text.verbosity")
+    form = value.get("format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind in ("json_object", "json_schema"):
+        allowed.constraint(
+            "response_format",
+            "text.format",
+            f"{show(form)} would constrain the sampling; leave it out",
+        )
+    elif kind != "text":
+        raise bad_value("text.format", "its type must be text, json_object or json_schema")
+
+
+def _include(value: object, allowed: Allowances) -> bool:
+    if not isinstance(value, list):
+        raise bad_value("include", "it must be a list")
+    for entry in value:
+        if entry != _LOGPROBS:
+            allowed.unread_key("include")
+    return _LOGPROBS in value
+
+
+def _tool(value: Mapping[str, object], place: str, allowed: Allowances) -> ToolSpec:
+    only(value, ("type", "name", "description", "parameters", "strict"), place)
+    return read_tool(value, place, allowed)
+
+
+def _instructions(value: object) -> tuple[Message, ...]:
+    if value is None or value == "":
+        return ()
+    if not isinstance(value, str):
+        raise bad_value("instructions", "it must be a string")
+    return (Message(role="system", content=value),)
+
+
+def _history(previous: object, answered: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
+    if previous is None:
+        return ()
+    if not isinstance(previous, str) or previous not in answered:
+        raise ApiError(
+            f"previous_response_id: this session has no stored answer {show(previous)}",
+            status=404,
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return answered[previous]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn of the assistant, as far as its items have come.
+
+    Attributes:
+        stage: What has come: 0 reasoning, 1 text, 2 a call.
+    """
+
+    stage: int = 0
+    reasoning: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        return Message(
+            role="assistant",
+            content="".join(self.content),
+            tool_calls=tuple(self.calls),
+            reasoning="".join(self.reasoning) or None,
+        )
+
+
+class _Input:
+    """Parses `input`, item by item."""
+
+    def __init__(self, allowed: Allowances) -> None:
+        self._allowed = allowed
+        self._messages: list[Message] = []
+        self._turn: _Turn | None = None
+
+    def read(self, value: object) -> tuple[Message, ...]:
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return (Message(role="user", content=value),)
+        if not isinstance(value, list):
+            raise bad_value("input", "it must be a string or a list of items")
+        texts = [v.get("arguments") for v in value if isinstance(v, dict)]
+        check_arguments(text for text in texts if isinstance(text, str))
+        for index, item in enumerate(value):
+            self._item(item, f"input[{index}]")
+        self._close()
+        return tuple(self._messages)
+
+    def _item(self, item: object, place: str) -> None:
+        if not isinstance(item, dict):
+            raise bad_value(place, "it must be an object")
+        match item.get("type", "message"):
+            case "message":
+                self._message(item, place)
+            case "reasoning":
+                self._reasoning(item, place)
+            case "function_call":
+                self._call(item, place)
+            case "function_call_output":
+                self._output(item, place)
+            case kind:
+                raise unsupported(f"{place}.type", f"items of type {show(kind)} are not supported")
+
+    def _message(self, item: Mapping[str, object], place: str) -> None:
+        self._count(item, ("type", "role", "content", "id", "status"), place)
+        named = item.get("role")
+        role = _ROLES.get(named) if isinstance(named, str) else None
+        if role is None:
+            raise bad_value(f"{place}.role", f"it must be one of {', '.join(_ROLES)}")
+        content, images = _content(item.get("content"), f"{place}.content")
+        if role != "assistant":
+            self._close()
+            self._add(place, role=role, content=content, images=images)
+            return
+        if images:
+            raise unsupported(f"{place}.content", "an assistant message cannot have images")
+        self._stage(1).content.append(content)
+
+    def _reasoning(self, item: Mapping[str, object], place: str) -> None:
+        self._count(item, ("type", "id", "summary", "content", "status"), place)
+        text, _ = _content(item.get("content") or item.get("summary") or [], f"{place}.content")
+        self._stage(0).reasoning.append(text)
+
+    def _call(self, item: Mapping[str, object], place: str) -> None:
+        self._count(item, ("type", "id", "call_id", "name", "arguments", "status"), place)
+        call_id, name, text = item.get("call_id"), item.get("name"), item.get("arguments")
+        if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(text, str)):
+            raise bad_value(place, "call_id, name and arguments must be strings")
+        arguments = read_arguments(text, f"{place}.arguments")
+        self._stage(2).calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
+
+    def _output(self, item: Mapping[str, object], place: str) -> None:
+        self._count(item, ("type", "id", "call_id", "output", "status"), place)
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str):
+            raise bad_value(f"{place}.call_id", "it must be a string")
+        content, images = _content(item.get("output"), f"{place}.output")
+        self._close()
+        self._add(place, role="tool", content=content, images=images, tool_call_id=call_id)
+
+    def _stage(self, stage: int) -> _Turn:
+        """Returns the turn that an item belongs to; one that cannot follow begins the next."""
+        turn = self._turn
+        if turn is None or stage < turn.stage or (stage == turn.stage == 1):
+            self._close()
+            turn = self._turn = _Turn()
+        turn.stage = stage
+        return turn
+
+    def _close(self) -> None:
+        if self._turn is not None:
+            self._messages.append(self._turn.message())
+            self._turn = None
+
+    def _add(
+        self,
+        place: str,
+        *,
+        role: Role,
+        content: str,
+        images: tuple[Image, ...],
+        tool_call_id: str | None = None,
+    ) -> None:
+        try:
+            message = Message(role=role, content=content, images=images, tool_call_id=tool_call_id)
+        except ValueError as error:
+            raise bad_value(place, str(error)) from None
+        self._messages.append(message)
+
+    def _count(self, item: Mapping[str, object], known: Sequence[str], place: str) -> None:
+        for name, value in item.items():
+            if name not in known and not is_absent(value):
+                self._allowed.unread_key(f"{place}.{name}")
+
+
+def _content(value: object, place: str) -> tuple[str, tuple[Image, ...]]:
+    if isinstance(value, str):
+        return value, ()
+    if not isinstance(value, list):
+        raise bad_value(place, "it must be a string or a list of parts")
+    texts, images = [], []
+    for index, part in enumerate(value):
+        at = f"{place}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict):
+            raise bad_value(at, "it must be an object")
+        if kind in _TEXTS:
+            if not isinstance(text := part.get("text"), str):
+                raise bad_value(f"{at}.text", "it must be a string")
+            texts.append(text)
+        elif kind == "input_image":
+            images.append(read_image(part.get("image_url"), f"{at}.image_url"))
+            texts.append(IMAGE_MARK)
+        else:
+            raise unsupported(f"{at}.type", f"{show(kind)} is not supported")
+    return "".join(texts), tuple(images)

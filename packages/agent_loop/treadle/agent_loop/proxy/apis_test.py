@@ -1,0 +1,273 @@
+"""The Responses and the Messages API over real sockets; `tests/installs` has Anthropic's client."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from treadle.agent_loop import (
+    AgentTask,
+    LoopLimits,
+    Message,
+    SamplingParams,
+    Services,
+    Trajectory,
+)
+from treadle.agent_loop.parsers import parser_named
+from treadle.agent_loop.proxy import AgentConstraints, AgentSession, ProxyAgentLoop
+from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
+
+pytestmark = pytest.mark.asyncio
+
+CALL = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 2.0, "b": "ä"}}\n</tool_call>'
+THOUGHT = f"<think>\nWell.\n</think>\n\n{CALL}"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}}
+Agent = Callable[[AgentSession], Awaitable[None]]
+
+
+async def run(agent: Agent, *replies: str, **options: Any) -> Trajectory:
+    services = Services(
+        generator=ScriptedGenerator(replies),
+        renderer=ByteRenderer(parser_named("qwen3")),
+        limits=LoopLimits(max_response_tokens=2000, max_context_tokens=3000),
+        sampling=SamplingParams(max_tokens=500, temperature=1.0),
+    )
+    task = AgentTask(
+        task_id="t",
+        sample_index=0,
+        rollout_index=0,
+        loop="x",
+        messages=(Message(role="user", content="u"),),
+    )
+    return await ProxyAgentLoop(agent, **options).run(task, services)
+
+
+def trained(trajectory: Trajectory) -> list[str]:
+    return [
+        ByteRenderer().decode([t for t, on in zip(s.ids, s.loss_mask, strict=True) if on])
+        for s in trajectory.samples
+    ]
+
+
+def values(trajectory: Trajectory) -> dict[str, float]:
+    return {metric.name: metric.value for metric in trajectory.metrics if metric.value}
+
+
+class TestResponses:
+    TOOLS: ClassVar[list[Any]] = [
+        {"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}
+    ]
+
+    async def client(
+        self, script: Callable[[AsyncOpenAI], Awaitable[None]], *replies: str, **options: Any
+    ) -> Trajectory:
+        async def agent(session: AgentSession) -> None:
+            async with AsyncOpenAI(
+                base_url=session.base_url,
+                api_key=session.api_key,
+                max_retries=0,
+                http_client=openai.DefaultAsyncHttpxClient(verify=False, trust_env=False),
+            ) as client:
+                await script(client)
+
+        return await run(agent, *replies, **options)
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    @pytest.mark.parametrize("by_id", [False, True])
+    async def test_1_a_tool_loop_is_one_sample(self, streamed: bool, by_id: bool) -> None:
+        async def script(client: AsyncOpenAI) -> None:
+            async def ask(items: Any, previous: str | None) -> Any:
+                given: dict[str, Any] = {"model": "x", "instructions": "s", "tools": self.TOOLS}
+                given |= {"input": items, "previous_response_id": previous or openai.omit}
+                if not streamed:
+                    return await client.responses.create(**given)
+                seen = [one async for one in await client.responses.create(**given, stream=True)]
+                final = seen[-1].response
+                done = [one.item for one in seen if one.type == "response.output_item.done"]
+                assert [one.type for one in done] == [one.type for one in final.output]
+                assert [one.id for one in done] == [one.id for one in final.output]
+                texts = [one.delta for one in seen if one.type == "response.output_text.delta"]
+                assert "".join(texts) == final.output_text
+                assert [one.sequence_number for one in seen] == list(range(len(seen)))
+                return final
+
+            items: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+            first = await ask(items, None)
+            thought, text, call = first.output
+            assert thought.content[0].text == "Well."
+            assert (text.content[0].text, first.output_text) == ("Hm.", "Hm.")
+            assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2.0, "b": "ä"})
+            answer = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+            more = [answer] if by_id else [*items, *(i.to_dict() for i in first.output), answer]
+            second = await ask(more, first.id if by_id else None)
+            assert (second.output_text, second.status) == ("It is 5.", "completed")
+            assert second.usage.output_tokens == len("It is 5.") + 1
+
+        trajectory = await self.client(script, THOUGHT, "It is 5.")
+        assert trained(trajectory) == [f"{THOUGHT}<end>It is 5.<end>"]
+        assert values(trajectory)["capture/exact"] == 1
+
+    async def test_2_what_it_asks_for_by_default_is_counted_and_the_rest_refused(self) -> None:
+        async def script(client: AsyncOpenAI) -> None:
+            async def refused(**given: Any) -> Any:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.responses.create(**{"model": "x", "input": "u", **given})
+                return caught.value
+
+            wrong: list[tuple[dict[str, Any], str]] = [
+                ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+                ({"background": True}, "background"),
+                ({"max_tool_calls": 3}, "max_tool_calls"),
+                ({"previous_response_id": "resp_0"}, "previous_response_id"),
+                ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+                ({"input": []}, "input"),
+            ]
+            for given, param in wrong:
+                assert (await refused(**given)).param == param
+            cut = await client.responses.create(
+                model="x",
+                input="u",
+                max_output_tokens=2,
+                reasoning={"effort": "low"},
+                include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+                text={"format": {"type": "json_object"}, "verbosity": "low"},
+                store=False,
+            )
+            assert cut.status == "incomplete" and cut.output_text == "lo"
+            part: Any = cut.output[0]
+            assert [one.token for one in part.content[0].logprobs] == ["l", "o"]
+            assert (await refused(previous_response_id=cut.id)).status_code == 404
+
+        trajectory = await self.client(script, "long", constraints=AgentConstraints.IGNORE)
+        assert values(trajectory)["proxy/ignored_keys"] == 3
+        assert values(trajectory)["proxy/unenforced_response_format"] == 1
+
+
+class TestMessages:
+    TOOLS: ClassVar[list[Any]] = [
+        {"name": "add", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+    ]
+
+    async def web(
+        self, script: Callable[[httpx.AsyncClient], Awaitable[None]], *replies: str, **options: Any
+    ) -> Trajectory:
+        async def agent(session: AgentSession) -> None:
+            headers = {"x-api-key": session.api_key, "anthropic-beta": "tools-2024"}
+            url = f"{session.anthropic_base_url}/v1/"
+            async with httpx.AsyncClient(base_url=url, headers=headers, verify=False) as web:
+                await script(web)
+
+        return await run(agent, *replies, **options)
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    async def test_1_a_tool_loop_is_one_sample(self, streamed: bool) -> None:
+        async def script(web: httpx.AsyncClient) -> None:
+            async def ask(messages: list[Any]) -> dict[str, Any]:
+                body = {
+                    "model": "claude",
+                    "max_tokens": 300,
+                    "system": [{"type": "text", "text": "s", "cache_control": {"type": "x"}}],
+                    "messages": messages,
+                    "tools": self.TOOLS,
+                    "metadata": {"user_id": "me"},
+                    "thinking": {"type": "enabled", "budget_tokens": 1024},
+                    "stream": streamed,
+                }
+                answer = await web.post("messages", json=body)
+                assert answer.status_code == 200, answer.text
+                return added_up(answer.text) if streamed else answer.json()
+
+            messages: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+            first = await ask(messages)
+            thought, text, call = first["content"]
+            assert (thought["thinking"], text["text"]) == ("Well.", "Hm.")
+            assert (call["name"], call["input"]) == ("add", {"a": 2.0, "b": "ä"})
+            assert first["stop_reason"] == "tool_use"
+            result = {
+                "type": "tool_result",
+                "tool_use_id": call["id"],
+                "content": [{"type": "text", "text": "5"}],
+                "is_error": False,
+            }
+            more = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
+            said = {"role": "assistant", "content": first["content"]}
+            second = await ask([*messages, said, more])
+            assert second["content"] == [{"type": "text", "text": "It is 5."}]
+            assert (second["stop_reason"], second["usage"]["output_tokens"]) == ("end_turn", 9)
+
+        trajectory = await self.web(script, THOUGHT, "It is 5.")
+        assert trained(trajectory) == [f"{THOUGHT}<end>It is 5.<end>"]
+        decoded = ByteRenderer().decode(trajectory.tokens.ids)
+        assert "<tool>5<end><user>So?<end><assistant>" in decoded
+        assert "<system>s<end><user>2 + 3?<end>" in decoded
+        assert values(trajectory)["capture/exact"] == 1
+        assert values(trajectory)["proxy/ignored_keys"] == 6  # system, tool and thinking, twice
+
+    async def test_2_errors_are_anthropic_s_and_nothing_is_dropped(self) -> None:
+        async def script(web: httpx.AsyncClient) -> None:
+            user = [{"role": "user", "content": "u"}]
+            ask = {"model": "x", "max_tokens": 9, "messages": user}
+            image = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
+            document = [{"role": "user", "content": [{"type": "document"}]}]
+            wrong: list[tuple[dict[str, Any], str]] = [
+                ({"top_k": 3}, "top_k"),
+                ({"tool_choice": {"type": "any"}, "tools": self.TOOLS}, "tool_choice"),
+                ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+                ({"messages": document}, "messages[0].content[0].type"),
+                ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0]"),
+                ({"messages": [*user, {"role": "assistant", "content": "A"}]}, "last"),
+                ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+            ]
+            for given, named in wrong:
+                answer = await web.post("messages", json={**ask, **given})
+                error = answer.json()
+                assert (answer.status_code, error["type"]) == (400, "error")
+                assert error["error"]["type"] == "invalid_request_error"
+                assert named in error["error"]["message"]
+            denied = await web.post("messages", json=ask, headers={"x-api-key": "other"})
+            assert denied.json()["error"]["type"] == "authentication_error"
+            long = {**ask, "messages": [{"role": "user", "content": "u" * 4000}]}
+            error = (await web.post("messages", json=long)).json()["error"]
+            assert error["message"].startswith("prompt is too long: ")
+            counted = await web.post("messages/count_tokens", json=ask)
+            assert counted.json() == {"input_tokens": 4}
+            stopped = await web.post("messages", json={**ask, "stop_sequences": ["!"]})
+            told = stopped.json()
+            assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "!")
+            assert told["content"] == [{"type": "text", "text": "ok"}]
+
+        trajectory = await self.web(script, "ok! more")
+        assert trained(trajectory) == ["ok!"]
+
+
+def added_up(stream: str) -> dict[str, Any]:
+    """The message that a stream of events adds up to, as Anthropic's clients do it."""
+    message: dict[str, Any] = {}
+    for lines in stream.strip().split("\n\n"):
+        name, data = lines.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append({**event["content_block"], "json": ""})
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                if delta["type"] == "input_json_delta":
+                    block["json"] += delta["partial_json"]
+                else:
+                    kind = delta["type"].removesuffix("_delta")
+                    block[kind] += delta[kind]
+            case "content_block_stop":
+                if text := message["content"][event["index"]].pop("json"):
+                    message["content"][event["index"]]["input"] = json.loads(text)
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+    return message
