@@ -40,11 +40,11 @@ from treadle.agent_loop import (
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.agent_loop.testing import ByteRenderer, ScriptedTool
+from treadle.conformance.contracts.reference import VisionReference
 from treadle.rollout_server.engine import ElementType, Engine, ModelInfo, PromptImage
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.engines.torch.testing.vision_model import (
-    Transformers,
     write_vision_model,
 )
 from treadle.rollout_server.testing.serving import serve_in_process
@@ -214,7 +214,7 @@ async def test_a_tool_shows_the_model_an_image(directory: Path) -> None:
         )
         for placed in tokens.images
     ]
-    reference = Transformers(directory).logprobs(tokens.ids[:1], sent, tokens.ids[1:])
+    reference = VisionReference(directory).logprobs(tokens.ids[:1], sent, tokens.ids[1:])
     for place, (sampled, logprob) in enumerate(zip(tokens.loss_mask, tokens.logprobs, strict=True)):
         if sampled:
             assert logprob == pytest.approx(reference[place - 1], abs=1e-4)

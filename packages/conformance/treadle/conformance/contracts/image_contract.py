@@ -11,13 +11,23 @@ class TestMyEngineSees(ImageContract):
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from treadle.conformance.contracts.contract_base import LONG
-from treadle.conformance.contracts.reader import Output, Reader, request, run
+from treadle.conformance.contracts.contract_base import LONG, ContractBase, skip_unless
+from treadle.conformance.contracts.reader import (
+    Output,
+    Reader,
+    request,
+    run,
+    run_all,
+    stream,
+    update,
+)
 from treadle.rollout_server.engine import Engine, EngineRequest, InFlightPolicy, PromptImage
 
 
@@ -115,6 +125,70 @@ class ImageContract:
             await reader.abort()
             await engine.pause(InFlightPolicy.DRAIN)
             assert (engine.counters.running, engine.counters.aborted) == (0, 1)
+
+
+@pytest.mark.asyncio
+class VisionModelContract(ContractBase):
+    """The model part for images: the engine computes what transformers computes.
+
+    Needs torch, transformers and Pillow. See `ContractBase`; subclasses also define `checkpoint`
+    and `gallery`.
+
+    Attributes:
+        model_tolerance: Maximum difference from transformers' log-probs in nats, for the engine's
+            element type.
+    """
+
+    model_tolerance: float = 1e-4
+
+    @abstractmethod
+    def checkpoint(self, which: int) -> Path:
+        """Returns the Hugging Face directory of weight set 0 or 1."""
+
+    @abstractmethod
+    def gallery(self) -> Sequence[tuple[tuple[int, ...], tuple[PromptImage, ...]]]:
+        """Returns prompts of the same model with none, one and several images."""
+
+    async def test_logprobs_are_those_of_transformers_before_and_after_updates(self) -> None:
+        """Two updates, because the first may leave what the second needs."""
+        async with self.engine() as engine:
+            await self._fits(engine, 0)
+            await update(engine, self.weights(1), engine.weight_version + 1)
+            await self._fits(engine, 1)
+            await update(engine, self.weights(0), engine.weight_version + 1)
+            await self._fits(engine, 0)
+
+    async def test_logprobs_are_those_of_transformers_after_an_update_in_place(self) -> None:
+        async with self.engine() as engine:
+            skip_unless(self.takes_in_place(engine), "this server takes no updates in place")
+            await self._fits(engine, 0)
+            await engine.pause(InFlightPolicy.DRAIN)
+            version = engine.weight_version + 1
+            await engine.load_weights(stream(self.weights(1)), version=version, in_place=True)
+            await engine.resume()
+            await self._fits(engine, 1)
+
+    async def _fits(self, engine: Engine, which: int) -> None:
+        """Compares all prompts, run in one batch, and then each from the prefix cache."""
+        # Late: it needs torch, and the kit loads this module where there is none.
+        from treadle.conformance.contracts.reference import vision_reference
+
+        wanted = [
+            replace(request(prompt, temperature=1.0, seed=5, max_tokens=12), images=images)
+            for prompt, images in self.gallery()
+        ]
+        reference = vision_reference(self.checkpoint(which))
+        first = await run_all(engine, wanted)
+        second = [await run(engine, one) for one in wanted]
+        for one, output, again in zip(wanted, first, second, strict=True):
+            # transformers refuses a placeholder that was sampled.
+            marks = {one.prompt[image.start] for image in one.images}
+            stop = next((i for i, token in enumerate(output.token_ids) if token in marks), None)
+            ids = output.token_ids[:stop]
+            assert ids
+            told = reference.logprobs(one.prompt, one.images, ids)
+            assert output.logprobs[: len(ids)] == pytest.approx(told, abs=self.model_tolerance)
+            assert _close(output, again)
 
 
 def _close(left: Output, right: Output) -> bool:

@@ -7,16 +7,20 @@ Needs torch and transformers, so it is imported only where they are needed.
 """
 
 import functools
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from treadle.rollout_server.engine import Sampling
+from treadle.rollout_server.engine import PromptImage, Sampling
 
 _MODELS: Any = AutoModelForCausalLM
+_VISION_MODELS: Any = AutoModelForImageTextToText
+_PROCESSORS: Any = AutoImageProcessor
 
 
 class Reference:
@@ -92,10 +96,65 @@ class Reference:
         return _of_each(rest.logits[0].double(), ids, place, sampling)
 
 
+class VisionReference:
+    """A vision model and its image processor, called as documented by transformers.
+
+    Args:
+        path: A Hugging Face directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._model: Any = _VISION_MODELS.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+        self._processor: Any = _PROCESSORS.from_pretrained(path)
+
+    def greedy(
+        self, prompt: Sequence[int], images: Sequence[PromptImage], max_tokens: int
+    ) -> list[int]:
+        """Returns the ids that `generate` samples, ignoring end-of-sequence ids."""
+        inputs = self._inputs(prompt, images)
+        ids = self._model.generate(
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return list(ids[0, len(prompt) :].tolist())
+
+    def logprobs(
+        self, prompt: Sequence[int], images: Sequence[PromptImage], ids: Sequence[int]
+    ) -> list[float]:
+        """Returns log-probs of `ids` after `prompt`, at temperature 1, in one uncached pass."""
+        with torch.no_grad():
+            logits = self._model(**self._inputs((*prompt, *ids), images)).logits
+        logprobs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return list(logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist())
+
+    def _inputs(self, prompt: Sequence[int], images: Sequence[PromptImage]) -> dict[str, Any]:
+        ids = torch.tensor([list(prompt)])
+        kinds = torch.zeros_like(ids)
+        for image in images:
+            kinds[0, image.start : image.stop] = 1
+        inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
+        if images:
+            opened = [Image.open(io.BytesIO(image.data)) for image in images]
+            inputs |= self._processor(images=opened, return_tensors="pt")
+        return inputs
+
+
 @functools.lru_cache(maxsize=4)
 def reference(directory: Path) -> Reference:
     """Returns the reference for a directory, cached."""
     return Reference(directory)
+
+
+@functools.lru_cache(maxsize=4)
+def vision_reference(directory: Path) -> VisionReference:
+    """Returns the reference for a directory of a vision model, cached."""
+    return VisionReference(directory)
 
 
 def distribution(logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling) -> torch.Tensor:

@@ -46,8 +46,8 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.common.sampling import SamplingBatch, logprobs_of
+from treadle.rollout_server.engines.images.reader import PlacedImage
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
-from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.kv_cache import KvCache
 from treadle.rollout_server.engines.torch.model import CachedModel
 from treadle.rollout_server.engines.torch.prefix_cache import PrefixCache, common_tokens

@@ -39,9 +39,9 @@ from treadle.rollout_server.engine import (
 )
 from treadle.rollout_server.engines.common.arguments import reject_unsupported
 from treadle.rollout_server.engines.common.collective import CollectiveMember, Received
+from treadle.rollout_server.engines.images.reader import PlacedImage
 from treadle.rollout_server.engines.torch.compute_thread import ComputeThread
 from treadle.rollout_server.engines.torch.core import EngineCore
-from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.model import CachedModel, ModelSource
 from treadle.rollout_server.errors import EngineFailed
 from treadle.rollout_server.tensors import TensorCheck, check_tensors

@@ -30,12 +30,12 @@ from transformers import (
 
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
+from treadle.rollout_server.engines.images.reader import ImageReader, PlacedImage
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     StepLayout,
     cached_attention,
 )
-from treadle.rollout_server.engines.torch.images import ImageReader, PlacedImage
 from treadle.rollout_server.engines.torch.kv_cache import KvCacheShape
 from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTower
 from treadle.rollout_server.model_files import read_model

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from treadle.rollout_server.engine import EngineEvent, EngineRequest
-from treadle.rollout_server.engines.torch.images import PlacedImage
+from treadle.rollout_server.engines.images.positions import ImagePositions
+from treadle.rollout_server.engines.images.reader import PlacedImage
 from treadle.rollout_server.engines.torch.prefix_cache import FIRST_IMAGE_KEY, prefix_key
-from treadle.rollout_server.engines.torch.vision import ImagePositions
 
 Sink = Callable[[EngineEvent | BaseException], None]
 """Receives an event on the event loop's thread."""

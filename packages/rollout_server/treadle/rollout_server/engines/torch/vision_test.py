@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from treadle.conformance.contracts.image_contract import ImageContract
+from treadle.conformance.contracts.reference import VisionReference
 from treadle.rollout_server.engine import (
     Engine,
     EngineRequest,
@@ -21,8 +22,8 @@ from treadle.rollout_server.engine import (
     PromptImage,
     Sampling,
 )
+from treadle.rollout_server.engines.images.reader import PlacedImage
 from treadle.rollout_server.engines.torch import TorchEngine, core
-from treadle.rollout_server.engines.torch.images import PlacedImage
 from treadle.rollout_server.engines.torch.testing.text_model import (
     Output,
     collected,
@@ -33,7 +34,6 @@ from treadle.rollout_server.engines.torch.testing.text_model import (
 )
 from treadle.rollout_server.engines.torch.testing.vision_model import (
     PLACEHOLDER,
-    Transformers,
     picture,
     placed,
     write_vision_model,
@@ -76,7 +76,7 @@ async def run(engine: TorchEngine, wanted: EngineRequest) -> Output:
     return collected([event async for event in engine.generate(wanted)])
 
 
-async def check(engine: TorchEngine, reference: Transformers, wanted: EngineRequest) -> Output:
+async def check(engine: TorchEngine, reference: VisionReference, wanted: EngineRequest) -> Output:
     """Runs a request, and compares its log-probs with transformers'."""
     output = await run(engine, wanted)
     expected = reference.logprobs(wanted.prompt, wanted.images, output.ids)
@@ -115,14 +115,14 @@ class TestTorchEngineSees(ImageContract):
 @pytest.mark.parametrize("name", [name for name in CONVERSATIONS if "sampled" not in name])
 async def test_greedy_tokens_are_those_of_generate(path: Path, name: str) -> None:
     wanted = asked(CONVERSATIONS[name], GREEDY)
-    expected = Transformers(path).greedy(wanted.prompt, wanted.images, 12)
+    expected = VisionReference(path).greedy(wanted.prompt, wanted.images, 12)
     async with serving(path) as engine:
         assert (await run(engine, wanted)).ids == expected
 
 
 @pytest.mark.asyncio
 async def test_logprobs_are_those_of_transformers_in_one_batch(path: Path) -> None:
-    reference = Transformers(path)
+    reference = VisionReference(path)
     wanted = [asked(parts) for name, parts in CONVERSATIONS.items() if "sampled" not in name]
     async with serving(path) as engine:
         outputs = await asyncio.gather(*(check(engine, reference, one) for one in wanted))
@@ -139,7 +139,7 @@ async def test_a_placeholder_that_the_model_sampled_is_text(path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_images_of_later_turns_go_on_from_the_prefix(path: Path) -> None:
-    reference = Transformers(path)
+    reference = VisionReference(path)
     parts: list[int | bytes] = [5, 6, 58, WIDE, 57, 8, 9]
     read = 0
     async with serving(path) as engine:
@@ -160,7 +160,7 @@ async def test_an_image_that_steps_read_in_parts_is_seen_once(
     seen: list[int] = []
     async with serving(path, prefix_cache_bytes=0) as engine:
         watch(engine, seen)
-        await check(engine, Transformers(path), asked(CONVERSATIONS["three"]))
+        await check(engine, VisionReference(path), asked(CONVERSATIONS["three"]))
     assert seen == [2, 18, 36]
 
 
@@ -177,7 +177,7 @@ async def test_samples_of_one_prompt_see_its_images_once(path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_prompt_that_ends_with_an_image_reads_its_last_id_again(path: Path) -> None:
-    reference = Transformers(path)
+    reference = VisionReference(path)
     wanted = asked([*range(4, 44), TALL])
     async with serving(path) as engine:
         first = await check(engine, reference, wanted)
@@ -191,7 +191,7 @@ async def test_new_weights_reach_the_vision_tower(path: Path, other_path: Path) 
     async with serving(path) as engine:
         names = {spec.name for spec in engine.info.parameters or ()}
         assert names == {tensor.spec.name for tensor in named_tensors(path)}
-        old = await check(engine, Transformers(path), wanted)
+        old = await check(engine, VisionReference(path), wanted)
         await engine.pause(InFlightPolicy.DRAIN)
         tower = {
             tensor.spec.name: torch.frombuffer(tensor.data, dtype=torch.float32).view(
@@ -206,7 +206,7 @@ async def test_new_weights_reach_the_vision_tower(path: Path, other_path: Path) 
         await engine.pause(InFlightPolicy.DRAIN)
         await engine.load_weights(weights_of(other_path), version=2)
         await engine.resume()
-        new = await check(engine, Transformers(other_path), wanted)
+        new = await check(engine, VisionReference(other_path), wanted)
     assert old.logprobs != mixed.logprobs != new.logprobs
     assert new.cached == 0
 
@@ -216,7 +216,7 @@ async def test_new_weights_reach_the_vision_tower(path: Path, other_path: Path) 
 async def test_other_formats_are_read(path: Path, kind: str) -> None:
     ids, images = placed([5, picture(48, 16, kind=kind), 6], media_type=f"image/{kind}")
     async with serving(path) as engine:
-        await check(engine, Transformers(path), request(ids, SAMPLED, images=images))
+        await check(engine, VisionReference(path), request(ids, SAMPLED, images=images))
 
 
 @pytest.mark.asyncio
@@ -236,7 +236,7 @@ async def test_what_does_not_fit_is_refused_and_the_engine_goes_on(path: Path) -
             await run(engine, request(ids, images=(short,)))
         with pytest.raises(InvalidField, match=r"prompt_token_ids\[1\] is 7, expected 60"):
             await run(engine, request((5, *[7] * 12, 6), images=(image,)))
-        await check(engine, Transformers(path), request(ids, SAMPLED, images=(image,)))
+        await check(engine, VisionReference(path), request(ids, SAMPLED, images=(image,)))
         assert engine.counters.started == engine.counters.finished == 1
 
 
@@ -317,7 +317,7 @@ async def test_new_weights_do_not_wait_for_images_and_sample_what_reads_them(
         await engine.resume()
         held.go_on()
         output = await reading
-    expected = Transformers(other_path).logprobs(wanted.prompt, wanted.images, output.ids)
+    expected = VisionReference(other_path).logprobs(wanted.prompt, wanted.images, output.ids)
     assert output.logprobs == pytest.approx(expected, abs=1e-4)
     assert set(output.versions) == {1}
 
@@ -364,7 +364,7 @@ async def test_the_files_of_published_checkpoints_are_read(path: Path, tmp_path:
     async with serving(tmp_path) as engine:
         assert engine.info.model.architecture == "Qwen2_5_VLForConditionalGeneration"
         assert (engine.info.model.vocab_size, engine.info.model.context_length) == (64, 1024)
-        await check(engine, Transformers(path), asked(CONVERSATIONS["three"]))
+        await check(engine, VisionReference(path), asked(CONVERSATIONS["three"]))
 
 
 @pytest.mark.asyncio

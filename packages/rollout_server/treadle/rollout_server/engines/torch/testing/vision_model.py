@@ -1,4 +1,4 @@
-"""A tiny vision model, images, and its reference answers in transformers."""
+"""A tiny vision model, and images."""
 
 import io
 from collections.abc import Sequence
@@ -8,19 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageTextToText,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from treadle.rollout_server.engine import PromptImage
 
 PLACEHOLDER, EOS, VOCAB_SIZE = 60, 3, 64
-_MODELS: Any = AutoModelForImageTextToText
-_PROCESSORS: Any = AutoImageProcessor
 
 
 def write_vision_model(
@@ -108,46 +101,3 @@ def placed(
         )
         ids += [PLACEHOLDER] * count
     return tuple(ids), tuple(images)
-
-
-class Transformers:
-    """The same model and image processor, called as documented by transformers."""
-
-    def __init__(self, path: Path) -> None:
-        self._model: Any = _MODELS.from_pretrained(path, attn_implementation="sdpa").eval()
-        self._processor: Any = _PROCESSORS.from_pretrained(path)
-
-    def greedy(
-        self, prompt: Sequence[int], images: Sequence[PromptImage], max_tokens: int
-    ) -> list[int]:
-        """Returns the ids that `generate` samples, ignoring end-of-sequence ids."""
-        inputs = self._inputs(prompt, images)
-        ids = self._model.generate(
-            **inputs,
-            attention_mask=torch.ones_like(inputs["input_ids"]),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return list(ids[0, len(prompt) :].tolist())
-
-    def logprobs(
-        self, prompt: Sequence[int], images: Sequence[PromptImage], ids: Sequence[int]
-    ) -> list[float]:
-        """Returns log-probs of `ids` after `prompt`, at temperature 1, in one uncached pass."""
-        with torch.no_grad():
-            logits = self._model(**self._inputs((*prompt, *ids), images)).logits
-        logprobs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        return list(logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist())
-
-    def _inputs(self, prompt: Sequence[int], images: Sequence[PromptImage]) -> dict[str, Any]:
-        ids = torch.tensor([list(prompt)])
-        kinds = torch.zeros_like(ids)
-        for image in images:
-            kinds[0, image.start : image.stop] = 1
-        inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
-        if images:
-            opened = [Image.open(io.BytesIO(image.data)) for image in images]
-            inputs |= self._processor(images=opened, return_tensors="pt")
-        return inputs

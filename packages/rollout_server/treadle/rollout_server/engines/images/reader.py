@@ -2,7 +2,7 @@
 
 Invariant: an image is identified by its bytes. Each distinct image has a unique serial number,
 so two prompts share a cached prefix only as far as their images are equal too
-(`prefix_cache.py` compares serial numbers in place of placeholder ids). An image that cannot
+(engines compare serial numbers in place of placeholder ids). An image that cannot
 be decoded, or whose number of placeholders is wrong, is rejected here, before the sequence
 takes any resources.
 
@@ -130,8 +130,8 @@ class ImageReader:
         )
         if not isinstance(self.processor, Qwen2VLImageProcessorPil):
             raise ValueError(
-                f"{directory} has the image processor {type(self.processor).__name__}, but the "
-                "torch engine supports only those of Qwen2-VL and Qwen2.5-VL"
+                f"{directory} has the image processor {type(self.processor).__name__}, but only "
+                "that of Qwen2-VL, Qwen2.5-VL and Qwen3-VL is supported"
             )
         self._placeholder_id = placeholder_id
         self._stride = self.processor.patch_size * self.processor.merge_size
@@ -142,7 +142,7 @@ class ImageReader:
         self._numbers = itertools.count()
         self._serials: OrderedDict[bytes, int] = OrderedDict()  # Least recently used first.
         self._closed = False
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-engine-images")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
 
     async def read(
         self, images: Sequence[PromptImage], prompt: Sequence[int]

@@ -18,8 +18,9 @@ from PIL import ExifTags, Image, ImageOps
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from treadle.rollout_server.engine import PromptImage
-from treadle.rollout_server.engines.torch import images as module
-from treadle.rollout_server.engines.torch.images import (
+from treadle.rollout_server.engines.images import reader as module
+from treadle.rollout_server.engines.images.positions import ImagePositions
+from treadle.rollout_server.engines.images.reader import (
     DecodedImage,
     ImageReader,
     PlacedImage,
@@ -30,7 +31,7 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     placed,
     write_vision_model,
 )
-from treadle.rollout_server.engines.torch.vision import ImagePositions, VisionTower
+from treadle.rollout_server.engines.torch.vision import VisionTower
 from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable
 
 _MODEL: Any = Qwen2_5_VLModel

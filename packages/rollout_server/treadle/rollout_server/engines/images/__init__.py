@@ -1,0 +1,6 @@
+"""Images of prompts, the same for every engine that takes them.
+
+`reader.py` decodes and checks them, `patches.py` makes the input of a vision tower, and
+`positions.py` computes rotary positions. Image processors of the Qwen2-VL family are supported
+(Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
+"""
