@@ -280,11 +280,13 @@ def _read(row: Mapping[str, str]) -> Finding:
 
 
 def _nodes(config: Config, folder: Path) -> Iterator[Finding]:
-    from treadle.trainer.launch.make_launcher import make_launcher
+    from treadle.trainer.launch.ray import RayLauncher
 
+    launch = config.launch
+    assert launch.kind == "ray"
     with tempfile.TemporaryDirectory() as logs:
         try:
-            yield from asyncio.run(_examine(config, folder, make_launcher(config, Path(logs))))
+            yield from asyncio.run(_examine(config, folder, RayLauncher(launch, Path(logs))))
         except ProcessError as error:
             yield fail("Ray", str(error), "no process can be started", "change what the text names")
 
