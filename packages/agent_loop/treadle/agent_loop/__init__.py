@@ -78,6 +78,7 @@ from treadle.agent_loop.tools.interaction import (
     UserSimulator,
     selected_interaction,
 )
+from treadle.agent_loop.tools.metric_rules import ReportsMetrics, check_metric_rules
 from treadle.agent_loop.tools.text_truncation import TextCodec, TruncateSide
 from treadle.agent_loop.tools.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
@@ -152,6 +153,7 @@ __all__ = [
     "Rendering",
     "ReplicaLoad",
     "ReplicaUnavailableError",
+    "ReportsMetrics",
     "RequestContext",
     "RequestRejectedError",
     "Retry",
@@ -200,6 +202,7 @@ __all__ = [
     "WeightVersionBehindError",
     "boundary",
     "cannot_load",
+    "check_metric_rules",
     "default_loops",
     "derive_seed",
     "function_tool",

@@ -62,6 +62,16 @@ _ARGUMENTS = ("code", "timeout", "language")
 _FENCE = re.compile(r"```python(.*?)```", re.DOTALL)
 _BEFORE = b"_ = "
 _AFTER = b"\nif _ is not None:\n    print(_)\n"
+_RULES = {
+    "queue_s": Reduce.MEAN,
+    "run_s": Reduce.MEAN,
+    "waiting_max": Reduce.MAX,
+    "timeouts": Reduce.SUM,
+    "errors": Reduce.SUM,
+    "retries": Reduce.SUM,
+    "warm": Reduce.MEAN,
+}
+"""The metrics of a call, below the tool's name."""
 
 
 class Backend(enum.StrEnum):
@@ -241,16 +251,22 @@ class CodeInterpreterTool:
 
     def _metrics(self, execution: Execution, queue_s: float, others: int) -> tuple[Metric, ...]:
         timed_out = execution.status is RunStatus.TIMED_OUT
-        name = self.spec.name
-        return (
-            Metric(f"{name}/queue_s", queue_s, Reduce.MEAN),
-            Metric(f"{name}/run_s", execution.execution_s, Reduce.MEAN),
-            Metric(f"{name}/waiting_max", float(others), Reduce.MAX),
-            Metric(f"{name}/timeouts", float(timed_out), Reduce.SUM),
-            Metric(f"{name}/errors", float(execution.return_code not in (0, None)), Reduce.SUM),
-            Metric(f"{name}/retries", float(execution.num_retries), Reduce.SUM),
-            Metric(f"{name}/warm", float(execution.warm), Reduce.MEAN),
-        )
+        values = {
+            "queue_s": queue_s,
+            "run_s": execution.execution_s,
+            "waiting_max": float(others),
+            "timeouts": float(timed_out),
+            "errors": float(execution.return_code not in (0, None)),
+            "retries": float(execution.num_retries),
+            "warm": float(execution.warm),
+        }
+        named = {f"{self.spec.name}/{name}": value for name, value in values.items()}
+        return tuple(Metric(name, named[name], rule) for name, rule in self.metric_rules.items())
+
+    @property
+    def metric_rules(self) -> Mapping[str, Reduce]:
+        """See `treadle.agent_loop.ReportsMetrics`."""
+        return {f"{self.spec.name}/{name}": rule for name, rule in _RULES.items()}
 
 
 class RetoolCodeInterpreterTool(CodeInterpreterTool):

@@ -23,6 +23,7 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.errors import SetupError, ToolError, boundary
 from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.tokens.renderer import MalformedCall
+from treadle.agent_loop.tools.metric_rules import COUNTS, other_rule
 from treadle.agent_loop.tools.session_cleanup import close_all
 from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
@@ -32,8 +33,6 @@ from treadle.tracing import Metric, Reduce, SpanHandle, span
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-
-_COUNTS = ("calls", "unknown", "failures", "timeouts", "over_cap", "close_errors", "left_behind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +100,7 @@ class Toolbox:
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._metrics: list[Metric] = []
+        self._rules: dict[str, Reduce] = {}
         self.rewards: list[float] = []
 
     async def __aenter__(self) -> Self:
@@ -128,7 +128,7 @@ class Toolbox:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """The tools' own metrics, then the counts and the seconds of this trajectory."""
-        counts = (Metric(f"tool/{name}", self._counts[name], Reduce.SUM) for name in _COUNTS)
+        counts = (Metric(f"tool/{name}", self._counts[name], Reduce.SUM) for name in COUNTS)
         seconds = Metric("agent_loop/tool_calls_s", self._seconds, Reduce.MEAN)
         return (*self._metrics, *counts, seconds)
 
@@ -147,8 +147,12 @@ class Toolbox:
             await concurrently([self._open(name) for name in missing])
         results = await concurrently([self._answer(request) for request in taken])
         self._seconds += time.perf_counter() - started
-        for _, result in results:
+        for message, result in results:
             self.rewards.append(result.reward)
+            wrong = other_rule(result.metrics, self._tools, self._rules)
+            if wrong is not None:
+                with _named(message.name or ""):
+                    raise ToolError(f"tool {message.name!r}: {wrong}")
             self._metrics.extend(result.metrics)
         return [ToolAnswer(message=message, stop=result.stop) for message, result in results]
 

@@ -45,6 +45,7 @@ SPEC = ToolSpec(
 _SERVICE_KEYS = ("num_workers", "rate_limit", "enable_global_rate_limit", "default_timeout")
 _KEYS = ("retrieval_service_url", "corpus_path", "topk", *_SERVICE_KEYS)
 _MAX_QUERIES = 32
+_QUERIES, _RESULTS = "search/queries", "search/results"
 
 
 class SearchTool:
@@ -65,6 +66,11 @@ class SearchTool:
         self.spec = spec
         self._topk = int(_positive(settings, "topk", 3))
         self._retriever = _retriever(settings)
+
+    @property
+    def metric_rules(self) -> Mapping[str, Reduce]:
+        """See `treadle.agent_loop.ReportsMetrics`."""
+        return dict.fromkeys((_QUERIES, _RESULTS), Reduce.SUM)
 
     async def open(self, task: AgentTask) -> SearchTool:
         """Returns itself: a search keeps no state but the connections.
@@ -93,8 +99,8 @@ class SearchTool:
         return ToolResult(
             content=as_text(found),
             metrics=(
-                Metric("search/queries", len(queries), Reduce.SUM),
-                Metric("search/results", sum(map(len, found)), Reduce.SUM),
+                Metric(_QUERIES, len(queries), Reduce.SUM),
+                Metric(_RESULTS, sum(map(len, found)), Reduce.SUM),
             ),
         )
 

@@ -16,6 +16,7 @@ from treadle.agent_loop import (
     SetupError,
     Tool,
     TruncateSide,
+    check_metric_rules,
     default_loops,
 )
 from treadle.tools import load_catalogue
@@ -37,8 +38,9 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False
         images: Whether rows may have images.
 
     Raises:
-        SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, or one of its
-            loops or `agent.default_loop` cannot be made.
+        SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, one of its
+            loops or `agent.default_loop` cannot be made, or tools and interactions report one
+            metric under two rules.
         SeveralProblems: more than one of these.
     """
     agent = config.agent
@@ -53,6 +55,12 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False
         interactions = load_interactions(users) if users is not None else {}
     problems.raise_if_any()
     assert loops is not None and tools is not None and interactions is not None
+    check_metric_rules(
+        {
+            **{f"tool {name!r}": tool for name, tool in tools.items()},
+            **{f"interaction {name!r}": user for name, user in interactions.items()},
+        }
+    )
     return PromptRules(
         loops=loops,
         default_loop=agent.default_loop,

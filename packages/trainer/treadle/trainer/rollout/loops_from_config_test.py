@@ -3,9 +3,12 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import SetupError, SingleTurnLoop, TruncateSide
+from treadle.agent_loop.testing import ScriptedTool
 from treadle.tools.interactions import Gsm8kInteraction
+from treadle.tracing import Reduce
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
+from treadle.trainer.own_code import collect
 from treadle.trainer.rollout.loops_from_config import loop_limits, prompt_rules
 
 _LOOP = "treadle.agent_loop:SingleTurnLoop"
@@ -56,6 +59,19 @@ def test_each_loop_is_made_once() -> None:
 def test_what_is_not_there_is_named_with_its_key(override: str, text: str) -> None:
     with pytest.raises(SetupError, match=text):
         prompt_rules(config(override))
+
+
+class _Asks(ScriptedTool):
+    def __init__(self, name: str, rule: Reduce) -> None:
+        super().__init__(name)
+        self.metric_rules = {"asked": rule}
+
+
+def test_tools_that_report_one_metric_under_two_rules_are_told_at_start() -> None:
+    tools = (_Asks("a", Reduce.SUM), _Asks("b", Reduce.MEAN))
+    own = collect(config(), reward=None, tools=tools, loops={}, on_step=None)
+    with pytest.raises(SetupError, match="'asked' is combined by SUM as tool 'a' reports it, and"):
+        prompt_rules(config(), own)
 
 
 def test_interactions_are_read_from_verls_file(tmp_path: Path) -> None:
