@@ -80,6 +80,8 @@ class RolloutRunner:
         watchdog_s: Seconds without activity after which a trajectory is reported. None disables
             the watchdog.
         clock: The watchdog's clock; replaced in tests.
+        span_attributes: Gives attributes to all spans of a task, for a source of tasks that
+            differ in more than their rows. None: nothing.
 
     Raises:
         ValueError: `max_in_flight`, `deadline_s` or `watchdog_s` is out of range.
@@ -95,6 +97,7 @@ class RolloutRunner:
         failure_policy: FailurePolicy,
         watchdog_s: float | None = None,
         clock: Clock | None = None,
+        span_attributes: Callable[[AgentTask], Mapping[str, object]] | None = None,
     ) -> None:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 1")
@@ -109,6 +112,7 @@ class RolloutRunner:
             raise ValueError(f"watchdog_s is {watchdog_s}; it must be above 0, or None for none")
         self._watchdog_s = watchdog_s
         self._clock = clock
+        self._span_attributes = span_attributes
 
     async def run(
         self,
@@ -157,9 +161,10 @@ class RolloutRunner:
     async def _settle(self, task: AgentTask, counts: "_Counts", watchdog: Watchdog) -> Trajectory:
         """Attempts a task until the failure policy stops, and adds the watchdog's findings."""
         deadline = asyncio.get_running_loop().time() + self._deadline_s
+        given = {} if self._span_attributes is None else self._span_attributes(task)
         with (
             # Named as in verl, by whose names its users look for them.
-            use_attributes(sample_index=task.sample_index, rollout_n=task.rollout_index),
+            use_attributes(sample_index=task.sample_index, rollout_n=task.rollout_index, **given),
             watchdog.watch(f"task {task.task_id}, rollout {task.rollout_index}") as pulse,
         ):
             services = replace(self._services, deadline=deadline, pulse=pulse)

@@ -154,6 +154,8 @@ def find_resume_point(
         whole = checkpoints.newest_whole(contents=contents)
         own, found = whole.checkpoint, whole.notes
     notes = list(found)
+    if own is not None:
+        _check_schedule(own, config)
     if then is None:
         then = _saved_config(directory, own, damage or "")
         changes = _changes(directory, then, now)
@@ -238,11 +240,12 @@ def _from_other_run(path: Path, config: AnyConfig, *, begun: bool, contents: boo
         ) from None
     now = config.model_dump(mode="json")
     kinds = [_kind(each) for each in (then, now)]
-    if kinds[0] != kinds[1]:
+    if kinds[0] != kinds[1] and "sft" in kinds:
         raise RunDirectoryError(
             f"run.resume={path} is of a run with schedule.kind={kinds[0]}, and this one has "
             f"{kinds[1]}: begin with its model instead, model.path={origin}"
         )
+    _check_schedule(checkpoint, config)
     changes = compare(then, now)
     if models := [change for change in changes.breaking if change.startswith("model.")]:
         raise RunDirectoryError(
@@ -299,6 +302,21 @@ def _check_that_nothing_was_saved(directory: RunDirectory, config: AnyConfig) ->
         raise RunDirectoryError(
             f"run.dir={directory.path} holds a run that kept no checkpoint to go on from "
             "(schedule.save_every=null): choose another directory, or remove this one"
+        )
+
+
+def _check_schedule(checkpoint: Checkpoint, config: AnyConfig) -> None:
+    """Rejects the synchronous schedule where groups were begun that it would not train on.
+
+    Raises:
+        RunDirectoryError: See above.
+    """
+    begun = (checkpoint.groups or {}).get("untrained")
+    if begun and config.schedule.kind == "sync":
+        raise RunDirectoryError(
+            f"the checkpoint of step {checkpoint.step} is of a schedule that samples beside "
+            f"training, with {len(begun)} groups begun and not trained on, and schedule.kind=sync "
+            "would leave them out: keep schedule.kind"
         )
 
 

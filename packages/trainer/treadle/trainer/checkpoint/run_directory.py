@@ -79,6 +79,8 @@ class Checkpoint:
         hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
         config_file: The configuration of the run as it was then; None if the checkpoint has none.
         metrics: The metrics of `step`.
+        groups: Of a schedule that samples beside training: the groups that were begun and not
+            trained on, and which is next. None: of the synchronous one.
         checked_bytes: Size of the files that were compared; None for a checkpoint of release 0.1,
             which has no manifest.
     """
@@ -90,6 +92,7 @@ class Checkpoint:
     config_file: Path | None
     metrics: Mapping[str, float]
     checked_bytes: int | None
+    groups: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,12 +338,18 @@ class Checkpoints:
             partial.mkdir(parents=True)
             await write(partial)
 
-    async def complete(self, step: int, metrics: Mapping[str, float]) -> None:
+    async def complete(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Mapping[str, object] | None = None,
+    ) -> None:
         """Adds the rest to the model of a checkpoint, and makes it the latest.
 
         Args:
             step: That of `write_model`.
             metrics: The metrics of `step`.
+            groups: See `Checkpoint`.
 
         Raises:
             RunDirectoryError: See `write_model`.
@@ -350,9 +359,10 @@ class Checkpoints:
             config = self._directory.parent / CONFIG
             if config.is_file():
                 shutil.copyfile(config, partial / CONFIG)
-            write_json(
-                partial / _STATE, {"format": _FORMAT, "step": step, "metrics": dict(metrics)}
-            )
+            state: dict[str, object] = {"format": _FORMAT, "step": step, "metrics": dict(metrics)}
+            if groups is not None:
+                state["groups"] = dict(groups)
+            write_json(partial / _STATE, state)
             await asyncio.to_thread(write_manifest, partial)
             partial.rename(self._directory / name)
             self._point_to(name)
@@ -424,6 +434,9 @@ def _open(
             raise DamageError(f"{_STATE} is damaged: its metric {name[:40]!r} is no number")
     if _name(step) != directory.name:
         raise DamageError(f"{_STATE} is of step {step}")
+    groups = state.get("groups")
+    if groups is not None and not _are_groups(groups):
+        raise DamageError(f"{_STATE} is damaged: its groups are no numbers")
     return Checkpoint(
         step=step,
         policy_directory=directory / POLICY,
@@ -432,7 +445,14 @@ def _open(
         config_file=config if config.is_file() else None,
         metrics=metrics,
         checked_bytes=checked,
+        groups=groups,
     )
+
+
+def _are_groups(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("untrained"), list):
+        return False
+    return all(type(number) is int for number in (value.get("next"), *value["untrained"]))
 
 
 def _is_number(value: object) -> bool:

@@ -223,7 +223,8 @@ def test_memory_that_is_released_keeps_no_completions() -> None:
     ("override", "said"),
     [
         ("data.train_files=[]", "data.train_files=[]: needs at least 1"),
-        ("schedule.kind=async", "schedule.kind=async: must be 'sync'"),
+        ("schedule.kind=asink", "schedule.kind=asink: must be 'sync', 'overlap', 'stream' or"),
+        ("schedule.surplus=1", "surplus=1.0 is read by kind=stream, and kind=sync"),
         ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt=0: must be >= 1"),
         ("rollout.samples_per_prompt=x", "rollout.samples_per_prompt=x: must be an integer"),
         ("rollout.top_p=high", "rollout.top_p=high: must be a number"),

@@ -465,8 +465,29 @@ class StepsConfig(Section):
 class ScheduleConfig(StepsConfig):
     """The order and number of steps, validation and checkpoints."""
 
-    kind: Literal["sync"] = "sync"
-    """sync: rollout, reward, update and weight sync take turns, so every token is on-policy."""
+    kind: Literal["sync", "overlap", "stream", "async"] = "sync"
+    """When groups (the trajectories of one row) are sampled and trained on. sync: rollout, reward,
+    update and weight sync take turns, so every token is on-policy. overlap: the rows of a step are
+    sampled while the step before it trains. stream: a step trains on the groups that end first, and
+    the others are carried over. async: sampling never stops while staleness stays within
+    max_staleness."""
+    surplus: Annotated[float, Field(ge=0)] = 0.5
+    """stream: how many more groups are in work than a step trains on, as a share of
+    data.prompts_per_step."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """async: how many versions behind the weights may be that a group began with, when a step
+    trains on it."""
+
+    @model_validator(mode="after")
+    def _numbers_have_their_kind(self) -> Self:
+        for name, kind in (("surplus", "stream"), ("max_staleness", "async")):
+            default = type(self).model_fields[name].default
+            if (value := getattr(self, name)) != default and self.kind != kind:
+                raise ValueError(
+                    f"{name}={value} is read by kind={kind}, and kind={self.kind}: set kind={kind},"
+                    f" or leave {name} out"
+                )
+        return self
 
 
 class _LaunchConfig(Section):
@@ -713,6 +734,26 @@ class Config(Section):
     @model_validator(mode="after")
     def _processes_have_gpus(self) -> Self:
         make_topology(self)
+        return self
+
+    @model_validator(mode="after")
+    def _shared_devices_take_turns(self) -> Self:
+        if self.rollout.release_memory and self.schedule.kind in ("overlap", "async"):
+            raise ValueError(
+                "rollout.release_memory=true takes the servers' memory while the policy trains, "
+                f"and schedule.kind={self.schedule.kind} samples then: set schedule.kind=sync or "
+                "stream, or rollout.release_memory=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_replaced_within_a_step(self) -> Self:
+        if self.schedule.kind == "overlap" and self.algorithm.dynamic_sampling is not None:
+            raise ValueError(
+                f"algorithm.dynamic_sampling={self.algorithm.dynamic_sampling} replaces rows of a "
+                "step by later ones, and schedule.kind=overlap has the rows of each step begun "
+                "with the step before: set schedule.kind=sync, stream or async"
+            )
         return self
 
     @model_validator(mode="after")

@@ -29,6 +29,12 @@ def check_estimator(config: Config) -> None:
             f"algorithm.advantage={estimator.name} compares the trajectories of a row, and "
             f"rollout.samples_per_prompt={samples}: set at least {estimator.min_samples}"
         )
+    if estimator.needs_greedy and config.schedule.kind != "sync":
+        raise ConfigError(
+            f"algorithm.advantage={estimator.name} compares with a greedy trajectory of the same "
+            f"weights, and schedule.kind={config.schedule.kind} changes weights while a group is "
+            "sampled: set schedule.kind=sync, or another advantage"
+        )
     if (by := config.algorithm.dynamic_sampling) is None:
         return
     if not estimator.compares:

@@ -16,7 +16,7 @@ A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -61,9 +61,9 @@ class TrajectoryLog:
         self._file: BinaryIO = path.open("wb" if resume_after is None else "ab", buffering=0)
 
     @contextmanager
-    def recording(self) -> Iterator[MemorySink]:
+    def recording(self) -> Iterator[Recorded]:
         """Keeps what is traced in this block, beside where it goes anyway, for `append`."""
-        recorded = _OutlineSink()
+        recorded = Recorded()
         with use_sink(Fanout(current_sink(), recorded)):
             yield recorded
 
@@ -130,12 +130,24 @@ class TrajectoryLog:
         self.close()
 
 
-class _OutlineSink(MemorySink):
+class Recorded(MemorySink):
     """Keeps spans without what they were given and returned."""
 
     def record(self, span: FinishedSpan) -> None:
         """Keeps the outline of `span`."""
         super().record(outline(span))
+
+    def take(self, keys: Container[tuple[object, object]]) -> list[FinishedSpan]:
+        """Returns the spans of trajectories that have ended, and forgets them.
+
+        Args:
+            keys: (task id, rollout index) of the trajectories.
+        """
+        by_trajectory = spans_by_trajectory(self._spans)
+        taken = [s for key, spans in by_trajectory.items() if key in keys for s in spans]
+        forgotten = {span.span_id for span in taken}
+        self._spans = [span for span in self._spans if span.span_id not in forgotten]
+        return taken
 
 
 def outline(span: FinishedSpan) -> FinishedSpan:

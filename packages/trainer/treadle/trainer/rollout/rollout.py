@@ -18,7 +18,7 @@ ended, the rollout waits for it, and attempts again what failed because of it.
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol, Self
@@ -44,7 +44,13 @@ from treadle.trainer.report.failures import causes
 from treadle.trainer.rollout.loops_from_config import loop_limits
 from treadle.trainer.rollout.outages import OutageError, Outages, failed_source
 
-__all__ = ["Rollout", "Servers"]
+__all__ = [
+    "Rollout",
+    "Servers",
+    "failed_by",
+    "may_be_attempted_again",
+    "may_be_retried",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -124,17 +130,17 @@ class Rollout:
         async def keep(trajectory: Trajectory) -> None:
             ended[_key(trajectory.task)] = trajectory
             self.outages.count(trajectory)
-            if not _may_be_attempted_again(trajectory):
+            if not may_be_attempted_again(trajectory):
                 on_end(trajectory)
 
         async def attempt(some: Sequence[AgentTask], sink: Sink) -> None:
             runner = partial(
-                self._runner,
+                self.runner,
                 sampling=sampling,
                 min_weight_version=min_weight_version,
                 routed_experts=routed_experts,
             )
-            await self._run_until_lost(some, runner, sink)
+            await self.run_until_lost(some, runner, sink)
 
         await self.servers.ensure_healthy()
         while waiting:
@@ -142,8 +148,8 @@ class Rollout:
             disturbed = await self.servers.ensure_healthy()
             serve_again = [
                 source
-                for source in self._down(ended.values(), len(tasks))
-                if await self._wait_for(source, _failed_by(source, ended.values()), attempt, keep)
+                for source in self.down(ended.values(), len(tasks))
+                if await self.wait_for(source, failed_by(source, ended.values()), attempt, keep)
             ]
             if not disturbed and not serve_again:
                 break
@@ -151,13 +157,13 @@ class Rollout:
                 task
                 for task in tasks
                 if (had := ended.get(_key(task))) is None
-                or (disturbed and _may_be_retried(had))
+                or (disturbed and may_be_retried(had))
                 or failed_source(had.error) in serve_again
             ]
             if waiting:
                 _log.warning("attempting %d trajectories again", len(waiting))
         for trajectory in ended.values():
-            if _may_be_attempted_again(trajectory):  # but was not
+            if may_be_attempted_again(trajectory):  # but was not
                 on_end(trajectory)
         return [ended[_key(task)] for task in tasks]
 
@@ -169,7 +175,7 @@ class Rollout:
         """
         limit, limit_s = self.config.agent.max_consecutive_failures, self.config.agent.outage_s
         for source in self.outages.down(limit) | self.outages.given_up:
-            if not (failed := _failed_by(source, ended)):
+            if not (failed := failed_by(source, ended)):
                 continue
             if source in self.outages.given_up:
                 why = f"did not serve within {limit_s:g} s (agent.outage_s) either"
@@ -180,7 +186,7 @@ class Rollout:
             text = self.outages.describe(source, causes(failed))
             raise OutageError(f"{text}, and {why}: mend it, and start again with the same run.dir")
 
-    def _down(self, ended: Iterable[Trajectory], num_tasks: int) -> list[str]:
+    def down(self, ended: Iterable[Trajectory], num_tasks: int) -> list[str]:
         """Returns the sources to wait for: those that had served and now fail trajectories."""
         failed = {source for t in ended if (source := failed_source(t.error)) is not None}
         if not failed or (limit := self.config.agent.max_consecutive_failures) is None:
@@ -188,7 +194,7 @@ class Rollout:
         down = self.outages.down(min(limit, num_tasks)) - self.outages.given_up
         return sorted(failed & self.outages.served & down)
 
-    async def _wait_for(
+    async def wait_for(
         self,
         source: str,
         failed: Sequence[Trajectory],
@@ -212,7 +218,7 @@ class Rollout:
 
         async def take(trajectory: Trajectory) -> None:
             late = isinstance(trajectory.error, TrajectoryTimeoutError)
-            if not late and not _may_be_attempted_again(trajectory):
+            if not late and not may_be_attempted_again(trajectory):
                 served.append(trajectory)
 
         while not served:
@@ -228,9 +234,9 @@ class Rollout:
         await keep(served[0])
         return True
 
-    async def _run_until_lost(
+    async def run_until_lost(
         self,
-        tasks: Sequence[AgentTask],
+        tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
         make_runner: Callable[[TokenGenerator], RolloutRunner],
         sink: Sink,
     ) -> None:
@@ -249,14 +255,24 @@ class Rollout:
             if not lost.cancelled():
                 lost.result()
 
-    def _runner(
+    def runner(
         self,
         generator: TokenGenerator,
         *,
         sampling: SamplingParams,
         min_weight_version: int,
         routed_experts: bool,
+        span_attributes: Callable[[AgentTask], Mapping[str, object]] | None = None,
     ) -> RolloutRunner:
+        """Returns a runner of this rollout's loops and limits on a generator.
+
+        Args:
+            generator: Samples the completions.
+            sampling: How.
+            min_weight_version: Oldest weights that may sample.
+            routed_experts: Whether trajectories have the experts of their rows.
+            span_attributes: See `RolloutRunner`.
+        """
         return RolloutRunner(
             self.rules.loops,
             Services(
@@ -275,6 +291,7 @@ class Rollout:
             deadline_s=self.config.agent.deadline_s,
             failure_policy=Retry(max_attempts=self.config.agent.max_attempts),
             watchdog_s=self.config.agent.watchdog_s,
+            span_attributes=span_attributes,
         )
 
 
@@ -317,13 +334,16 @@ def _key(task: AgentTask) -> Key:
     return task.task_id, task.rollout_index
 
 
-def _failed_by(source: str, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+def failed_by(source: str, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Returns the trajectories that failed because of a source."""
     return [t for t in trajectories if failed_source(t.error) == source]
 
 
-def _may_be_retried(trajectory: Trajectory) -> bool:
+def may_be_retried(trajectory: Trajectory) -> bool:
+    """Returns whether it failed for a reason that a healthy server may not have."""
     return trajectory.error is not None and trajectory.error.retryable
 
 
-def _may_be_attempted_again(trajectory: Trajectory) -> bool:
-    return _may_be_retried(trajectory) or failed_source(trajectory.error) is not None
+def may_be_attempted_again(trajectory: Trajectory) -> bool:
+    """Returns whether it failed through no fault of the model."""
+    return may_be_retried(trajectory) or failed_source(trajectory.error) is not None

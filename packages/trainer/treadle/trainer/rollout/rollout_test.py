@@ -62,7 +62,7 @@ class Failing(Rollout):
 
     story: Story
 
-    async def _run_until_lost(
+    async def run_until_lost(
         self,
         tasks: Sequence[AgentTask],
         make_runner: object,

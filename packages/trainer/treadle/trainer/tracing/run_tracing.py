@@ -8,7 +8,7 @@ backends finish side by side.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -31,7 +31,7 @@ from treadle.trainer.launch.environment import child_environment
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.loggers.loggers import AFTER_CANCEL_S, run_id
 
-__all__ = ["run_tracing", "span_attributes"]
+__all__ = ["expect_traces", "run_tracing", "span_attributes"]
 
 _SERVICE = "treadle-trainer"
 
@@ -88,9 +88,20 @@ def span_attributes(
         step: Of the run.
         validate: The trajectories are not trained on.
     """
-    if (chosen := _filter.get()) is not None:
-        chosen.expect(step, (task.sample_index for task in tasks), validate=validate)
+    expect_traces(step, (task.sample_index for task in tasks), validate=validate)
     return use_attributes(step=step, validate=validate, experiment_name=config.run.name)
+
+
+def expect_traces(step: int, sample_indices: Iterable[int], *, validate: bool = False) -> None:
+    """Chooses which of the rows that begin now are traced, where the configuration asks for it.
+
+    Args:
+        step: Of the spans.
+        sample_indices: Of the rows.
+        validate: The trajectories are not trained on.
+    """
+    if (chosen := _filter.get()) is not None:
+        chosen.expect(step, sample_indices, validate=validate)
 
 
 def _open(name: str, config: Config, run_dir: Path) -> JsonlSink | ChildSink:

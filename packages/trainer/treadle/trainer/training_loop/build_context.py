@@ -7,6 +7,7 @@ Processes start together; the first failure cancels the rest.
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from treadle.agent_loop.aio import concurrently
@@ -42,8 +43,10 @@ from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
-from treadle.trainer.training_loop.context import TrainingContext
+from treadle.trainer.training_loop.context import TrainingContext, group_tasks
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
+from treadle.trainer.training_loop.schedules.group_queue import QueueState
+from treadle.trainer.training_loop.schedules.group_store import GROUPS, GroupStore
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 
@@ -139,16 +142,23 @@ async def build_context(
                 resume_after=resume_after,
             )
         )
+        order = DataOrder(
+            num_rows=len(inputs.train),
+            batch_size=config.data.prompts_per_step,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+        )
+        group_store = GroupStore(
+            run_dir / GROUPS,
+            tasks=partial(group_tasks, config, order, inputs.train),
+            checkpoint=0 if checkpoint is None else checkpoint.step,
+            new=resume_after is None,
+        )
         context = TrainingContext(
             config=config,
             train=inputs.train,
             val=inputs.val,
-            order=DataOrder(
-                num_rows=len(inputs.train),
-                batch_size=config.data.prompts_per_step,
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-            ),
+            order=order,
             estimator=find_estimator(config.algorithm),
             total_steps=total_steps(plan, len(inputs.train), progress),
             policy=policy,
@@ -174,6 +184,8 @@ async def build_context(
             progress=progress,
             run_metrics=run_metrics,
             report=report,
+            group_store=group_store,
+            resumed_groups=_resumed_groups(checkpoint, order.batch_size),
             on_step=own.on_step,
             batches=_batches(checkpoint),
             kl_coef=coefficient_after(
@@ -211,6 +223,13 @@ def _batches(checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         return 0
     return int(checkpoint.metrics.get("data/batches", checkpoint.step))
+
+
+def _resumed_groups(checkpoint: Checkpoint | None, batch_size: int) -> QueueState:
+    """Returns where groups continue; after the synchronous schedule, with the next batch."""
+    if checkpoint is None or checkpoint.groups is None:
+        return QueueState(next_number=_batches(checkpoint) * batch_size)
+    return QueueState.of(checkpoint.groups)
 
 
 def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:

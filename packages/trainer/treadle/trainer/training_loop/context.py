@@ -60,6 +60,8 @@ from treadle.trainer.tracing.run_tracing import span_attributes
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.groups import Group, StepBatch, Survivors
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
+from treadle.trainer.training_loop.schedules.group_queue import QueueState
+from treadle.trainer.training_loop.schedules.group_store import GroupStore
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.training_loop.update_metrics import (
     broken_policy,
@@ -67,7 +69,7 @@ from treadle.trainer.training_loop.update_metrics import (
     update_metrics,
 )
 
-__all__ = ["Sampled", "Timer", "TrainingContext"]
+__all__ = ["Sampled", "Timer", "TrainingContext", "group_tasks"]
 
 
 @dataclass(slots=True)
@@ -135,6 +137,8 @@ class TrainingContext:
         run_metrics: What Prometheus sees.
         report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
+        group_store: Groups that have ended and are not trained on yet.
+        resumed_groups: Where the groups of schedules beside training continue.
         batches: Number of the last batch of rows that was sampled; with dynamic sampling it runs
             ahead of the steps.
         surplus: Groups that the next step trains on first.
@@ -165,6 +169,8 @@ class TrainingContext:
     progress: Progress
     run_metrics: RunMetrics
     report: LiveReport
+    group_store: GroupStore
+    resumed_groups: QueueState
     on_step: OnStep | None = None
     batches: int = 0
     surplus: Sequence[Group] = ()
@@ -181,12 +187,13 @@ class TrainingContext:
 
         Without dynamic sampling a batch has the number of its step.
         """
-        samples, seed = self.config.rollout.samples_per_prompt, self.config.run.seed
-        return [
-            task
-            for index in self.order.batch(batch)
-            for task in self.train[index].tasks(samples=samples, seed=seed, step=batch)
-        ]
+        first = (batch - 1) * self.order.batch_size
+        numbers = range(first, first + self.order.batch_size)
+        return [task for number in numbers for task in self.group_tasks(number)]
+
+    def group_tasks(self, number: int) -> Sequence[AgentTask]:
+        """Returns the tasks of one group; groups are numbered from 0 in the order of the data."""
+        return group_tasks(self.config, self.order, self.train, number)
 
     async def sample(
         self,
@@ -475,8 +482,29 @@ class TrainingContext:
         with self.progress.phase("save"):
             await self.checkpoints.write_model(step, write)
 
-    async def complete_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
-        """Makes the model that was saved a checkpoint, with the metrics of its step."""
+    async def complete_checkpoint(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        groups: Mapping[str, object] | None = None,
+    ) -> None:
+        """Makes the model that was saved a checkpoint, with the metrics of its step.
+
+        Args:
+            step: That of `save_model`.
+            metrics: Of the step.
+            groups: What a resume must know of groups that are sampled beside training.
+        """
         with self.progress.phase("save"):
             await self.trajectory_store.flush()
-            await self.checkpoints.complete(step, metrics)
+            await self.checkpoints.complete(step, metrics, groups)
+
+
+def group_tasks(
+    config: Config, order: DataOrder, train: Sequence[Prompt], number: int
+) -> Sequence[AgentTask]:
+    """Returns the tasks of a group: `samples_per_prompt` of its row, in the order of the data."""
+    batch, place = number // order.batch_size + 1, number % order.batch_size
+    row = train[order.batch(batch)[place]]
+    samples, seed = config.rollout.samples_per_prompt, config.run.seed
+    return row.tasks(samples=samples, seed=seed, step=batch)

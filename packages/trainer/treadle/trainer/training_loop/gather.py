@@ -29,7 +29,7 @@ from treadle.trainer.report.rollout import accuracy
 from treadle.trainer.training_loop.context import Sampled, TrainingContext
 from treadle.trainer.training_loop.groups import Group, groups_of, is_trainable
 
-__all__ = ["StepGroups", "gather", "has_signal"]
+__all__ = ["StepGroups", "gather", "has_signal", "note_failures"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
         )
     if found.groups is not lost:
         given_up = [] if keep_surplus else surplus
-        _note_failures(context, step, [*lost, *replaced, *given_up], num_lost=len(lost))
+        note_failures(context, step, [*lost, *replaced, *given_up], num_lost=len(lost))
     found.metrics = _greedy_metrics(greedy) | {
         "data/batches": float(context.batches),
         "sampling/batches": float(context.batches - first),
@@ -150,7 +150,7 @@ def has_signal(group: Group, *, by: str) -> bool:
     return len(set(values)) > 1
 
 
-def _note_failures(
+def note_failures(
     context: TrainingContext, step: int, groups: Sequence[Group], *, num_lost: int
 ) -> None:
     """Says how trajectories failed in groups that nothing is trained on."""

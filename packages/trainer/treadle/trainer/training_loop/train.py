@@ -35,7 +35,7 @@ from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
 from treadle.trainer.tracing.run_tracing import run_tracing
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.run_log import run_log
-from treadle.trainer.training_loop.schedules.sync import run_sync
+from treadle.trainer.training_loop.schedules.run import run_schedule
 
 __all__ = ["run_training"]
 
@@ -51,7 +51,7 @@ async def run_training(run: CheckedRun) -> Summary:
     Raises:
         SetupError: the model's weights cannot be had.
         RunDirectoryError: the directory is in use, holds another run, or cannot be written.
-        Exception: see `run_sync` and `build_context`.
+        Exception: see `run_schedule` and `build_context`.
     """
     given, run_dir, plan = run.config, run.run_dir, run.plan
     config = await asyncio.to_thread(with_local_model, given)
@@ -107,7 +107,7 @@ async def run_training(run: CheckedRun) -> Summary:
                         report=report,
                     ) as context,
                 ):
-                    await run_sync(context, first_step=first_step)
+                    await run_schedule(context, first_step=first_step)
             else:
                 async with live_report(run_dir):  # whatever the last trainer said of its end
                     progress.note(f"nothing to train: step {plan.total_steps} has been reached")

@@ -7,6 +7,9 @@ Invariant: when `train_step` returns, the servers of the rotation sample from ve
 the step is logged.
 """
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from treadle.trainer.algorithms.estimators import AdvantageError
 from treadle.trainer.algorithms.reward_kl import Charges, coefficient_after
 from treadle.trainer.policy.commands import UpdateStats
@@ -18,7 +21,23 @@ from treadle.trainer.training_loop.groups import NoGroupLeftError, StepBatch, su
 from treadle.trainer.training_loop.update_metrics import critic_metrics, update_metrics
 from treadle.trainer.training_loop.validation import validate
 
-__all__ = ["saves", "train_step", "validate_before_training"]
+__all__ = ["GroupsBesideTraining", "saves", "train_step", "validate_before_training"]
+
+
+class GroupsBesideTraining(Protocol):
+    """The groups that are sampled while a step trains, as its moves need them."""
+
+    def published(self, version: int) -> None:
+        """The servers have the weights of a step."""
+        ...
+
+    async def kept_in_checkpoint(self) -> Mapping[str, object]:
+        """Returns what the checkpoint of the step that was published has of the groups."""
+        ...
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint of a step is complete."""
+        ...
 
 
 async def validate_before_training(context: TrainingContext, *, first_step: int) -> None:
@@ -29,7 +48,13 @@ async def validate_before_training(context: TrainingContext, *, first_step: int)
         await context.step_done(0, {**metrics, **context.servers.take_metrics(), **timer.seconds})
 
 
-async def train_step(context: TrainingContext, step: int, found: StepGroups, timer: Timer) -> None:
+async def train_step(
+    context: TrainingContext,
+    step: int,
+    found: StepGroups,
+    timer: Timer,
+    beside: GroupsBesideTraining | None = None,
+) -> None:
     """Trains on the groups of a step, gives the servers the new weights, and logs the step.
 
     Args:
@@ -37,6 +62,7 @@ async def train_step(context: TrainingContext, step: int, found: StepGroups, tim
         step: Number of the step.
         found: What it trains on.
         timer: Has the time of the step so far.
+        beside: The groups that are sampled meanwhile; None: none are.
 
     Raises:
         AdvantageError: the estimator failed.
@@ -98,6 +124,8 @@ async def train_step(context: TrainingContext, step: int, found: StepGroups, tim
     # Weight sync: from here on the servers sample from version `step`.
     with timer.phase("sync"):
         sync_metrics = await context.sync_weights(step)
+    if beside is not None:
+        beside.published(step)
     metrics = {
         **rollout_metrics(found.trajectories),
         **batch.metrics(),
@@ -119,7 +147,10 @@ async def train_step(context: TrainingContext, step: int, found: StepGroups, tim
     # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
     if saved:
         with timer.phase("save"):
-            await context.complete_checkpoint(step, {**metrics, **timer.metrics()})
+            groups = None if beside is None else await beside.kept_in_checkpoint()
+            await context.complete_checkpoint(step, {**metrics, **timer.metrics()}, groups)
+        if beside is not None:
+            beside.checkpointed(step)
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 

@@ -1,0 +1,331 @@
+"""Rollouts beside training: the moves of the schedules overlap, stream and async.
+
+A step of theirs: wait until the schedule's rule has a batch (`rules.py`), train on it, give the
+servers the new weights, log. Meanwhile the rollout continues: it begins a group whenever the rule
+allows it, and a trajectory in flight continues through new weights as `sync.in_flight` says, each
+token with the version that sampled it.
+
+Invariants:
+
+1. This task alone replaces servers and gives them weights, between the update and the next batch:
+   then the policy holds what `context.version` says. The rollout itself never touches either.
+2. A checkpoint has the state of the queue after its step (`GroupQueue.state`), so that a resume
+   trains on every row that was begun and not trained on, once.
+
+Who waits: `take` for groups that end (woken by each one, by trouble, and by the end of the
+rollout).
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from treadle.agent_loop import AgentTask, Trajectory
+from treadle.tracing import FinishedSpan
+from treadle.trainer.report.trajectories import Recorded
+from treadle.trainer.rollout.continuous import ContinuousRollout
+from treadle.trainer.rollout.loops_from_config import sampling_params
+from treadle.trainer.rollout.shaping import shaped
+from treadle.trainer.tracing.run_tracing import expect_traces
+from treadle.trainer.training_loop.context import Timer, TrainingContext
+from treadle.trainer.training_loop.gather import StepGroups, has_signal, note_failures
+from treadle.trainer.training_loop.groups import Group, is_trainable
+from treadle.trainer.training_loop.schedules.group_queue import GroupQueue, Rule, Waiting
+from treadle.trainer.training_loop.schedules.group_store import GroupStore, versions
+from treadle.trainer.training_loop.schedules.step import train_step, validate_before_training
+
+__all__ = ["run_beside_training"]
+
+
+async def run_beside_training(context: TrainingContext, rule: Rule, *, first_step: int) -> None:
+    """Trains steps `first_step` to `context.total_steps`, while groups are sampled.
+
+    Args:
+        context: Of the run.
+        rule: The schedule.
+        first_step: Number of the first step.
+
+    Raises:
+        Exception: see `run_sync`.
+    """
+    await validate_before_training(context, first_step=first_step)
+    async with _begin(context, rule) as groups:
+        for step in range(first_step, context.total_steps + 1):
+            timer = Timer()
+            with timer.phase("rollout"):
+                found = await groups.take(step)
+            await train_step(context, step, found, timer, groups)
+
+
+@contextlib.asynccontextmanager
+async def _begin(context: TrainingContext, rule: Rule) -> "AsyncIterator[_Groups]":
+    """Continues with the groups of the checkpoint, and samples until the block ends."""
+    groups = _Groups(context=context, rule=rule)
+    groups.restore()
+    sampling = asyncio.create_task(groups.sample(), name="continuous rollout")
+    sampling.add_done_callback(lambda _: groups.changed.set())
+    groups.sampling = sampling
+    try:
+        yield groups
+    finally:
+        sampling.cancel()
+        await asyncio.wait({sampling})
+        await groups.store.flush()
+
+
+@dataclass(slots=True)
+class _Running:
+    """The trajectories of a group that have ended, and its tasks."""
+
+    tasks: Sequence[AgentTask]
+    ended: list[Trajectory] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Groups:
+    """The groups of a run, from the row to the batch."""
+
+    context: TrainingContext
+    rule: Rule
+    queue: GroupQueue = field(init=False)
+    store: GroupStore = field(init=False)
+    rollout: ContinuousRollout = field(init=False)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    sampling: "asyncio.Task[None] | None" = None
+    _again: list[int] = field(default_factory=list)
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _left_out: list[Waiting] = field(default_factory=list)
+    _lost_in_a_row: int = 0
+    _replaced: int = 0
+    _lost: int = 0
+    _recorded: Recorded | None = None
+    _waits: bool = False
+
+    def __post_init__(self) -> None:
+        context, config = self.context, self.context.config
+        self.queue = GroupQueue(
+            rule=self.rule,
+            size=config.data.prompts_per_step,
+            total_steps=context.total_steps,
+            version=context.version,
+        )
+        self.store = context.group_store
+        self.rollout = ContinuousRollout(
+            rollout=context.rollout,
+            sampling=sampling_params(config, "rollout"),
+            next_tasks=self._next_tasks,
+            on_end=self._on_end,
+            version=lambda: context.version,
+            routed_experts=config.policy.moe.routing_replay,
+            span_attributes=self._span_attributes,
+        )
+
+    # --- the moves of the schedule ---------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Continues where the checkpoint was."""
+        state = self.context.resumed_groups
+        stored = {number: self.store.load(number) for number in state.untrained}
+        kept = {number: group for number, group in stored.items() if group is not None}
+        self._again = self.queue.restore(state, kept)
+        if state.untrained:
+            self.context.progress.note(
+                f"of the groups that were begun, {len(kept)} had ended and wait, "
+                f"{len(self._again)} begin again"
+            )
+
+    async def sample(self) -> None:
+        """Samples until it is cancelled."""
+        with self.context.trajectory_log.recording() as recorded:
+            self._recorded = recorded
+            await self.rollout.run()
+
+    async def take(self, step: int) -> StepGroups:
+        """Waits for the batch of a step.
+
+        Returns:
+            The batch. If too many groups in a row were lost to failures, they are its groups, so
+            that `survivors_of` says why there is nothing to train on.
+
+        Raises:
+            NoServerLeftError: no server is left.
+        """
+        config, size = self.context.config, self.queue.size
+        samples = config.rollout.samples_per_prompt
+        patience = size * (config.algorithm.max_generation_batches if self._samples_on else 1)
+        await self.rollout.recover()
+        with self.context.progress.phase("rollout", total=size * samples):
+            self.context.progress.advance(min(size, len(self.queue.waiting)) * samples)
+            self._waits = True
+            try:
+                while (batch := self.queue.form()) is None:
+                    if self._lost_in_a_row >= patience:
+                        groups = (waiting.group for waiting in self._left_out)
+                        lost = [g for g in groups if not is_trainable(g, self.context.estimator)]
+                        return StepGroups(groups=lost, trajectories=_members(lost))
+                    await self._wait_for_change()
+            finally:
+                self._waits = False
+        self.rollout.look_again()
+        await self.store.trained(batch)
+        return self._found(step, batch)
+
+    def published(self, version: int) -> None:
+        """The servers have the weights of a step."""
+        self.queue.published(version)
+        self.rollout.serve_again()
+        self.rollout.look_again()
+
+    async def kept_in_checkpoint(self) -> Mapping[str, object]:
+        """Returns what the checkpoint of the step that was published has of the groups."""
+        await self.store.flush()
+        return self.queue.state().as_json()
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint of a step is complete."""
+        self.store.checkpointed(step)
+
+    async def _wait_for_change(self) -> None:
+        waits = [
+            asyncio.create_task(event.wait()) for event in (self.changed, self.rollout.troubled)
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self.changed.clear()
+        if self.sampling is not None and self.sampling.done():
+            self.sampling.result()
+        if self.rollout.troubled.is_set():
+            await self.rollout.recover()
+
+    # --- what the rollout asks and tells ---------------------------------------------------------
+
+    def _next_tasks(self) -> Sequence[AgentTask]:
+        """Starts the next group, if the schedule allows it."""
+        if self._again:
+            return self._start(self._again.pop(0))
+        while self.queue.may_start():
+            number = self.queue.start()
+            self.context.batches = self.queue.next_number // self.queue.size
+            self.context.batches += self.queue.next_number % self.queue.size > 0
+            if (stored := self.store.load(number)) is None:
+                return self._start(number)
+            self.queue.running[number] = stored.birth
+            self.queue.end(number, stored.group)
+            self.changed.set()
+        return ()
+
+    def _start(self, number: int) -> Sequence[AgentTask]:
+        tasks = self.context.group_tasks(number)
+        self._running[number] = _Running(tasks)
+        batch = number // self.queue.size + 1
+        expect_traces(batch, (tasks[0].sample_index,))
+        return tasks
+
+    def _span_attributes(self, task: AgentTask) -> Mapping[str, object]:
+        batch = self._number_of(task) // self.queue.size + 1
+        return {"step": batch, "validate": False, "experiment_name": self.context.config.run.name}
+
+    def _number_of(self, task: AgentTask) -> int:
+        """Returns the group of a task; in a small data set two epochs may have its row at once."""
+        for number, running in self._running.items():
+            same = running.tasks[0]
+            if same.task_id == task.task_id and task.seed in (t.seed for t in running.tasks):
+                return number
+        raise AssertionError(f"no group runs {task.task_id}, rollout {task.rollout_index}")
+
+    def _on_end(self, trajectory: Trajectory) -> None:
+        """Takes a trajectory; its group ends with the last one."""
+        context, number = self.context, self._number_of(trajectory.task)
+        for text in context.first_of_kind.take([trajectory]):
+            context.note(self.queue.next_step, text)
+        running = self._running[number]
+        running.ended.append(shaped(trajectory, context.config))
+        if len(running.ended) < len(running.tasks):
+            return
+        del self._running[number]
+        members = sorted(running.ended, key=lambda t: t.task.rollout_index)
+        ended = self.queue.end(number, Group(trajectories=tuple(members)))
+        if self.rule.leaves_out and self._is_left_out(ended.group):
+            self._left_out.append(self.queue.leave_out(number))
+        else:
+            self._lost_in_a_row = 0
+            self.store.save(ended)
+            if self._waits:
+                context.progress.advance(len(members))
+        self.changed.set()
+        self.rollout.look_again()
+
+    @property
+    def _samples_on(self) -> bool:
+        return self.context.config.algorithm.dynamic_sampling is not None
+
+    def _is_left_out(self, group: Group) -> bool:
+        """Returns whether the next row takes a group's place."""
+        algorithm = self.context.config.algorithm
+        if not is_trainable(group, self.context.estimator):
+            self._lost += 1
+            self._lost_in_a_row += 1
+            return True
+        by = algorithm.dynamic_sampling
+        # A step looks at so many groups at most; then those without signal fill it.
+        if by is None or len(self._left_out) >= (
+            (algorithm.max_generation_batches - 1) * self.queue.size
+        ):
+            return False
+        if has_signal(group, by=by):
+            return False
+        self._lost_in_a_row = 0
+        self._replaced += 1
+        return True
+
+    # --- what a step is told ---------------------------------------------------------------------
+
+    def _found(self, step: int, batch: Sequence[Waiting]) -> StepGroups:
+        left_out, self._left_out = self._left_out, []
+        if left_out:
+            groups = [waiting.group for waiting in left_out]
+            note_failures(self.context, step, groups, num_lost=self._lost)
+        metrics = self._metrics(step, batch)
+        trajectories = _members([waiting.group for waiting in (*batch, *left_out)])
+        spans: Sequence[FinishedSpan] = ()
+        if self._recorded is not None:
+            spans = self._recorded.take(
+                {(t.task.task_id, t.task.rollout_index) for t in trajectories}
+            )
+        self._lost = self._replaced = 0
+        return StepGroups(
+            groups=[waiting.group for waiting in batch],
+            trajectories=trajectories,
+            spans=list(spans),
+            metrics=metrics,
+        )
+
+    def _metrics(self, step: int, batch: Sequence[Waiting]) -> dict[str, float]:
+        ages = [step - 1 - waiting.birth for waiting in batch]
+        mixed = [len(versions(t)) > 1 for t in _members([waiting.group for waiting in batch])]
+        idle_s, self.rollout.idle_s = self.rollout.idle_s, 0.0
+        metrics = {
+            "data/batches": float(self.context.batches),
+            "groups/running": float(len(self.queue.running)),
+            "groups/waiting": float(len(self.queue.waiting)),
+            "groups/carried_over": float(sum(age > 0 for age in ages)),
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": float(max(ages)),
+            **{f"staleness/groups_{age}": float(n) for age, n in sorted(Counter(ages).items())},
+            "staleness/mixed": sum(mixed) / len(mixed),
+            "rollout/idle_s": idle_s,
+        }
+        if self.rule.leaves_out:
+            metrics["sampling/groups_failed"] = float(self._lost)
+        if self._samples_on:
+            metrics["sampling/groups_replaced"] = float(self._replaced)
+        return metrics
+
+
+def _members(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]

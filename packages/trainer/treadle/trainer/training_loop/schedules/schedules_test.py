@@ -1,0 +1,213 @@
+"""The rules and the journal of the schedules, over any order of ends, checkpoints and kills.
+
+The machine is a run without processes: the real queue, rules and store, with weights that are a
+number. What it trained is known, so that each row can be counted.
+"""
+
+import asyncio
+import pickle
+import tempfile
+import zlib
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from treadle.trainer.training_loop.schedules.group_queue import (
+    GroupQueue,
+    QueueState,
+    Rule,
+    Waiting,
+)
+from treadle.trainer.training_loop.schedules.group_store import GroupStore
+from treadle.trainer.training_loop.schedules.rules import AsyncRule, OverlapRule, StreamRule
+from treadle.trainer.training_loop.schedules.testing import group_of, tasks_of
+
+_TOTAL_STEPS = 6
+
+
+@dataclass
+class _History:
+    """What became of groups: trained on, by their step, or left out."""
+
+    trained: dict[int, int] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
+
+
+class Machine(RuleBasedStateMachine):
+    """A run: groups start and end, steps train, and it is killed at any moment."""
+
+    schedule: ClassVar[Rule] = AsyncRule(2)
+    size: ClassVar[int] = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.directory = tempfile.TemporaryDirectory()
+        self.files = Path(self.directory.name) / "groups"
+        self.checkpoint = (0, QueueState(next_number=0), _History())
+        self.begun_again: set[int] = set()
+        self.begun_in_training: set[int] = set()
+        self._open(new=True)
+
+    def _open(self, *, new: bool) -> None:
+        step, state, history = self.checkpoint
+        self.history = deepcopy(history)
+        self.store = GroupStore(self.files, tasks=tasks_of, checkpoint=step, new=new)
+        self.queue = GroupQueue(
+            rule=self.schedule, size=self.size, total_steps=_TOTAL_STEPS, version=step
+        )
+        stored = {number: self.store.load(number) for number in state.untrained}
+        kept = {number: group for number, group in stored.items() if group is not None}
+        self.begun_again |= set(self.queue.restore(state, kept))
+
+    def teardown(self) -> None:
+        self.loop.run_until_complete(self.store.flush())
+        self.loop.close()
+        self.directory.cleanup()
+
+    @precondition(lambda self: self.queue.may_start())
+    @rule()
+    def start(self) -> None:
+        number = self.queue.start()
+        if self.queue.training:
+            self.begun_in_training.add(number)
+        if (stored := self.store.load(number)) is not None:
+            # It had ended before a kill, though the checkpoint does not know that it began.
+            assert stored.birth <= self.checkpoint[0]
+            self.queue.running[number] = stored.birth
+            self.queue.end(number, stored.group)
+            self.begun_again.add(number)
+
+    @precondition(lambda self: self.queue.running)
+    @rule(data=st.data(), lost=st.sampled_from([False, False, False, True]))
+    def end(self, data: st.DataObject, lost: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.queue.running)))
+        birth = self.queue.running[number]
+        versions = tuple(sorted({birth, data.draw(st.integers(birth, self.queue.version))}))
+        ended = self.queue.end(number, group_of(number, versions=versions))
+        if lost and self.schedule.leaves_out:
+            self.queue.leave_out(number)
+            self.history.left_out.add(number)
+        else:
+            self.loop.run_until_complete(self._save(ended))
+
+    async def _save(self, ended: Waiting) -> None:
+        self.store.save(ended)
+        await self.store.flush()
+
+    @precondition(lambda self: not self.queue.training and self.queue.version < _TOTAL_STEPS)
+    @rule()
+    def form(self) -> None:
+        step, batch = self.queue.next_step, self.queue.form()
+        if batch is None:
+            return
+        assert len(batch) == self.size
+        for waiting in batch:
+            assert waiting.number not in self.history.trained, "it is trained on twice"
+            assert waiting.number not in self.history.left_out
+            assert [t.task for t in waiting.group.trajectories] == list(tasks_of(waiting.number))
+            self.history.trained[waiting.number] = step
+            self._check_age(waiting, step)
+        self.loop.run_until_complete(self.store.trained(batch))
+
+    def _check_age(self, waiting: Waiting, step: int) -> None:
+        age = step - 1 - waiting.birth
+        match self.schedule:
+            case OverlapRule():
+                assert waiting.number // self.size + 1 == step
+                assert 0 <= age <= 1
+                if waiting.number in self.begun_in_training - self.begun_again:
+                    assert age == 1
+            case AsyncRule(bound):
+                assert 0 <= age <= bound
+
+    @precondition(lambda self: self.queue.training)
+    @rule(saves=st.booleans())
+    def publish(self, saves: bool) -> None:
+        step = self.queue.version + 1
+        self.queue.published(step)
+        if saves:
+            self.checkpoint = (step, self.queue.state(), deepcopy(self.history))
+            self.store.checkpointed(step)
+
+    @rule(damage=st.booleans(), data=st.data())
+    def kill(self, damage: bool, data: st.DataObject) -> None:
+        files = sorted(self.files.iterdir())
+        if damage and files:
+            file = data.draw(st.sampled_from(files))
+            file.write_bytes(file.read_bytes()[:-1])
+        self._open(new=False)
+
+    @invariant()
+    def no_row_is_skipped_or_twice(self) -> None:
+        queue, history = self.queue, self.history
+        places = [*queue.running, *queue.waiting, *history.trained, *history.left_out]
+        assert sorted(places) == list(range(queue.next_number))
+
+    @invariant()
+    def something_can_happen(self) -> None:
+        queue = self.queue
+        if queue.version < _TOTAL_STEPS and not (queue.training or queue.running):
+            assert queue.may_start() or self.schedule.batch(queue) is not None
+
+    @invariant()
+    def files_are_bounded(self) -> None:
+        # Those that wait, and those that a step trained on since the checkpoint.
+        bound = len(self.queue.waiting) + len(self.history.trained)
+        later = self.queue.next_number  # begun by what a kill has undone
+        ahead = [f for f in self.files.iterdir() if int(f.name.split("-")[1]) >= later]
+        assert len(list(self.files.iterdir())) - len(ahead) <= bound
+
+
+class OverlapMachine(Machine):
+    """The rows of a step are bound to it."""
+
+    schedule = OverlapRule()
+
+
+class StreamMachine(Machine):
+    """Batches of 3, with 2 more groups in work."""
+
+    schedule = StreamRule(0.5)
+    size = 3
+
+
+class FreshMachine(Machine):
+    """Async without staleness."""
+
+    schedule = AsyncRule(0)
+
+
+_SETTINGS = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestOverlap = OverlapMachine.TestCase
+TestStream = StreamMachine.TestCase
+TestAsync = Machine.TestCase
+TestFresh = FreshMachine.TestCase
+for case in (TestOverlap, TestStream, TestAsync, TestFresh):
+    case.settings = _SETTINGS
+
+
+class _Runs:
+    """Would run on load."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return eval, ("1 / 0",)
+
+
+def test_a_file_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
+    data = pickle.dumps(_Runs())
+    (tmp_path / "group-0000000000").write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
+    store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=1, new=False)
+    assert store.load(0) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_run_begins_without_the_groups_of_another(tmp_path: Path) -> None:
+    (tmp_path / "group-0000000000").write_bytes(b"of another run")
+    GroupStore(tmp_path, tasks=tasks_of, checkpoint=0, new=True)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,61 @@
+"""The schedules that sample beside training: whole runs, killed and resumed."""
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+
+from treadle.tracing.trajectories import TrajectoryFiles
+
+from .testing import StartTrainer, Trainer
+
+pytestmark = pytest.mark.timeout(600)
+_STEPS, _PROMPTS, _SAMPLES = 6, 4, 4
+_ASYNC = (
+    "schedule.kind=async",
+    "schedule.max_staleness=1",
+    "sync.in_flight=interrupt",
+    "algorithm.correction.weights=token",
+    f"schedule.total_steps={_STEPS}",
+    "schedule.save_every=1",
+    "schedule.save_hf=never",
+    "schedule.val_every=null",
+    "schedule.val_before_train=false",
+    "rollout.name=fake",
+    "data.shuffle=false",
+)
+
+
+def _trained(trainer: Trainer) -> Counter[str]:
+    """Returns how many trajectories of each row were trained on."""
+    with TrajectoryFiles(trainer.run_dir) as files:
+        rows = files.sql(
+            "SELECT task_id FROM trajectories WHERE phase = 'train' AND advantage IS NOT NULL"
+        )
+    return Counter(row["task_id"] for row in rows.to_pylist())
+
+
+def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> None:
+    killed = start_trainer(*_ASYNC)
+    killed.read_until(" 3/6")
+    os.kill(killed.pid_of("rollout-0"), signal.SIGKILL)  # it is replaced while groups are sampled
+    killed.read_until(" 4/6")
+    killed.process.kill()
+    killed.process.wait()
+    resumed = start_trainer(*_ASYNC)
+    resumed.read_until("of the groups that were begun")
+    assert resumed.wait() == 0, resumed.output
+    rows = range(_STEPS * _PROMPTS)
+    assert _trained(resumed) == {f"train/{row}": _SAMPLES for row in rows}
+    lines = [line for line in resumed.metrics() if line["step"]]
+    assert [line["step"] for line in lines] == list(range(1, _STEPS + 1))
+    assert sum(line["servers/restarted"] for line in lines) == 1
+    assert max(line["staleness/max"] for line in lines) == 1
+    assert all(line["rollout/num_failed"] == 0 for line in lines)
+    assert not list((resumed.run_dir / "groups").iterdir()), "all of them were trained on"
+    for line in resumed.trajectories():
+        spans = [span for span in line["samples"][-1]["spans"] if span["origin"] == "sampled"]
+        versions = [span["weight_version"] for span in spans]
+        assert versions == sorted(versions)
+        assert line["step"] - 2 <= versions[0] <= versions[-1] < line["step"]
