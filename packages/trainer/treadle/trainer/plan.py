@@ -114,6 +114,8 @@ class Plan:
         if rollout.release_memory:
             yield "server memory", self._memory_offload()
         yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
+        if (schedule := self._schedule()) is not None:
+            yield "schedule", schedule
         yield "launcher", config.launch.kind
         yield "validation", self._validation()
         yield "checkpoints", self._checkpoints()
@@ -129,6 +131,24 @@ class Plan:
             f"a second model in the policy's processes, from the same start weights; {updates} "
             f"updates a step, learning rate {critic.optimizer.lr:g}{alone}"
         )
+
+    def _schedule(self) -> str | None:
+        """Returns what the policy trains on beside fresh tokens, and whether that is corrected."""
+        schedule, algorithm = self.config.schedule, self.config.algorithm
+        match schedule.kind:
+            case "sync":
+                return None
+            case "overlap":
+                text = "overlap: groups are trained on one version after they were begun"
+            case "stream":
+                text = f"stream: {schedule.surplus:g} of a step more groups in work than it takes"
+            case "async":
+                text = f"async: groups of at most {schedule.max_staleness} versions ago"
+        if algorithm.correction.active:
+            return f"{text}; algorithm.correction weights stale tokens"
+        if algorithm.old_logprobs == "rollout":
+            return f"{text}; the ratio is against the probabilities of sampling"
+        return f"{text}; stale tokens are not corrected: algorithm.correction.weights=token would"
 
     def _server_command(self) -> str:
         command = self.config.rollout.server_command

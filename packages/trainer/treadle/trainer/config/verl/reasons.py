@@ -93,7 +93,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ),
     (
         "actor_rollout_ref.rollout.over_sample_rate",
-        "a step waits for all of its trajectories; agent.deadline_s bounds each",
+        "set schedule.kind=stream and schedule.surplus: what has not ended is carried over",
     ),
     (
         "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts",
@@ -201,10 +201,28 @@ REASONS: Sequence[tuple[str, str]] = (
     ("trainer.checkpoint_callback_class", "train(on_step=...) calls your function after each step"),
     ("trainer.max_critic_ckpt_to_keep", "set schedule.keep_checkpoints"),
     (
+        "trainer.v1.trainer_mode",
+        "set schedule.kind: stream for colocate_async, async for separate_async",
+    ),
+    (
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "set schedule.max_staleness, with schedule.kind=async",
+    ),
+    (
+        "trainer.v1.sampler.max_off_policy_strategy",
+        "nothing is dropped: schedule.kind=async begins a group only if a step can train on it "
+        "within schedule.max_staleness",
+    ),
+    (
+        "trainer.v1.sampler.sync_refill_failed_groups",
+        "schedule.kind=stream and async give the place of a failed group to the next row",
+    ),
+    ("trainer.v1.separate_async.parameter_sync_step", "weights are sent after every step"),
+    (
         "trainer.v1.sampler.*",
         "trajectories of a step are trained on in that step; see algorithm.dynamic_sampling",
     ),
-    ("trainer.v1.*", "rollout and update take turns: schedule.kind=sync"),
+    ("trainer.v1.*", "see schedule.kind"),
     ("trainer.*", "see schedule and run"),
     ("skip.*", "every step samples its own trajectories"),
     ("transfer_queue.*", "the driver hands the tokens to the policy"),

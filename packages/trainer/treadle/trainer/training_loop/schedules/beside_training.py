@@ -96,6 +96,7 @@ class _Groups:
     sampling: "asyncio.Task[None] | None" = None
     _again: list[int] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)
+    _numbers: dict[tuple[str, int, int | None], int] = field(default_factory=dict)
     _left_out: list[Waiting] = field(default_factory=list)
     _lost_in_a_row: int = 0
     _replaced: int = 0
@@ -130,6 +131,7 @@ class _Groups:
         stored = {number: self.store.load(number) for number in state.untrained}
         kept = {number: group for number, group in stored.items() if group is not None}
         self._again = self.queue.restore(state, kept)
+        self.store.remove_all_before(state.next_number, but=kept)
         if state.untrained:
             self.context.progress.note(
                 f"of the groups that were begun, {len(kept)} had ended and wait, "
@@ -222,6 +224,8 @@ class _Groups:
     def _start(self, number: int) -> Sequence[AgentTask]:
         tasks = self.context.group_tasks(number)
         self._running[number] = _Running(tasks)
+        for task in tasks:
+            self._numbers[task.task_id, task.rollout_index, task.seed] = number
         batch = number // self.queue.size + 1
         expect_traces(batch, (tasks[0].sample_index,))
         return tasks
@@ -232,11 +236,7 @@ class _Groups:
 
     def _number_of(self, task: AgentTask) -> int:
         """Returns the group of a task; in a small data set two epochs may have its row at once."""
-        for number, running in self._running.items():
-            same = running.tasks[0]
-            if same.task_id == task.task_id and task.seed in (t.seed for t in running.tasks):
-                return number
-        raise AssertionError(f"no group runs {task.task_id}, rollout {task.rollout_index}")
+        return self._numbers[task.task_id, task.rollout_index, task.seed]
 
     def _on_end(self, trajectory: Trajectory) -> None:
         """Takes a trajectory; its group ends with the last one."""
@@ -248,6 +248,8 @@ class _Groups:
         if len(running.ended) < len(running.tasks):
             return
         del self._running[number]
+        for task in running.tasks:
+            del self._numbers[task.task_id, task.rollout_index, task.seed]
         members = sorted(running.ended, key=lambda t: t.task.rollout_index)
         ended = self.queue.end(number, Group(trajectories=tuple(members)))
         if self.rule.leaves_out and self._is_left_out(ended.group):

@@ -22,7 +22,7 @@ import io
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -90,6 +90,18 @@ class GroupStore:
             path.unlink()
             return None
         return found
+
+    def remove_all_before(self, number: int, *, but: Container[int]) -> None:
+        """Removes files that a trainer left which died after it had completed a checkpoint.
+
+        Args:
+            number: Of the group that is started next.
+            but: Groups that wait.
+        """
+        for path in self._directory.glob("group-*"):
+            written = int(path.name.removeprefix("group-"))
+            if written < number and written not in but:
+                path.unlink()
 
     def save(self, ended: Waiting) -> None:
         """Begins to write a group."""

@@ -64,6 +64,7 @@ class Machine(RuleBasedStateMachine):
         stored = {number: self.store.load(number) for number in state.untrained}
         kept = {number: group for number, group in stored.items() if group is not None}
         self.begun_again |= set(self.queue.restore(state, kept))
+        self.store.remove_all_before(state.next_number, but=kept)
 
     def teardown(self) -> None:
         self.loop.run_until_complete(self.store.flush())
