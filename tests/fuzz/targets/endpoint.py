@@ -42,6 +42,7 @@ ROUTES = (
     "POST /sessions/{id}/v1/responses",
     "POST /sessions/{id}/v1/messages",
     "POST /sessions/{id}/v1/messages/count_tokens",
+    "POST /sessions/{id}/inference/v1/generate",
     "GET /sessions/{id}/v1/models",
     "POST /sessions/{id}/reward",
     "POST /sessions/{id}/finish",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from treadle.agent_loop.capture.history import ReturnedTurn, shared_history
-from treadle.agent_loop.errors import RenderError
+from treadle.agent_loop.errors import RenderError, boundary
 from treadle.agent_loop.tokens.renderer import ChatRenderer, PlacedImage, Rendering
 from treadle.agent_loop.tokens.transcript import Transcript
 from treadle.agent_loop.types import Completion, FinishReason, Message, ToolSpec
@@ -48,6 +48,7 @@ class Branch:
         messages: The conversation.
         tools: Shown to the model.
         turns: The sampled turns among the messages.
+        by_ids: Whether its requests came as ids; then the messages are only their text.
         busy: Whether a request is extending the branch.
         last_request: Number of the latest completion's request; negative if there is none.
         finish: Why the latest completion ended.
@@ -60,11 +61,13 @@ class Branch:
         tools: tuple[ToolSpec, ...],
         *,
         turns: Sequence[ReturnedTurn] = (),
+        by_ids: bool = False,
     ) -> None:
         self.transcript = Transcript(prompt.ids, images=prompt.images)
         self.messages = list(messages)
         self.tools = tools
         self.turns = list(turns)
+        self.by_ids = by_ids
         self.busy = False
         self.last_request = -1
         self.finish = FinishReason.STOP
@@ -140,6 +143,7 @@ class Plan:
             (*self.branch.messages, *self.messages),
             self.branch.tools,
             turns=self.branch.turns,
+            by_ids=self.branch.by_ids,
         )
         return _fresh(Continuation.CHOICE, branch)
 
@@ -261,7 +265,7 @@ def make_draft(
         messages: Messages of the request; the last one is not the assistant's.
         tools: Tools of the request.
     """
-    same_tools = [branch for branch in branches if branch.tools == tools]
+    same_tools = [b for b in branches if b.tools == tools and not b.by_ids]
     bases = [base for branch in same_tools for base in _bases(branch, messages)]
     if not bases:
         return Draft(messages=messages, tools=tools, why=_edited_opening(same_tools, messages))
@@ -278,6 +282,47 @@ def make_draft(
         whole=base.whole,
         why=None if base.whole else _reason(base, messages),
     )
+
+
+def plan_ids(branches: Sequence[Branch], prompt: tuple[int, ...], renderer: ChatRenderer) -> Plan:
+    """Finds the branch that a prompt of ids continues: the longest one that it begins with.
+
+    Raises:
+        RenderError: The renderer does not know an id.
+    """
+
+    def text(ids: Sequence[int]) -> Message:
+        with boundary(RenderError, "token_ids"):
+            return Message(role="user", content=renderer.decode(ids))
+
+    ours = [branch for branch in branches if branch.by_ids]
+    whole = [
+        branch
+        for branch in ours
+        if not branch.busy and prompt[: len(branch.transcript)] == tuple(branch.transcript.ids)
+    ]
+    if whole:
+        branch = max(whole, key=lambda branch: len(branch.transcript))
+        rest = prompt[len(branch.transcript) :]
+        return Plan(
+            how=Continuation.EXACT,
+            branch=branch,
+            observed=Rendering(ids=rest),
+            messages=(text(rest),) if rest else (),
+            is_answer=True,
+        )
+    fresh = Branch(Rendering(ids=prompt), (text(prompt),), (), by_ids=True)
+    shared = [_num_shared(branch.transcript.ids, prompt) for branch in ours]
+    forks = any(at > b.turns[0].start for at, b in zip(shared, ours, strict=True))
+    if not forks:
+        return _fresh(Continuation.ROOT, fresh)
+    why = f"it shares the first {max(shared)} of its {len(prompt)} ids with another request"
+    return _fresh(Continuation.FORK, fresh, is_answer=True, why=why)
+
+
+def _num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def _bases(branch: Branch, messages: Sequence[Message]) -> list[_Base]:

@@ -44,7 +44,14 @@ from types import TracebackType
 from typing import Self
 
 from treadle.agent_loop.aio import concurrently
-from treadle.agent_loop.capture.branch import Branch, Continuation, Draft, Plan, make_draft
+from treadle.agent_loop.capture.branch import (
+    Branch,
+    Continuation,
+    Draft,
+    Plan,
+    make_draft,
+    plan_ids,
+)
 from treadle.agent_loop.capture.call_ids import CallIds
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.capture.streamed_text import StreamedText, TurnDelta
@@ -246,6 +253,68 @@ class CapturedSession:
         _check_request(messages, max_tokens, stop)
         async with self._planning:
             plan = await self._plan(make_draft(self._branches, tuple(messages), tuple(tools)))
+        return await self._answer(
+            plan,
+            n=n,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            seed=seed,
+            stop=stop,
+            on_delta=on_delta,
+        )
+
+    async def continue_ids(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> tuple[CapturedTurn, ...]:
+        """Samples several answers to a prompt of ids, for agents that render chats themselves.
+
+        A prompt that begins with all ids of a sample extends it; its other ids are observed. Any
+        other prompt begins a new sample. Such a trajectory's messages are the text of its ids, and
+        no drift is measured.
+
+        Args:
+            prompt: [P] ids, at least one.
+            n: As in `choices`, as are the others.
+            max_tokens: Additional bound on each answer, besides the limits.
+            sampling: Replaces the run's sampling parameters.
+            seed: Seed of the first completion.
+            stop: Strings that end the turn.
+
+        Raises:
+            ValueError: There are no ids.
+            RenderError: An id is unknown.
+            LimitReachedError: A limit forbids the completion.
+            GenerationError: The completion could not be made.
+            SessionEndedError: The session is over.
+        """
+        self._check_open()
+        if not prompt:
+            raise ValueError("the prompt has no ids")
+        async with self._planning:
+            plan = plan_ids(self._branches, tuple(prompt), self._services.renderer)
+        return await self._answer(
+            plan, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop
+        )
+
+    async def _answer(
+        self,
+        plan: Plan,
+        *,
+        n: int,
+        max_tokens: int | None,
+        sampling: SamplingParams | None,
+        seed: int | None,
+        stop: Sequence[str],
+        on_delta: Callable[[int, TurnDelta], None] | None = None,
+    ) -> tuple[CapturedTurn, ...]:
+        """Samples and records the answers of a plan, which was made just now."""
         # From here to `_extending` nothing waits, so that no other request plans with this branch.
         self._check_open()
         left = self._tokens_left(plan, n)
@@ -380,11 +449,12 @@ class CapturedSession:
         recorded = [
             RecordedSample(tokens=b.transcript.freeze(), messages=b.uncut_messages, tools=b.tools)
             for b in branches
+            if not b.by_ids
         ]
         drift = measure_drift(recorded, self._services.renderer)
         return Trajectory(
             task=self._task,
-            samples=tuple(sample.tokens for sample in recorded),
+            samples=self.samples(),
             messages=tuple(branches[-1].messages),
             stop=stop or self._natural_stop(branches[-1]),
             assistant_turns=self._assistant_turns,

@@ -1,7 +1,7 @@
 """The Responses and the Messages API over real sockets; `tests/installs` has Anthropic's client."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import httpx
@@ -13,8 +13,11 @@ from treadle.agent_loop import (
     AgentTask,
     LoopLimits,
     Message,
+    RenderError,
+    Rendering,
     SamplingParams,
     Services,
+    ToolSpec,
     Trajectory,
 )
 from treadle.agent_loop.parsers import parser_named
@@ -29,10 +32,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}}
 Agent = Callable[[AgentSession], Awaitable[None]]
 
 
-async def run(agent: Agent, *replies: str, **options: Any) -> Trajectory:
+async def run(
+    agent: Agent, *replies: str, renderer: ByteRenderer | None = None, **options: Any
+) -> Trajectory:
     services = Services(
         generator=ScriptedGenerator(replies),
-        renderer=ByteRenderer(parser_named("qwen3")),
+        renderer=renderer or ByteRenderer(parser_named("qwen3")),
         limits=LoopLimits(max_response_tokens=2000, max_context_tokens=3000),
         sampling=SamplingParams(max_tokens=500, temperature=1.0),
     )
@@ -242,6 +247,93 @@ class TestMessages:
 
         trajectory = await self.web(script, "ok! more")
         assert trained(trajectory) == ["ok!"]
+
+
+async def test_a_client_that_renders_itself_sends_and_gets_ids() -> None:
+    renderer = ByteRenderer()
+    prompt = [*renderer.encode("ask"), 259]
+
+    async def agent(session: AgentSession) -> None:
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        url = session.base_url.removesuffix("v1")
+        async with httpx.AsyncClient(base_url=url, headers=headers, verify=False) as web:
+
+            async def ask(token_ids: list[int], **params: Any) -> Any:
+                body = {"model": "x", "token_ids": token_ids, "sampling_params": params}
+                return (await web.post("inference/v1/generate", json=body)).json()
+
+            told = (await ask([], logprobs=1))["error"]
+            assert (told["param"], told["code"]) == ("token_ids", "invalid_value")
+            assert (await ask(prompt, top_k=5))["error"]["param"] == "sampling_params.top_k"
+            assert (await ask([9999]))["error"]["code"] == "invalid_value"
+            first = await ask(prompt, logprobs=1, skip_special_tokens=False, stop_token_ids=[256])
+            (choice,) = first["choices"]
+            assert choice["token_ids"] == [*renderer.encode("one"), 256]
+            assert choice["finish_reason"] == "stop"
+            entries = choice["logprobs"]["content"]
+            assert [e["token"] for e in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
+            longer = [*prompt, *choice["token_ids"], 258, 65, 259]
+            await ask(longer, max_tokens=2)
+            await ask([*longer, 66])  # Not what was sampled.
+            both = await ask([67], n=2)
+            assert [len(one["token_ids"]) for one in both["choices"]] == [5, 5]
+
+    trajectory = await run(agent, "one", "two", "three", "four", "five")
+    decoded = [renderer.decode(sample.ids) for sample in trajectory.samples]
+    assert decoded == [
+        "ask<assistant>one<end><user>A<assistant>tw",
+        "ask<assistant>one<end><user>A<assistant>Bthree<end>",
+        "Cfour<end>",
+        "Cfive<end>",
+    ]
+    assert trained(trajectory) == ["one<end>tw", "three<end>", "four<end>", "five<end>"]
+    counts = {k: v for k, v in values(trajectory).items() if k.startswith("capture/")}
+    assert counts == {
+        **{"capture/root": 2, "capture/exact": 1, "capture/fork": 1, "capture/choice": 1},
+        "capture/samples": 4,
+    }
+
+
+class OfText(ByteRenderer):
+    """Refuses images, as the renderer of a text model does."""
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
+        if any(message.images for message in messages):
+            raise RenderError("a message has images, and this renderer is of a text model")
+        return super().render(messages, tools=tools)
+
+
+@pytest.mark.parametrize("renderer", [OfText(), ByteRenderer()])
+async def test_an_image_is_a_clear_error_400_for_a_text_model(renderer: ByteRenderer) -> None:
+    data = "iVBORw0KGgo="
+    url = f"data:image/png;base64,{data}"
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    asked: dict[str, dict[str, Any]] = {
+        "chat/completions": {"type": "image_url", "image_url": {"url": url}},
+        "responses": {"type": "input_image", "image_url": url},
+        "messages": {"type": "image", "source": source},
+    }
+
+    async def agent(session: AgentSession) -> None:
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(headers=headers, verify=False) as web:
+            for api, part in asked.items():
+                message = {"role": "user", "content": [part]}
+                body = {"messages": [message], "max_tokens": 5, "model": "x"}
+                if api == "responses":
+                    body = {"input": [message], "model": "x"}
+                answer = await web.post(f"{session.base_url}/{api}", json=body)
+                if isinstance(renderer, OfText):
+                    assert answer.status_code == 400
+                    assert "of a text model" in answer.json()["error"]["message"]
+                else:
+                    assert answer.status_code == 200
+            text = {"messages": [{"role": "user", "content": "u"}]}
+            await web.post(f"{session.base_url}/chat/completions", json=text)
+
+    trajectory = await run(agent, "a", "b", "c", "d", renderer=renderer)
+    images = sum(len(sample.images) for sample in trajectory.samples)
+    assert images == (0 if isinstance(renderer, OfText) else 3)
 
 
 def added_up(stream: str) -> dict[str, Any]:

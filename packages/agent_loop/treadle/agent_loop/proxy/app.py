@@ -4,6 +4,7 @@
     POST /sessions/<id>/v1/responses               OpenAI's Responses API
     POST /sessions/<id>/v1/messages                Anthropic's Messages API
     POST /sessions/<id>/v1/messages/count_tokens   the tokens of a prompt; records nothing
+    POST /sessions/<id>/inference/v1/generate      vLLM's: ids to ids
     GET  /sessions/<id>/v1/models                  the only model
     POST /sessions/<id>/reward                     {"reward": 1.0}; the last one counts
 
@@ -37,9 +38,10 @@ from treadle.agent_loop.proxy.apis.anthropic_answer import AnthropicAnswer, erro
 from treadle.agent_loop.proxy.apis.anthropic_request import read_anthropic_request
 from treadle.agent_loop.proxy.apis.chat_answer import ChatAnswer
 from treadle.agent_loop.proxy.apis.chat_request import read_request
-from treadle.agent_loop.proxy.apis.common import AgentRequest, AnswerWriter
+from treadle.agent_loop.proxy.apis.common import AgentRequest, AnswerWriter, WholeAnswer
 from treadle.agent_loop.proxy.apis.responses_answer import ResponsesAnswer
 from treadle.agent_loop.proxy.apis.responses_request import read_responses_request
+from treadle.agent_loop.proxy.apis.token_ids import TokenAnswer, read_token_request
 from treadle.agent_loop.proxy.body import SMALL, Bodies
 from treadle.agent_loop.proxy.errors import ApiError, answer_to
 from treadle.agent_loop.proxy.event_stream import EventStream
@@ -103,7 +105,7 @@ class Api:
     """
 
     read: Callable[[bytes, Allowances, EndpointSession], AgentRequest]
-    answer: Callable[[AgentRequest, EndpointSession, str], AnswerWriter]
+    answer: Callable[[AgentRequest, EndpointSession, str], WholeAnswer]
 
 
 class _Endpoint:
@@ -135,6 +137,7 @@ class _Endpoint:
                     return Response(status_code=_CLIENT_GONE)
                 session.record(answer.id, asked, turns, allowed)
                 return JSONResponse(answer.whole(turns))
+            assert isinstance(answer, AnswerWriter), "an API without streams refuses them"
             stream = EventStream(
                 answer,
                 lambda take: session.complete(asked, gone=gone, on_delta=take),
@@ -218,7 +221,18 @@ _RESPONSES = Api(
 _ANTHROPIC = Api(
     read=lambda body, allowed, _: read_anthropic_request(body, allowed), answer=_anthropic_answer
 )
-_APIS = {"/v1/chat/completions": _CHAT, "/v1/responses": _RESPONSES, _MESSAGES: _ANTHROPIC}
+_TOKENS = Api(
+    read=lambda body, allowed, _: read_token_request(body, allowed),
+    answer=lambda asked, session, _: TokenAnswer(
+        id=f"generate-{session.id}-{session.next_answer()}", request=asked
+    ),
+)
+_APIS = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": _RESPONSES,
+    _MESSAGES: _ANTHROPIC,
+    "/inference/v1/generate": _TOKENS,
+}
 
 
 async def _read(session: EndpointSession, read: Callable[[], T], size: int) -> T:

@@ -120,16 +120,28 @@ class EndpointSession:
         """
         if request.n > self._max_in_flight:
             raise bad_value("n", f"it is {request.n}; this session has {self._max_in_flight} slots")
-        turns = self.captured.choices(
-            request.messages,
-            n=request.n,
-            tools=request.tools,
-            max_tokens=request.max_tokens,
-            sampling=self._params(request),
-            seed=request.seed,
-            stop=request.stop,
-            on_delta=on_delta,
-        )
+        params = self._params(request)
+        if request.prompt_ids:
+            stops = (*params.stop_token_ids, *request.stop_token_ids)
+            turns = self.captured.continue_ids(
+                request.prompt_ids,
+                n=request.n,
+                max_tokens=request.max_tokens,
+                sampling=replace(params, stop_token_ids=tuple(dict.fromkeys(stops))),
+                seed=request.seed,
+                stop=request.stop,
+            )
+        else:
+            turns = self.captured.choices(
+                request.messages,
+                n=request.n,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                sampling=params,
+                seed=request.seed,
+                stop=request.stop,
+                on_delta=on_delta,
+            )
         try:
             captured = await run_until(turns, gone, self._closed.wait)
         except LimitReachedError as error:

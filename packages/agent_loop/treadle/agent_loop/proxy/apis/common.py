@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.capture import CapturedTurn, TurnDelta
 from treadle.agent_loop.proxy.allowances import Allowances
@@ -33,6 +33,8 @@ class AgentRequest:
         stream: Whether to answer with server-sent events.
         num_instructions: Number of leading messages that a later request does not continue, because
             it brings its own (instructions of the Responses API).
+        prompt_ids: The prompt as ids, instead of messages.
+        stop_token_ids: Ids that end the completion, besides the renderer's.
         store: Whether a later request may continue this one by its id.
         include_usage: Whether to include the numbers of tokens in the stream.
     """
@@ -49,11 +51,13 @@ class AgentRequest:
     stream: bool = False
     include_usage: bool = False
     num_instructions: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     store: bool = False
 
 
-class AnswerWriter(Protocol):
-    """Writes the answer to one request as its API has it, whole or as a stream of events."""
+class WholeAnswer(Protocol):
+    """Writes the answer to one request as its API has it."""
 
     @property
     def id(self) -> str:
@@ -63,6 +67,11 @@ class AnswerWriter(Protocol):
     def whole(self, turns: Sequence[CapturedTurn]) -> dict[str, object]:
         """Returns the JSON object of an answer that is not a stream."""
         ...
+
+
+@runtime_checkable
+class AnswerWriter(WholeAnswer, Protocol):
+    """Writes an answer also as a stream of events."""
 
     def begin(self) -> Iterator[bytes]:
         """Yields the events before the first delta."""
