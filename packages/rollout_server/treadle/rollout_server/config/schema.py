@@ -55,7 +55,7 @@ class ModelConfig(_Model):
     image_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,
-        description="Maximum memory of the torch engine for decoded images.",
+        description="Maximum memory for decoded images (torch, vllm, sglang).",
     )
     tensor_model_parallel_size: Positive = Field(
         default=1, description="Number of devices per copy of the weights (vllm, sglang)."

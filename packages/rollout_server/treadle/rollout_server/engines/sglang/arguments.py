@@ -25,7 +25,6 @@ _CPU_KV_CACHE_BYTES = 1 << 30  # SGLang's default is most of the host's memory.
 _CPU_KV_CONTEXTS = 4  # Maximum number of full contexts per sequence.
 _UNSUPPORTED = {
     "model.prefix_cache_bytes": "prefixes are in the KV cache, set model.kv_cache_bytes",
-    "model.image_cache_bytes": "it does not support images, leave it out",
 }
 _CPU_UNSUPPORTED = {
     "model.gpu_memory_utilization": "it runs on the CPU, set model.kv_cache_bytes",

@@ -100,7 +100,6 @@ def test_engine_args_win_over_defaults_and_not_over_keys(path: Path) -> None:
     ("key", "value"),
     [
         ("prefix_cache_bytes", 1),
-        ("image_cache_bytes", 1),
         ("gpu_memory_utilization", 0.5),
         ("tensor_model_parallel_size", 2),
         ("data_parallel_size", 2),

@@ -5,7 +5,8 @@ ordered by priority and held back by a pause. A pause removes every sequence fro
 returns once their last tokens have arrived. A sequence kept by CONTINUE is prefilled again with
 the weights of that time, so it never continues from old keys and values.
 
-Who waits: `generate` waits for a slot, then for answers, which SGLang's tokenizer manager
+Who waits: `generate` waits for threads that decode and cut the images of its prompt, then for a
+slot, then for answers, which SGLang's tokenizer manager
 buffers (at most one completion). `pause` waits for the sequences that its policy ends and for
 one answer of the schedulers; `load_weights` waits for an answer per batch. The failure of a
 scheduler wakes every waiter with `EngineFailed`.
@@ -17,7 +18,7 @@ import logging
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.rollout_server.engine import (
     CollectiveGroup,
@@ -41,6 +42,9 @@ from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.request_queue import RequestQueue
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
+if TYPE_CHECKING:  # It imports transformers, which may need the stubs of `startup.py` first.
+    from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
+
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 256 << 20  # Maximum of staged tensors in one message to the workers.
 _ALL = sys.maxsize
@@ -54,13 +58,21 @@ class SglangEngine:
         schedulers: A `process.Schedulers`.
         max_running: Maximum number of running sequences.
         host_cache: Whether the KV cache is in host memory.
+        images: Reads the images of prompts; None for a text model.
     """
 
     def __init__(
-        self, info: EngineInfo, schedulers: Any, *, max_running: int, host_cache: bool
+        self,
+        info: EngineInfo,
+        schedulers: Any,
+        *,
+        max_running: int,
+        host_cache: bool,
+        images: "ImageInputs | None" = None,
     ) -> None:
         self.info = info
         self._schedulers = schedulers
+        self._images = images
         self._host_cache = host_cache
         loop = asyncio.get_running_loop()
         self._queue = RequestQueue(Admission(max_in_flight=max_running, max_queued=_ALL), loop)
@@ -96,12 +108,14 @@ class SglangEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
         self._check()
+        sequence.check_supported(request)
+        images = await self._read_images(request)
         rejected = self._closed
         try:
             if not rejected:
                 async with (
                     self._queue.slot(request.priority) as slot,
-                    aclosing(self._run(request)) as events,
+                    aclosing(self._run(request, images)) as events,
                 ):
                     slot.started()
                     async for event in events:
@@ -114,7 +128,15 @@ class SglangEngine:
             yield Started(0)
             yield Finished(FinishReason.INTERRUPTED)
 
-    async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+    async def _read_images(self, request: EngineRequest) -> "Sequence[ImageInput]":
+        if not request.images:
+            return ()
+        assert self._images is not None, "the capabilities exclude images"
+        return await self._images.read(request)
+
+    async def _run(
+        self, request: EngineRequest, images: "Sequence[ImageInput]"
+    ) -> AsyncGenerator[EngineEvent, None]:
         running = sequence.Sequence(request, f"{next(self._numbers):016x}")
         self._sequences[running.rid] = running
         self._idle.clear()
@@ -122,9 +144,7 @@ class SglangEngine:
         ended = False
         settings = sequence.sampling_params(request, self.info.model.eos_token_ids)
         try:
-            stream = await self._schedulers.generate(
-                running.rid, request.prompt, settings, sequence.logprob_start(request)
-            )
+            stream = await self._schedulers.generate(running.rid, request, settings, images)
             async with aclosing(stream) as answers:
                 async for answer in answers:
                     self._check()
@@ -248,6 +268,8 @@ class SglangEngine:
         if self._closed:
             return
         self._closed = True
+        if self._images is not None:
+            self._images.close()
         for running in self._sequences.values():
             running.interrupted = True
         self._queue.reject_waiting(ShuttingDown())

@@ -15,20 +15,25 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.engine import EngineCapabilities, EngineInfo, ModelInfo
+from treadle.rollout_server.engine import ElementType, EngineCapabilities, EngineInfo, ModelInfo
 from treadle.rollout_server.engines.common import shm_cleaner
 from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
+from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
+from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.sglang.arguments import server_arguments
 from treadle.rollout_server.engines.sglang.engine import SglangEngine
-from treadle.rollout_server.engines.sglang.startup import ProcessSetup
+from treadle.rollout_server.engines.sglang.startup import ProcessSetup, install_stubs
 from treadle.rollout_server.model_files import read_model
+
+if TYPE_CHECKING:
+    from treadle.rollout_server.engines.images.inputs import ImageInputs
 
 _KNOWN_VERSION = "0.5.21"  # Exact, because its scheduler is subclassed.
 _INSTALL = "pip install 'treadle-rollout-server[sglang]' into an environment of its own"
@@ -49,6 +54,7 @@ async def create(config: ServerConfig) -> SglangEngine:
     parameters = checkpoint_parameters(settings.path, settings.dtype)
     version = _known_version()
     cpu = _computes_on_cpu(config)
+    images = await asyncio.to_thread(_open_images, config, cpu=cpu)
     set_environment(architecture=model.architecture, cpu=cpu, num_threads=settings.num_threads)
     schedulers = await _start_schedulers(config, model, cpu=cpu)
     if schedulers.max_prompt_tokens < model.context_length:
@@ -67,6 +73,7 @@ async def create(config: ServerConfig) -> SglangEngine:
             in_flight_continue=True,
             collective=True,
             prompt_logprobs=True,
+            images=images is not None,
             release_memory=cpu or config.engine_args.get("enable_memory_saver", True) is True,
         ),
         model=model,
@@ -74,7 +81,21 @@ async def create(config: ServerConfig) -> SglangEngine:
         num_workers=settings.tensor_model_parallel_size * settings.data_parallel_size,
     )
     max_running = settings.max_num_seqs * settings.data_parallel_size
-    return SglangEngine(info, schedulers, max_running=max_running, host_cache=cpu)
+    return SglangEngine(info, schedulers, max_running=max_running, host_cache=cpu, images=images)
+
+
+def _open_images(config: ServerConfig, *, cpu: bool) -> "ImageInputs | None":
+    """Returns the reader of images; None for a text model."""
+    model = config.model
+    assert model.path is not None
+    if not takes_images(model.path):
+        return None
+    if cpu:
+        install_stubs()  # transformers imports torchvision.
+    from treadle.rollout_server.engines.images.inputs import ImageInputs
+
+    dtype = TORCH_DTYPES[ElementType(model.dtype)]
+    return ImageInputs(model.path, dtype=dtype, cache_bytes=model.image_cache_bytes)
 
 
 def _known_version() -> str:
@@ -148,6 +169,8 @@ def set_environment(*, architecture: str, cpu: bool, num_threads: int | None) ->
     if cpu:
         # Otherwise its rotary embedding imports another library's kernels.
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Otherwise the first image waits for a C++ compiler, for up to minutes.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # SGLang's limit is a few tokens above ours, see `arguments.CONTEXT_MARGIN`.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     # Otherwise a worker imports all models, which doubles its start time.

@@ -20,7 +20,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -43,8 +43,12 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
+from treadle.rollout_server.engine import EngineRequest
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
+from treadle.rollout_server.engines.images.inputs import ImageInput
+from treadle.rollout_server.engines.sglang.sequence import logprob_start
 from treadle.rollout_server.engines.sglang.startup import ProcessSetup, run_scheduler
+from treadle.rollout_server.engines.sglang.vision import multimodal_inputs
 from treadle.rollout_server.engines.sglang.weights import decode_errors
 from treadle.rollout_server.errors import CollectiveBroken
 
@@ -120,17 +124,22 @@ class Schedulers:
             self._signalled = True
 
     async def generate(
-        self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any], logprob_start: int
+        self,
+        rid: str,
+        request: EngineRequest,
+        sampling: dict[str, Any],
+        images: Sequence[ImageInput],
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Returns the answers to a request, which is sent when the first one is awaited.
-
-        `logprob_start` is as in `sequence.logprob_start`.
-        """
+        """Returns the answers to a request, which is sent when the first one is awaited."""
+        if images:
+            placeholder_id = self._manager.model_config.hf_config.image_token_id
+            inputs = multimodal_inputs(request, images, placeholder_id=placeholder_id)
+            self._manager.images[rid] = inputs
         answers: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
-            input_ids=list(prompt),
+            input_ids=list(request.prompt),
             sampling_params=sampling,
             return_logprob=True,
-            logprob_start_len=logprob_start,
+            logprob_start_len=logprob_start(request),
             stream=True,
             rid=rid,
         )
@@ -273,9 +282,26 @@ def _files_in(directory: Path) -> Iterator[None]:
 
 
 class _Manager(TokenizerManager):  # type: ignore[misc]
-    """SGLang's tokenizer manager, without its own event loop and signal handlers."""
+    """SGLang's tokenizer manager, without its own event loop, signal handlers and processors.
+
+    Attributes:
+        images: Multimodal inputs of requests that are not yet sent, by request id.
+    """
 
     _listening: asyncio.Task[None] | None = None
+    images: dict[str, Any]
+
+    def init_tokenizer_and_processor(self) -> None:
+        """Builds neither: SGLang's processor of a vision model would tokenize prompts again."""
+        self.images = {}
+        self.tokenizer = self.processor = self.mm_processor = None
+        self.async_dynamic_batch_tokenizer = None
+
+    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds our inputs of the request's images."""
+        tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
+        tokenized.mm_inputs = self.images.pop(obj.rid, None)
+        return tokenized
 
     def auto_create_handle_loop(self) -> None:
         """Does nothing: SGLang would handle SIGTERM here, and kill this process on a failure."""

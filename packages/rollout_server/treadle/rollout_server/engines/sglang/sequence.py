@@ -25,6 +25,7 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.sglang.sampling import to_wire
+from treadle.rollout_server.errors import InvalidField
 
 SETTINGS_KEY = "treadle"
 """Key of our settings in a request's custom parameters; see `sampling.to_wire`."""
@@ -59,6 +60,22 @@ def logprob_start(request: EngineRequest) -> int:
     id that the row predicts.
     """
     return -1 if request.prompt_logprobs_from is None else request.prompt_logprobs_from - 1
+
+
+def check_supported(request: EngineRequest) -> None:
+    """Rejects what SGLang cannot compute.
+
+    Raises:
+        InvalidField: Log-probs are wanted of placeholders, in whose place SGLang has other ids.
+    """
+    wanted = request.prompt_logprobs_from
+    if wanted is not None and any(image.stop > wanted for image in request.images):
+        last = max(image.stop for image in request.images)
+        raise InvalidField(
+            "prompt_logprobs_from",
+            wanted,
+            f"{last} or more, after the last image: SGLang has no log-probs of placeholders",
+        )
 
 
 class Sequence:

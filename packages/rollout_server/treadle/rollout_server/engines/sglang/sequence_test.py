@@ -9,12 +9,19 @@ from treadle.rollout_server.engine import (
     EngineRequest,
     Finished,
     FinishReason,
+    PromptImage,
     PromptLogprobs,
     Sampling,
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.sglang.sequence import Sequence, logprob_start, sampling_params
+from treadle.rollout_server.engines.sglang.sequence import (
+    Sequence,
+    check_supported,
+    logprob_start,
+    sampling_params,
+)
+from treadle.rollout_server.errors import InvalidField
 
 EOS = frozenset({3})
 
@@ -130,3 +137,13 @@ def test_sglang_is_told_where_to_end() -> None:
 def test_a_request_without_a_seed_gets_another_one_each_time() -> None:
     seeds = {sampling_params(request(), EOS)["custom_params"]["treadle"]["seed"] for _ in range(9)}
     assert len(seeds) == 9
+
+
+def test_logprobs_of_placeholders_are_refused() -> None:
+    image = PromptImage(data=b"", media_type="image/png", start=2, num_tokens=3)
+    seen = replace(request(), prompt=tuple(range(8)), images=(image,))
+    for accepted in (seen, replace(seen, prompt_logprobs_from=5)):
+        check_supported(accepted)
+    check_supported(replace(request(), prompt_logprobs_from=1))
+    with pytest.raises(InvalidField, match="prompt_logprobs_from is 4, expected 5 or more"):
+        check_supported(replace(seen, prompt_logprobs_from=4))

@@ -1,8 +1,6 @@
 """Start-up of a process: stubs for missing kernels, and the entry of a scheduler process.
 
-Invariant: a scheduler process enters through `run_scheduler`, prepared as its parent was. No
-installed module is replaced: a stub is used only if the import would fail without it, and a
-call of one of its functions raises an error that names the missing kernel.
+Invariant: a scheduler process enters through `run_scheduler`, prepared as its parent was.
 
 A spawned process unpickles the function to call, then its arguments, then calls it. SGLang's own
 classes are among the arguments, so the process must be prepared by the first object that it
@@ -10,28 +8,18 @@ unpickles: a `ProcessSetup` prepares the process in which it is unpickled. This 
 import sglang.
 """
 
-import importlib
 import importlib.util
 import os
 import sys
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
-
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+from treadle.rollout_server.engines.common.missing_modules import (
+    MissingKernels,
+    make_torchvision_importable,
 )
-"""Operators that torchvision's Python code registers fake implementations for unconditionally."""
-
-_Library: Any = torch.library.Library  # Untyped in torch.
-_libraries: list[Any] = []  # A schema is removed with its library.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,43 +58,6 @@ def run_scheduler(setup: ProcessSetup, *arguments: Any) -> None:
 
 def install_stubs() -> None:
     """Installs stubs for torchvision's operators and ``sgl_kernel`` if they are missing."""
-    if importlib.util.find_spec("torchvision") is not None:
-        _make_torchvision_importable()
+    make_torchvision_importable()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = MissingKernels("sgl_kernel")
-
-
-def _make_torchvision_importable() -> None:
-    """Imports torchvision; defines the schemas it needs if its compiled part is missing."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library: Any = _Library("torchvision", "FRAGMENT")
-        for schema in _SCHEMAS:
-            library.define(schema)
-        _libraries.append(library)
-        importlib.import_module("torchvision")
-
-
-class MissingKernels(ModuleType):
-    """A module from which every name can be imported but none can be called."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def missing(*_: object, **__: object) -> NoReturn:
-            raise NotImplementedError(
-                f"{self.__name__}.{name} has no CPU build here: this model or setting needs "
-                f"a GPU, or a CPU build of {self.__name__}"
-            )
-
-        return missing

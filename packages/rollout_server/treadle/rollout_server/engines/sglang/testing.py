@@ -2,8 +2,11 @@
 """Test harness of the SGLang engine: fake schedulers that a test drives step by step."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
+
+from treadle.rollout_server.engine import EngineRequest
+from treadle.rollout_server.engines.images.inputs import ImageInput
 
 
 class Answers:
@@ -53,7 +56,11 @@ class Schedulers:
             self.end(rid, reason)
 
     async def generate(
-        self, rid: str, prompt: tuple[int, ...], sampling: dict[str, Any], logprob_start: int
+        self,
+        rid: str,
+        request: EngineRequest,
+        sampling: dict[str, Any],
+        images: Sequence[ImageInput],
     ) -> AsyncGenerator[dict[str, Any], None]:
         self.streams[rid] = Answers()
         self.tokens[rid] = []

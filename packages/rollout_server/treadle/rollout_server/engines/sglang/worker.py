@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers import mm_schedule
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
@@ -169,6 +170,8 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
     def end_load(self, _: str) -> None:
         """Prepares the new weights for use and flushes the KV cache."""
         self._runner.weight_updater.end_weight_update(run_post_load=False)
+        if mm_schedule.embedding_cache is not None:
+            mm_schedule.embedding_cache.clear()  # Of images, by the old vision tower.
         if not self.flush_cache(empty_cache=False):
             raise RuntimeError("sequences are using the KV cache, so it cannot be flushed")
 
@@ -235,7 +238,7 @@ def _patch_batch_info() -> None:
             [
                 Row(
                     req.sampling_params.custom_params[SETTINGS_KEY],
-                    [*req.origin_input_ids, *req.output_ids],
+                    [*req.origin_input_ids_unpadded, *req.output_ids],
                     vocab_size=vocab_size,
                     device=device,
                 )

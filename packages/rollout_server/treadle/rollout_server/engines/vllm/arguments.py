@@ -11,7 +11,6 @@ WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
 
 UNSUPPORTED = {
     "model.prefix_cache_bytes": "set model.kv_cache_bytes or model.gpu_memory_utilization",
-    "model.image_cache_bytes": "leave it out, this engine does not support images",
 }
 """Keys that vLLM does not support -> what to do instead."""
 
@@ -19,7 +18,7 @@ _CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's default is nearly all of the machine's m
 
 
 def managed_arguments(
-    config: ServerConfig, *, context_length: int, on_cpu: bool
+    config: ServerConfig, *, context_length: int, on_cpu: bool, vision: object = None
 ) -> dict[str, ManagedArgument]:
     """Returns the arguments of `AsyncEngineArgs` that the server sets.
 
@@ -27,6 +26,7 @@ def managed_arguments(
         config: A configuration with `model.path`.
         context_length: Maximum number of tokens of prompt plus completion.
         on_cpu: Whether this build of vLLM computes on the CPU.
+        vision: The `VisionSetup` of a model that takes images.
     """
     model = config.model
     kv_cache_bytes = model.kv_cache_bytes
@@ -61,6 +61,10 @@ def managed_arguments(
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if vision is not None:
+        fixed["additional_config"] = vision  # Prepares vLLM's processes.
+        fixed["mm_processor_cache_gb"] = 0  # Images are cached before they are cut into patches.
+        fixed["mm_device_do_normalize"] = False  # Patches are normalised as transformers does.
     return {
         **{name: ManagedArgument(value=value, key=key) for name, (key, value) in by_key.items()},
         **{name: ManagedArgument(value=value) for name, value in fixed.items()},

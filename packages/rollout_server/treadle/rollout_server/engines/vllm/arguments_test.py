@@ -8,13 +8,15 @@ from treadle.rollout_server.engines.common.arguments import merge_arguments, rej
 from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED, managed_arguments
 
 
-def arguments(*, on_cpu: bool = False, engine_args: Any = None, **model: Any) -> dict[str, Any]:
+def arguments(
+    *, on_cpu: bool = False, engine_args: Any = None, vision: object = None, **model: Any
+) -> dict[str, Any]:
     config = ServerConfig(
         engine="vllm",
         model=ModelConfig(path=Path("m"), **model),
         engine_args=engine_args or {},
     )
-    own = managed_arguments(config, context_length=512, on_cpu=on_cpu)
+    own = managed_arguments(config, context_length=512, on_cpu=on_cpu, vision=vision)
     known = [*own, "block_size", "seed"]
     return merge_arguments(own, config.engine_args, known=known, argument_class="EngineArgs")
 
@@ -62,6 +64,16 @@ def test_the_cpu_compiles_nothing_and_does_not_take_all_memory() -> None:
     assert found["kv_cache_memory_bytes"] == 1 << 30
     assert arguments(on_cpu=True, kv_cache_bytes=5)["kv_cache_memory_bytes"] == 5
     assert "kv_cache_memory_bytes" not in arguments(on_cpu=True, gpu_memory_utilization=0.1)
+
+
+def test_a_model_that_sees_gets_patches_from_us() -> None:
+    setup = object()
+    found = arguments(vision=setup)
+    assert found["additional_config"] is setup
+    assert (found["mm_processor_cache_gb"], found["mm_device_do_normalize"]) == (0, False)
+    assert "additional_config" not in arguments()
+    with pytest.raises(ValueError, match=r"engine_args\.additional_config is set by"):
+        arguments(vision=setup, engine_args={"additional_config": {}})
 
 
 def test_vllms_own_arguments_join_ours() -> None:

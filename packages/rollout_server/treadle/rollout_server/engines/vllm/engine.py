@@ -9,7 +9,8 @@ Each set of weights has a version, and a salt in vLLM's prefix cache that is par
 submitted under it: blocks with another salt never match. vLLM's core labels sampled tokens with
 the version, which changes only while it is paused.
 
-Who waits: `generate` waits for `resume`, then for events, which `sequence.py` buffers. `pause`
+Who waits: `generate` waits for threads that decode and cut the images of its prompt, then for
+`resume`, then for events, which `sequence.py` buffers. `pause`
 waits for submissions in flight, then for the running sequences, whether or not they are read.
 Every call to vLLM also waits for the end of its processes, which raises EngineFailed.
 """
@@ -27,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     CollectiveGroup,
+    ElementType,
     EngineCapabilities,
     EngineCounters,
     EngineEvent,
@@ -40,12 +42,16 @@ from treadle.rollout_server.engine import (
 )
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
 from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
+from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.common.staging import staging
+from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
+from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup
 from treadle.rollout_server.engines.vllm.memory import DeviceMemory
 from treadle.rollout_server.engines.vllm.sampling import sampling_params
 from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
+from treadle.rollout_server.engines.vllm.vision import VisionSetup, image_prompt
 from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, ShuttingDown
 from treadle.rollout_server.model_files import read_model
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
@@ -58,10 +64,17 @@ class VllmEngine:
     """An `Engine` over vLLM. Created by `load`, never directly."""
 
     def __init__(
-        self, llm: Any, info: EngineInfo, runtime_dir: RuntimeDir, *, on_cpu: bool
+        self,
+        llm: Any,
+        info: EngineInfo,
+        runtime_dir: RuntimeDir,
+        *,
+        on_cpu: bool,
+        images: ImageInputs | None = None,
     ) -> None:
         self.info = info
         self._llm = llm
+        self._images = images
         self._runtime_dir = runtime_dir
         self._weight_version = 0
         self._salt = itertools.count()
@@ -90,10 +103,15 @@ class VllmEngine:
             raise ValueError("engine 'vllm' needs a model: set --model.path DIRECTORY")
         held = read_model(model.path, context_length=model.context_length)
         parameters = checkpoint_parameters(model.path, model.dtype)
+        images, vision = await asyncio.to_thread(_open_images, config, held.architecture)
         runtime_dir = RuntimeDir()
         try:
             llm = await startup.start(
-                config, library, context_length=held.context_length, sockets=runtime_dir.path
+                config,
+                library,
+                context_length=held.context_length,
+                sockets=runtime_dir.path,
+                vision=vision,
             )
         except BaseException:
             runtime_dir.close()
@@ -106,6 +124,7 @@ class VllmEngine:
                 priority=True,
                 in_flight_continue=True,
                 release_memory=True,
+                images=images is not None,
                 collective=True,
                 prompt_logprobs=True,
             ),
@@ -113,7 +132,7 @@ class VllmEngine:
             parameters=parameters,
             num_workers=_num_workers(llm),
         )
-        engine = cls(llm, info, runtime_dir, on_cpu=library.on_cpu)
+        engine = cls(llm, info, runtime_dir, on_cpu=library.on_cpu, images=images)
         try:
             await engine._prepare()
         except BaseException:
@@ -137,12 +156,13 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
             **sampling_params(request, self.info.model.eos_token_ids),
         )
+        images = await self._read_images(request)
         sequence = Sequence(request, self._stats)
         finished = False
         try:
             while not finished:
                 try:
-                    await self._submit(sequence, parameters)
+                    await self._submit(sequence, images, parameters)
                 except ShuttingDown:
                     sequence.interrupt()
                 async for event in sequence.events():
@@ -225,6 +245,8 @@ class VllmEngine:
         if self._closed:
             return
         self._closed = True
+        if self._images is not None:
+            self._images.close()
         self._open.set()
         if not self._failed.done():
             self._failed.set_result(ShuttingDown())  # Wakes all waits for vLLM.
@@ -240,7 +262,20 @@ class VllmEngine:
         await self._workers("treadle_install")
         await self._call(self._llm.update_weight_version(str(self._weight_version)))
 
-    async def _submit(self, sequence: Sequence, parameters: Any) -> None:
+    async def _read_images(self, request: EngineRequest) -> Many[ImageInput]:
+        if not request.images:
+            return ()
+        assert self._images is not None, "the capabilities exclude images"
+        return await self._images.read(request)
+
+    def _prompt(self, sequence: Sequence, images: Many[ImageInput]) -> Any:
+        """Returns vLLM's input for a sequence under the present weights."""
+        prompt = sequence.request.prompt
+        if images:
+            return image_prompt(prompt, images, cache_salt=self._cache_salt)
+        return tokens_input(list(prompt), cache_salt=self._cache_salt)
+
+    async def _submit(self, sequence: Sequence, images: Many[ImageInput], parameters: Any) -> None:
         """Submits a sequence to vLLM, which puts its outputs into it from then on.
 
         Raises:
@@ -254,7 +289,7 @@ class VllmEngine:
         llm = self._llm
         request = llm.input_processor.process_inputs(
             f"{sequence.request.request_id}#{next(self._serial)}",
-            tokens_input(list(sequence.request.prompt), cache_salt=self._cache_salt),
+            self._prompt(sequence, images),
             parameters,
             supported_tasks=("generate",),
             priority=-sequence.request.priority,
@@ -371,6 +406,20 @@ class VllmEngine:
             self._failed.set_result(startup.cause_of_end(self._llm))
             for sequence in list(self._submitted):
                 sequence.fail(self._failed.result())
+
+
+def _open_images(
+    config: ServerConfig, architecture: str
+) -> tuple[ImageInputs | None, VisionSetup | None]:
+    """Returns the reader of images and vLLM's setup, or None of both for a text model."""
+    model = config.model
+    assert model.path is not None
+    if not takes_images(model.path):
+        return None, None
+    dtype = TORCH_DTYPES[ElementType(model.dtype)]
+    images = ImageInputs(model.path, dtype=dtype, cache_bytes=model.image_cache_bytes)
+    setup = VisionSetup(architecture, images.max_ids, images.merge_size, images.patch_values)
+    return images, setup
 
 
 def _num_workers(llm: Any) -> int:

@@ -99,7 +99,12 @@ def load_cpu_kernels(platform: Any) -> None:
 
 
 async def start(
-    config: ServerConfig, library: Library, *, context_length: int, sockets: Path
+    config: ServerConfig,
+    library: Library,
+    *,
+    context_length: int,
+    sockets: Path,
+    vision: object = None,
 ) -> Any:
     """Starts vLLM's processes and loads the model; takes half a minute or more.
 
@@ -110,6 +115,7 @@ async def start(
         library: Result of `load_library`.
         context_length: Maximum number of tokens of prompt plus completion.
         sockets: Directory for vLLM's sockets, which vLLM does not remove.
+        vision: The `VisionSetup` of a model that takes images.
 
     Returns:
         A ``vllm.v1.engine.async_llm.AsyncLLM``.
@@ -117,7 +123,7 @@ async def start(
     Raises:
         ValueError: vLLM fails to start with this configuration.
     """
-    arguments = _arguments(config, library, context_length)
+    arguments = _arguments(config, library, context_length, vision)
     shm_cleaner.start()
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(sockets))
 
@@ -174,7 +180,9 @@ def _load_cuda_kernels() -> None:
         ) from error
 
 
-def _arguments(config: ServerConfig, library: Library, context_length: int) -> dict[str, Any]:
+def _arguments(
+    config: ServerConfig, library: Library, context_length: int, vision: object
+) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from treadle.rollout_server.engines.vllm.executor import (
@@ -183,7 +191,9 @@ def _arguments(config: ServerConfig, library: Library, context_length: int) -> d
     )
 
     arguments = merge_arguments(
-        managed_arguments(config, context_length=context_length, on_cpu=library.on_cpu),
+        managed_arguments(
+            config, context_length=context_length, on_cpu=library.on_cpu, vision=vision
+        ),
         config.engine_args,
         known=[field.name for field in dataclasses.fields(AsyncEngineArgs)],
         argument_class="vLLM's AsyncEngineArgs",
