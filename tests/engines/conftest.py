@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from engines.smollm2 import SmolUnavailable, smollm2
 from engines.tiny_model import write_tiny_model
+from engines.tiny_vision_model import write_tiny_vision_model
 
 from treadle.conformance.contracts.remote_contract import Target
 from treadle.rollout_server.testing.engine_command import engine_command
@@ -17,6 +18,26 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Writes two sets of weights of the tiny model."""
     first, second = (tmp_path_factory.mktemp(f"tiny-{seed}") for seed in (0, 1))
     return write_tiny_model(first, seed=0), write_tiny_model(second, seed=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2_5_vl_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Writes two sets of weights of a tiny Qwen2.5-VL."""
+    return _vision_models(tmp_path_factory, "qwen2_5_vl")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Writes two sets of weights of a tiny Qwen3-VL."""
+    return _vision_models(tmp_path_factory, "qwen3_vl")
+
+
+def _vision_models(factory: pytest.TempPathFactory, family: str) -> tuple[Path, Path]:
+    first, second = (factory.mktemp(f"{family}-{seed}") for seed in (0, 1))
+    return (
+        write_tiny_vision_model(first, family, seed=0),
+        write_tiny_vision_model(second, family, seed=1),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,12 @@ class TestMyEngineSees(ImageContract):
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from treadle.conformance.contracts.contract_base import LONG, ContractBase, skip_unless
+from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import (
     Output,
     Reader,
@@ -32,12 +31,8 @@ from treadle.rollout_server.engine import Engine, EngineRequest, InFlightPolicy,
 
 
 @pytest.mark.asyncio
-class ImageContract:
+class ImageContract(ContractBase):
     """Inherit, name the subclass `Test...`, and define `engine` and `pictured`."""
-
-    @abstractmethod
-    def engine(self) -> AbstractAsyncContextManager[Engine]:
-        """Returns a fresh engine."""
 
     @abstractmethod
     def pictured(self, which: int) -> tuple[tuple[int, ...], PromptImage]:
@@ -97,21 +92,21 @@ class ImageContract:
 
     async def test_an_interrupted_completion_goes_on(self) -> None:
         async with self.engine() as engine:
-            whole = await run(engine, self.wanted(0, max_tokens=LONG))
-            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            whole = await run(engine, self.wanted(0, max_tokens=self.long))
+            reader = Reader(engine, self.wanted(0, max_tokens=self.long))
             await reader.first_tokens()
             await engine.pause(InFlightPolicy.INTERRUPT)
             begun = await reader.output()
             await engine.resume()
-            start = self.wanted(0, max_tokens=LONG - len(begun.token_ids))
+            start = self.wanted(0, max_tokens=self.long - len(begun.token_ids))
             rest = await run(engine, replace(start, prompt=start.prompt + begun.token_ids))
-        assert 0 < len(begun.token_ids) < LONG
+        assert 0 < len(begun.token_ids) < self.long
         assert begun.token_ids + rest.token_ids == whole.token_ids
 
     async def test_what_continue_kept_goes_on_as_if_nothing_had_been(self) -> None:
         async with self.engine() as engine:
-            whole = await run(engine, self.wanted(0, max_tokens=LONG))
-            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            whole = await run(engine, self.wanted(0, max_tokens=self.long))
+            reader = Reader(engine, self.wanted(0, max_tokens=self.long))
             await reader.first_tokens()
             await engine.pause(InFlightPolicy.CONTINUE)
             await engine.resume()
@@ -120,11 +115,12 @@ class ImageContract:
 
     async def test_cancelling_frees_the_sequence(self) -> None:
         async with self.engine() as engine:
-            reader = Reader(engine, self.wanted(0, max_tokens=LONG))
+            before = engine.counters.aborted
+            reader = Reader(engine, self.wanted(0, max_tokens=self.long))
             await reader.first_tokens()
             await reader.abort()
             await engine.pause(InFlightPolicy.DRAIN)
-            assert (engine.counters.running, engine.counters.aborted) == (0, 1)
+            assert (engine.counters.running, engine.counters.aborted) == (0, before + 1)
 
 
 @pytest.mark.asyncio

@@ -61,7 +61,7 @@ class TestFakeEngine(InProcessContract):
 
 class TestFakeEngineSees(ImageContract):
     @asynccontextmanager
-    async def engine(self) -> AsyncIterator[Engine]:
+    async def engine(self, weights: int = 0) -> AsyncIterator[Engine]:
         engine = FakeEngine(model=MODEL, clock=asyncio.get_running_loop())
         yield engine
         await engine.aclose()

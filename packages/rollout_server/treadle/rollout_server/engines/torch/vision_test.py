@@ -101,7 +101,7 @@ class TestTorchEngineSees(ImageContract):
         self._path = path
 
     @asynccontextmanager
-    async def engine(self) -> AsyncIterator[Engine]:
+    async def engine(self, weights: int = 0) -> AsyncIterator[Engine]:
         async with serving(self._path) as engine:
             yield engine
 
