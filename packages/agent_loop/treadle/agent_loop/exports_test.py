@@ -21,6 +21,7 @@ def test_public_names_are_pinned() -> None:
         "connect",
     ]
     assert parsers.__all__ == [
+        "PARSER_ALIASES",
         "PARSER_NAMES",
         "HermesParser",
         "ParsedText",

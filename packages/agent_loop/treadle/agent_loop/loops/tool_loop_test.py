@@ -226,7 +226,7 @@ async def test_12_a_malformed_call_is_answered() -> None:
     kit, _ = services([bad, "sorry"], ScriptedTool())
     trajectory = await ToolAgentLoop().run(TASK, kit)
     (text,) = answers(trajectory)
-    assert text.startswith("Invalid JSON in arguments for 'lookup': Expecting value")
+    assert text.startswith("Invalid call of 'lookup': Expecting value")
     assert trajectory.stop is StopReason.FINISHED
     assert ("tool/parse_errors", 1) in [(m.name, m.value) for m in trajectory.metrics]
 

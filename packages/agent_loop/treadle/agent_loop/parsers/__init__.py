@@ -5,9 +5,15 @@ One module per family. Parsers are pure, work on decoded text only, and never ra
 
 from treadle.agent_loop.parsers.base import ParsedText, ToolCallParser
 from treadle.agent_loop.parsers.hermes import HermesParser
-from treadle.agent_loop.parsers.names import PARSER_NAMES, parser_for_template, parser_named
+from treadle.agent_loop.parsers.names import (
+    PARSER_ALIASES,
+    PARSER_NAMES,
+    parser_for_template,
+    parser_named,
+)
 
 __all__ = [
+    "PARSER_ALIASES",
     "PARSER_NAMES",
     "HermesParser",
     "ParsedText",

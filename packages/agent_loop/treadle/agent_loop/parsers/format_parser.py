@@ -56,11 +56,19 @@ class FormatParser:
     Args:
         calls: The format of calls.
         thinking: The marks of reasoning. None means that reasoning is content.
+        frame: What is written before and after the content. The format of calls reports it.
     """
 
-    def __init__(self, calls: CallFormat, *, thinking: Thinking | None = None) -> None:
+    def __init__(
+        self,
+        calls: CallFormat,
+        *,
+        thinking: Thinking | None = None,
+        frame: tuple[str, str] = ("", ""),
+    ) -> None:
         self._format = calls
         self._thinking = thinking
+        self._frame = frame
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
@@ -106,6 +114,10 @@ class FormatParser:
             if self._thinking is None:
                 raise ValueError("this parser does not separate reasoning: put it in the content")
             thought = self._thinking.write(reasoning)
+        if content:
+            content = (
+                self._frame[0] + writable(content, *filter(None, self._frame)) + self._frame[1]
+            )
         if not calls:
             return thought + content
         return thought + content + (self._format.gap if content else "") + self._format.write(calls)

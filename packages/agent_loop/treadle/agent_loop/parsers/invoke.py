@@ -11,11 +11,11 @@ block's end may be missing. An argument is the unchanged text between its marks.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from treadle.agent_loop.parsers.format_parser import counted_id, writable
-from treadle.agent_loop.parsers.json_text import CallError, decode_json, write_json
+from treadle.agent_loop.parsers.json_text import CallError, read_value, write_json
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.types import ToolCall
@@ -28,12 +28,14 @@ class InvokeMarks:
     Attributes:
         block: Names of the element around the calls; the first one is written.
         prefix: Prefix of every other element's name.
+        lead: What stands before each mark.
         typed: Whether parameters state if they are strings (`string="true"`) or JSON. Otherwise
             the tool's schema tells (`schema_values`).
     """
 
     block: tuple[str, ...]
     prefix: str = ""
+    lead: str = ""
     typed: bool = False
 
 
@@ -42,18 +44,19 @@ class InvokeFormat:
 
     stop_tokens: tuple[str, ...] = ()
     leads: tuple[str, ...] = ()
+    _between = "\n"  # the parts of a call
 
     def __init__(self, marks: InvokeMarks, *, gap: str) -> None:
-        prefix = marks.prefix
+        lead, prefix = marks.lead, marks.prefix
         self.gap = gap
         self._typed = marks.typed
-        self._opens = tuple(f"<{name}>" for name in marks.block)
+        self._opens = tuple(f"{lead}<{name}>" for name in marks.block)
         self.marks = self._opens
-        self._closes = tuple(f"</{name}>" for name in marks.block)
-        self._call = f"<{prefix}invoke"
-        self._call_end = f"</{prefix}invoke>"
-        self._parameter = f"<{prefix}parameter"
-        self._parameter_end = f"</{prefix}parameter>"
+        self._closes = tuple(f"{lead}</{name}>" for name in marks.block)
+        self._call = f"{lead}<{prefix}invoke"
+        self._call_end = f"{lead}</{prefix}invoke>"
+        self._parameter = f"{lead}<{prefix}parameter"
+        self._parameter_end = f"{lead}</{prefix}parameter>"
         kind = ' string="(true|false)"' if marks.typed else "()"
         self._call_head = re.compile(f'{re.escape(self._call)} name="([^"<>\n]+)">')
         self._parameter_head = re.compile(f'{re.escape(self._parameter)} name="([^"<>\n]+)"{kind}>')
@@ -71,7 +74,7 @@ class InvokeFormat:
                 return
             start, mark = min(found)
             place = start + len(mark)
-            closed = scan.is_closed(place, mark, f"</{mark[1:]}")
+            closed = scan.is_closed(place, mark, self._closes[self._opens.index(mark)])
             if scan.after(self._call, place) < 0 and not closed:
                 continue  # a mention in prose
             place = self._read_block(scan, schemas, start, place)
@@ -109,7 +112,14 @@ class InvokeFormat:
         head = self._call_head.match(scan.text, start)
         if head is None:
             raise CallError(f'the call must begin with {self._call} name="NAME">')
-        name, arguments, place = head[1], dict[str, object](), head.end()
+        arguments, stop = self._read_arguments(scan, schemas, head[1], head.end())
+        return head[1], arguments, stop
+
+    def _read_arguments(
+        self, scan: Scan, schemas: Schemas, name: str, place: int
+    ) -> tuple[dict[str, object], int]:
+        """Parses the parameters of a call; returns them and the position after the call."""
+        arguments: dict[str, object] = {}
         while (stop := scan.after(self._call_end, place)) < 0:
             place = scan.skip_space(place)
             parameter = self._parameter_head.match(scan.text, place)
@@ -128,7 +138,7 @@ class InvokeFormat:
                 else schemas.read(name, key, text)
             )
             place = end + len(self._parameter_end)
-        return name, arguments, stop
+        return arguments, stop
 
     def _unexpected(self, found: str) -> str:
         if not found:
@@ -139,31 +149,27 @@ class InvokeFormat:
         return f"expected {wanted} or {self._call_end}, got {found!r}"
 
     def _write_call(self, call: ToolCall) -> str:
-        lines = [f'{self._call} name="{_attribute(call.name)}">']
-        for key, value in call.arguments.items():
+        head = f'{self._call} name="{_attribute(call.name)}">'
+        return self._between.join([head, *self._write_arguments(call.arguments), self._call_end])
+
+    def _write_arguments(self, arguments: Mapping[str, object]) -> Iterator[str]:
+        for key, value in arguments.items():
             is_text = isinstance(value, str)
             text = value if isinstance(value, str) else write_json(value)
             kind = f' string="{str(is_text).lower()}"' if self._typed else ""
             head = f'{self._parameter} name="{_attribute(key)}"{kind}>'
-            lines.append(
-                head + writable(text, self._parameter, self._parameter_end) + self._parameter_end
-            )
-        return "\n".join([*lines, self._call_end])
+            yield head + writable(text, self._parameter, self._parameter_end) + self._parameter_end
 
 
 def _typed_value(key: str, text: str, *, is_text: bool) -> object:
     if is_text:
         return text
-    bare = text.strip()
     try:
-        value, stop = decode_json(bare)
+        return read_value(text)
     except CallError as error:
-        raise CallError(f'the parameter {key!r} has string="false", but no JSON: {error}') from None
-    if stop < len(bare):
         raise CallError(
-            f"the parameter {key!r} has extra data after its JSON: {bare[stop:][:20]!r}"
-        )
-    return value
+            f'the parameter {key!r} has string="false", and {error}; a text has string="true"'
+        ) from None
 
 
 def _attribute(text: str) -> str:

@@ -23,8 +23,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise CallError(f"{name} is not JSON")
 
 
-_MAX_DEPTH = 64
-_TOO_DEEP = f"the JSON is nested too deeply: {_MAX_DEPTH} levels are taken"
+MAX_DEPTH = 64
+"""Levels of lists and objects that an argument may have."""
+_TOO_DEEP = f"the JSON is nested too deeply: {MAX_DEPTH} levels are taken"
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -53,7 +54,7 @@ def decode_json(text: str, start: int = 0) -> tuple[object, int]:
 
 def _is_deep(value: object) -> bool:
     level = [value]
-    for _ in range(_MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         inside: list[object] = []
         for item in level:
             if isinstance(item, dict):
@@ -64,6 +65,25 @@ def _is_deep(value: object) -> bool:
             return False
         level = inside
     return True
+
+
+def read_value(text: str) -> object:
+    """Returns the JSON value that is the whole text, for formats that are not JSON themselves.
+
+    Raises:
+        CallError: It is none. The error does not speak of JSON: the model was not asked for it.
+    """
+    bare = text.strip()
+    try:
+        value, stop = decode_json(bare)
+    except CallError:
+        stop = -1
+    if stop != len(bare):
+        raise CallError(
+            f"{bare[:40]!r} is no number, true, false or null, nor a list or an object whose texts "
+            "are in double quotes"
+        )
+    return value
 
 
 def read_json(scan: Scan, start: int, *before: str) -> tuple[object, int]:
@@ -101,12 +121,13 @@ def read_object(scan: Scan, start: int, *before: str) -> tuple[dict[str, object]
 
 
 def read_call(
-    value: object, *, arguments: tuple[str, ...] = ("arguments",)
+    value: object, *, name: str = "name", arguments: tuple[str, ...] = ("arguments",)
 ) -> tuple[str, dict[str, object]]:
     """Returns name and arguments of a call that is one JSON object.
 
     Args:
         value: The object.
+        name: Key of the name.
         arguments: Accepted keys of the arguments; the first one is the correct one.
 
     Raises:
@@ -115,16 +136,16 @@ def read_call(
     if not isinstance(value, dict):
         raise CallError(f"the call must be a JSON object, got {json_type(value)}")
     key = next((key for key in arguments if key in value), None)
-    if "name" not in value:
-        raise CallError("the call has no 'name'")
+    if name not in value:
+        raise CallError(f"the call has no {name!r}")
     if key is None:
         raise CallError(f"the call has no {arguments[0]!r}")
-    name, given = value["name"], value[key]
-    if not isinstance(name, str) or not name:
-        raise CallError(f"'name' must be a text, got {json_type(name)}")
+    named, given = value[name], value[key]
+    if not isinstance(named, str) or not named:
+        raise CallError(f"{name!r} must be a text, got {json_type(named)}")
     if not isinstance(given, dict):
         raise CallError(f"{key!r} must be a JSON object, got {json_type(given)}")
-    return name, given
+    return named, given
 
 
 def write_json(value: object) -> str:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from treadle.agent_loop.parsers.format_parser import counted_id, writable
-from treadle.agent_loop.parsers.json_text import CallError, decode_json, write_json
+from treadle.agent_loop.parsers.json_text import CallError, read_value, write_json
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.types import ToolCall
@@ -94,7 +94,7 @@ def _read_arguments(scan: Scan, place: int) -> tuple[dict[str, object], int]:
         text = scan.text[begin:end]
         given = {_unescaped(head[1]): _value(text, head[2])} if head else _value(text, "object")
         if not isinstance(given, dict) or given.keys() & arguments.keys():
-            raise CallError("the arguments are no JSON object, or one of them is given twice")
+            raise CallError("an argument is given twice, or all of them together are no object")
         arguments.update(given)
         place = end + len(close)
     return arguments, stop
@@ -103,11 +103,10 @@ def _read_arguments(scan: Scan, place: int) -> tuple[dict[str, object], int]:
 def _value(text: str, kind: str) -> object:
     if kind == "string":
         return text
-    bare = text.strip()
-    value, stop = decode_json(bare)
-    if stop < len(bare):
-        raise CallError(f"extra data after the JSON of an argument: {bare[stop:][:20]!r}")
-    return value
+    try:
+        return read_value(text)
+    except CallError as error:
+        raise CallError(f'an argument has type="{kind}", and {error}') from None
 
 
 def _write_call(call: ToolCall, index: int) -> str:

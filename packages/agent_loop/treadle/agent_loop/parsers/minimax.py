@@ -6,7 +6,7 @@
     </invoke>
     </minimax:tool_call>
 
-M1 and M3 write calls differently and are not supported. The grammar is that of `invoke`.
+M1 and M3 write calls differently (`minimax_m1`, `minimax_m3`). The grammar is that of `invoke`.
 """
 
 from treadle.agent_loop.parsers.invoke import InvokeFormat, InvokeMarks

@@ -16,14 +16,8 @@ import re
 from collections.abc import Sequence
 
 from treadle.agent_loop.parsers.format_parser import writable
-from treadle.agent_loop.parsers.json_text import (
-    CallError,
-    decode_json,
-    read_call,
-    read_json,
-    read_object,
-    write_json,
-)
+from treadle.agent_loop.parsers.json_list import ItemKeys, read_list
+from treadle.agent_loop.parsers.json_text import CallError, read_object, write_json
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.types import ToolCall
@@ -57,7 +51,7 @@ class MistralFormat:
         while (start := scan.find(_MARK, scan.position)) >= 0:
             body = scan.skip_space(start + len(_MARK))
             if scan.text.startswith("[", body) and not scan.text.startswith(_MARK, body):
-                _read_list(scan, start, body)
+                read_list(scan, start, body, _MARK, keys=ItemKeys())
             else:
                 _read_named(scan, start, body)
 
@@ -90,45 +84,6 @@ def _read_named(scan: Scan, start: int, body: int) -> None:
         scan.malformed(start, stop, reason=str(error), name=name, call_id=call_id)
     else:
         scan.call(start, stop, name=name, arguments=arguments, call_id=call_id)
-
-
-def _read_list(scan: Scan, start: int, body: int) -> None:
-    """Parses calls in one JSON list; each is a separate span."""
-    try:
-        items, end = read_json(scan, body, _MARK)
-    except CallError as error:
-        stop = scan.end_of_call(body, _MARK)
-        scan.malformed(start, stop, reason=str(error))
-        return
-    assert isinstance(items, list)
-    text = scan.text[body:end]
-    place, seen = 1, start
-    for item in items:
-        place = _item_start(text, place)
-        _, stop = decode_json(text, place)
-        scan.mark(seen, body + place)
-        try:
-            name, arguments = read_call(item)
-            call_id = _id_in(item)
-        except CallError as error:
-            named = item.get("name") if isinstance(item, dict) else None
-            known = named if isinstance(named, str) else None
-            scan.malformed(body + place, body + stop, reason=str(error), name=known)
-        else:
-            scan.call(body + place, body + stop, name=name, arguments=arguments, call_id=call_id)
-        place, seen = stop, body + stop
-    scan.mark(seen, end)
-
-
-def _item_start(text: str, place: int) -> int:
-    while text[place] in ", \t\r\n":
-        place += 1
-    return place
-
-
-def _id_in(item: object) -> str | None:
-    given = item.get("id") if isinstance(item, dict) else None
-    return given if isinstance(given, str) and given else None
 
 
 def _plain_id(call: ToolCall) -> str:

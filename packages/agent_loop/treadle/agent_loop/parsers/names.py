@@ -11,16 +11,21 @@ from types import MappingProxyType
 
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.parsers.base import ToolCallParser
+from treadle.agent_loop.parsers.cohere import RESPONSE, TEXT, CohereFormat
 from treadle.agent_loop.parsers.deepseek import DeepSeekFormat
 from treadle.agent_loop.parsers.deepseek_v32 import deepseek_v32_format
 from treadle.agent_loop.parsers.format_parser import FormatParser
+from treadle.agent_loop.parsers.gemma4 import Gemma4Format
 from treadle.agent_loop.parsers.glm import GlmFormat
 from treadle.agent_loop.parsers.gpt_oss import GptOssParser
 from treadle.agent_loop.parsers.hermes import HermesFormat, HermesParser
 from treadle.agent_loop.parsers.kimi import KimiFormat
 from treadle.agent_loop.parsers.kimi_k3 import KimiK3Format
+from treadle.agent_loop.parsers.lfm2 import Lfm2Format
 from treadle.agent_loop.parsers.llama3_json import Llama3JsonFormat
 from treadle.agent_loop.parsers.minimax import minimax_format
+from treadle.agent_loop.parsers.minimax_m1 import MinimaxM1Format
+from treadle.agent_loop.parsers.minimax_m3 import MinimaxM3Format
 from treadle.agent_loop.parsers.mistral import MistralFormat
 from treadle.agent_loop.parsers.qwen3_coder import Qwen3CoderFormat
 from treadle.agent_loop.parsers.thinking import Thinking
@@ -28,18 +33,28 @@ from treadle.agent_loop.parsers.thinking import Thinking
 _LINES = Thinking(lines=True)
 _INLINE = Thinking()
 _XTML = Thinking(open="<|open|>think<|sep|>", close="<|close|>think<|sep|>")
+_COHERE = Thinking(open="<|START_THINKING|>", close="<|END_THINKING|>")
+_CHANNEL = Thinking(open="<|channel>thought", close="<channel|>", lines=True, tight=True)
+_NAMESPACED = Thinking(open="<mm:think>", close="</mm:think>")
 
 _MAKERS: Mapping[str, Callable[[], ToolCallParser]] = MappingProxyType(
     {
+        "cohere_command3": lambda: FormatParser(CohereFormat(), thinking=_COHERE, frame=RESPONSE),
+        "cohere_command4": lambda: FormatParser(CohereFormat(), thinking=_COHERE, frame=TEXT),
         "deepseek": lambda: FormatParser(DeepSeekFormat(), thinking=_INLINE),
         "deepseek_v32": lambda: FormatParser(deepseek_v32_format(), thinking=_INLINE),
+        "gemma4": lambda: FormatParser(Gemma4Format(), thinking=_CHANNEL),
         "glm": lambda: FormatParser(GlmFormat(), thinking=_LINES),
         "gpt_oss": GptOssParser,
         "hermes": HermesParser,
         "kimi": lambda: FormatParser(KimiFormat(), thinking=_INLINE),
         "kimi_k3": lambda: FormatParser(KimiK3Format(), thinking=_XTML),
+        "lfm2": lambda: FormatParser(Lfm2Format()),
+        "lfm2_5": lambda: FormatParser(Lfm2Format(), thinking=_INLINE),
         "llama3_json": lambda: FormatParser(Llama3JsonFormat()),
         "minimax": lambda: FormatParser(minimax_format(), thinking=_LINES),
+        "minimax_m1": lambda: FormatParser(MinimaxM1Format()),
+        "minimax_m3": lambda: FormatParser(MinimaxM3Format(), thinking=_NAMESPACED),
         "mistral": lambda: FormatParser(MistralFormat()),
         "qwen3": lambda: FormatParser(HermesFormat(), thinking=_LINES),
         "qwen3_5": lambda: FormatParser(Qwen3CoderFormat(), thinking=_LINES),
@@ -48,7 +63,33 @@ _MAKERS: Mapping[str, Callable[[], ToolCallParser]] = MappingProxyType(
 )
 
 PARSER_NAMES = tuple(_MAKERS)
-"""The names that `parser_named` accepts, sorted."""
+"""The names of the parsers, sorted."""
+
+PARSER_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "cohere": "cohere_command3",
+        "deepseek_v3": "deepseek",
+        "deepseek_v31": "deepseek",
+        "deepseek_v4": "deepseek_v32",
+        "deepseekv3": "deepseek",
+        "deepseekv31": "deepseek",
+        "deepseekv32": "deepseek_v32",
+        "deepseekv4": "deepseek_v32",
+        "glm45": "glm",
+        "glm47": "glm",
+        "gpt-oss": "gpt_oss",
+        "kimi_k2": "kimi",
+        "llama3": "llama3_json",
+        "minimax-m2": "minimax",
+        "minimax-m3": "minimax_m3",
+        "minimax_m2": "minimax",
+        "openai": "gpt_oss",
+        "qwen": "hermes",
+        "qwen25": "hermes",
+        "qwen3_xml": "qwen3_coder",
+    }
+)
+"""Names that vLLM and SGLang give to the same formats -> our name."""
 
 
 def parser_named(name: str) -> ToolCallParser:
@@ -57,7 +98,7 @@ def parser_named(name: str) -> ToolCallParser:
     Raises:
         SetupError: There is no such parser.
     """
-    make = _MAKERS.get(name)
+    make = _MAKERS.get(PARSER_ALIASES.get(name, name))
     if make is None:
         raise SetupError(f"there is no parser {name!r}; there are {', '.join(PARSER_NAMES)}")
     return make()
@@ -83,13 +124,21 @@ _EVIDENCE = (
     _Evidence("deepseek", ("<｜tool▁call▁begin｜>",)),  # noqa: RUF001
     _Evidence("kimi", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
     _Evidence("kimi_k3", ("<|open|>", "<|close|>", "'argument'", "'think'")),
+    _Evidence("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>")),
+    _Evidence("cohere_command3", ("<|START_ACTION|>", "tool_name")),
+    _Evidence("gemma4", ("<|tool_call>call:", "<tool_call|>")),
+    _Evidence("lfm2_5", ("<|tool_call_start|>", "<think>")),
+    _Evidence("lfm2", ("<|tool_call_start|>",)),
+    _Evidence("lfm2", ("<|tool_list_start|>", "<|tool_response_start|>")),
+    _Evidence("lfm2", ("List of tools: [", "keep_past_thinking")),
     _Evidence("minimax", ("minimax:tool_call", "<invoke name=")),
     _Evidence("mistral", ("[TOOL_CALLS]",)),
     _Evidence("qwen3_5", ("<tool_call>", "<function=", "<parameter=", _REASONING)),
     _Evidence("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     _Evidence("glm", ("<tool_call>", "<arg_key>", "<arg_value>")),
+    _Evidence("minimax_m1", ("<tool_calls>", "<beginning_of_sentence>ai", '"arguments": ')),
     _Evidence(None, ("<tool_calls>",)),
-    _Evidence(None, ("]<]minimax[>[",)),
+    _Evidence("minimax_m3", ("]<]minimax[>[", "<invoke name=")),
     _Evidence("qwen3", ("<tool_call>", '{"name": "', '"arguments": ', _REASONING)),
     _Evidence("hermes", ("<tool_call>", "name", "arguments")),
     _Evidence("llama3_json", ("<|eot_id|>", "ipython<|end_header_id|>", '"parameters": ')),

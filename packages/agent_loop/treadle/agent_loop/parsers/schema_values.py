@@ -13,7 +13,7 @@ number 3 from the string "3". The rules, in this order:
 Invariant: texts are parsed as JSON or not at all. Nothing is evaluated, nothing raises.
 """
 
-from collections.abc import KeysView, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 
 from treadle.agent_loop.parsers.json_text import CallError, decode_json
 from treadle.agent_loop.types import ToolSpec
@@ -42,10 +42,47 @@ class Schemas:
 
     def read(self, tool: str, argument: str, text: str) -> object:
         """Returns the value that `text` represents."""
+        return read_as(text, self.of(tool, argument).types)
+
+    def of(self, tool: str, argument: str) -> "ValueSchema":
+        """Returns the schema of an argument, which allows anything if there is none."""
         parameters = self._parameters.get(tool, {})
-        properties = parameters.get("properties")
-        schema = properties.get(argument) if isinstance(properties, Mapping) else None
-        return read_as(text, types_of(schema, root=parameters))
+        return ValueSchema(parameters, root=parameters).of_key(argument)
+
+
+class ValueSchema:
+    """The schema of one value, and of the values in it.
+
+    Args:
+        schema: A JSON schema; anything else allows any value.
+        root: What local references in it lead into.
+    """
+
+    def __init__(self, schema: object, *, root: Mapping[str, object]) -> None:
+        self._schema = schema
+        self._root = root
+
+    @property
+    def types(self) -> frozenset[str]:
+        """The JSON types that it allows; empty if it names none."""
+        return types_of(self._schema, root=self._root)
+
+    def of_key(self, key: str) -> "ValueSchema":
+        """Returns the schema of the value of a key, if this is an object."""
+        return self._inside("properties", key)
+
+    def of_items(self) -> "ValueSchema":
+        """Returns the schema of each item, if this is an array."""
+        return self._inside("items", None)
+
+    def _inside(self, part: str, key: str | None) -> "ValueSchema":
+        for schema in _alternatives(self._schema, self._root):
+            found = schema.get(part)
+            if key is not None:
+                found = found.get(key) if isinstance(found, Mapping) else None
+            if found is not None:
+                return ValueSchema(found, root=self._root)
+        return ValueSchema(None, root=self._root)
 
 
 def read_as(text: str, types: frozenset[str]) -> object:
@@ -99,6 +136,21 @@ def types_of(schema: object, *, root: Mapping[str, object], depth: int = 0) -> f
             return _types_of_value(value)
         case _:
             return frozenset()
+
+
+def _alternatives(
+    schema: object, root: Mapping[str, object], depth: int = 0
+) -> Iterator[Mapping[str, object]]:
+    """Yields a schema and those that it refers to or is made of."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return
+    yield schema
+    if isinstance(path := schema.get("$ref"), str):
+        yield from _alternatives(_resolve(path, root), root, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(key), list):
+            for part in parts:
+                yield from _alternatives(part, root, depth + 1)
 
 
 def _resolve(path: str, root: Mapping[str, object]) -> object:

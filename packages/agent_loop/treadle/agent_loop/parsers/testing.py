@@ -29,6 +29,8 @@ ARGUMENTS: dict[str, object] = {
     "zip": "3",
 }
 ROME: dict[str, object] = {"city": "Rome"}
+# MiniMax-M3's template leaves null out.
+WITHOUT_NULL = ARGUMENTS | {"deep": {"a": [1, "b"]}}
 REASONING = "First\n\nthis."
 _JSON = (
     r'{"city": "Köln \"x\"\n  <b>", "days": 3, "deep": {"a": [1, "b", null]}, '
@@ -175,6 +177,33 @@ _MISTRAL_3_2 = (
     '[TOOL_CALLS]get_weather[CALL_ID]call00001[ARGS]{"city": "Rome"}'
 )
 _DEVSTRAL = f'[TOOL_CALLS]get_weather[ARGS]{_JSON}[TOOL_CALLS]get_weather[ARGS]{{"city": "Rome"}}'
+_M1 = (
+    f'<tool_calls>\n{{"name": "get_weather", "arguments": {_JSON}}}\n'
+    '{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_calls>'
+)
+_NS = "]<]minimax[>["
+_M3 = f"""{_NS}<tool_call>
+{_NS}<invoke name="get_weather">{_NS}<city>Köln "x"
+  <b>{_NS}</city>{_NS}<days>3{_NS}</days>{_NS}<deep>{_NS}<a>{_NS}<item>1{_NS}</item>{_NS}<item>b{_NS}</item>{_NS}\
+</a>{_NS}</deep>{_NS}<flag>true{_NS}</flag>{_NS}<zip>3{_NS}</zip>{_NS}</invoke>
+{_NS}<invoke name="get_weather">{_NS}<city>Rome{_NS}</city>{_NS}</invoke>
+{_NS}</tool_call>"""
+_GEMMA = (
+    '<|tool_call>call:get_weather{city:<|"|>Köln "x"\n  <b><|"|>,days:3,'
+    'deep:{a:[1,<|"|>b<|"|>,None]},flag:true,zip:<|"|>3<|"|>}<tool_call|>'
+    '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
+)
+_COHERE = (
+    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+    f"{_JSON}}},\n"
+    '    {"tool_call_id": "1", "tool_name": "get_weather", "parameters": {"city": "Rome"}}\n'
+    "]<|END_ACTION|>"
+)
+_LFM2 = (
+    "<|tool_call_start|>[get_weather(city='Köln \"x\"\n  <b>', days=3, "
+    'deep={"a": [1, "b", null]}, flag=True, zip=\'3\'), '
+    "get_weather(city='Rome')]<|tool_call_end|>"
+)
 _LLAMA = f'{{"name": "get_weather", "parameters": {_JSON}}}'
 _ANALYSIS = "<|channel|>analysis<|message|>First\n\nthis.<|end|><|start|>assistant"
 
@@ -240,6 +269,76 @@ SAMPLES = (
         first="<invoke",
         reasoning=REASONING,
         prompt_end="]~b]ai\n<think>\n",
+    ),
+    Sample(parser="minimax_m1", models="MiniMax-M1", text=_M1, first='{"name"', content=""),
+    Sample(
+        parser="minimax_m3",
+        models="MiniMax-M3",
+        text=f"<mm:think>First\n\nthis.</mm:think>Let me see.{_M3}",
+        first="]<]minimax[>[<invoke",
+        calls=(WITHOUT_NULL, ROME),
+        reasoning=REASONING,
+        prompt_end="]~b]ai\n",
+    ),
+    Sample(
+        parser="minimax_m3",
+        models="MiniMax-M3, not thinking",
+        text=f"</mm:think>Let me see.{_M3}",
+        first="]<]minimax[>[<invoke",
+        calls=(WITHOUT_NULL, ROME),
+        reasoning="",
+        prompt_end="]~b]ai\n",
+    ),
+    Sample(
+        parser="gemma4",
+        models="Gemma 4",
+        text=f"<|channel>thought\nFirst\n\nthis.\n<channel|>Let me see.{_GEMMA}",
+        first="<|tool_call>",
+        reasoning=REASONING,
+        prompt_end="<|turn>model\n",
+    ),
+    Sample(
+        parser="gemma4",
+        models="Gemma 4, not thinking",
+        text=_GEMMA,
+        first="<|tool_call>",
+        content="",
+        reasoning="",
+        prompt_end="<|turn>model\n<|channel>thought\n<channel|>",
+    ),
+    Sample(
+        parser="cohere_command3",
+        models="Command R7B",
+        text=f"<|START_THINKING|>First\n\nthis.<|END_THINKING|>{_COHERE}",
+        first='{"tool_call_id"',
+        content="",
+        reasoning=REASONING,
+        prompt_end="<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    ),
+    Sample(
+        parser="cohere_command4",
+        models="North, not thinking",
+        text=f"<|START_TEXT|>Let me see.<|END_TEXT|>{_COHERE}",
+        first='{"tool_call_id"',
+        reasoning="",
+        prompt_end="<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>",
+    ),
+    Sample(
+        parser="cohere_command4",
+        models="North",
+        text=f"First\n\nthis.<|END_THINKING|>{_COHERE}",
+        first='{"tool_call_id"',
+        content="",
+        reasoning=REASONING,
+        prompt_end="<|CHATBOT_TOKEN|><|START_THINKING|>",
+    ),
+    Sample(parser="lfm2", models="LFM2", text=f"Let me see.{_LFM2}", first="get_weather("),
+    Sample(
+        parser="lfm2_5",
+        models="LFM2.5",
+        text=f"<think>First\n\nthis.</think>Let me see.{_LFM2}",
+        first="get_weather(",
+        reasoning=REASONING,
     ),
     Sample(
         parser="deepseek_v32",

@@ -21,11 +21,13 @@ class Thinking:
         lines: Whether the template writes the marks on separate lines
             (`<think>\n...\n</think>\n\n`), so that these line feeds are neither reasoning nor
             content.
+        tight: Whether, with `lines`, the content stands right behind the closing mark.
     """
 
     open: str = "<think>"
     close: str = "</think>"
     lines: bool = False
+    tight: bool = False
 
     def split(self, text: str, *, prompt_end: str) -> tuple[str, int]:
         """Returns the reasoning, "" if there is none, and the position after it.
@@ -76,7 +78,7 @@ class Thinking:
         if self.close in reasoning:
             raise ValueError(f"reasoning cannot contain its own closing mark {self.close!r}")
         if self.lines:
-            return f"{self.open}\n{reasoning}\n{self.close}\n\n"
+            return f"{self.open}\n{reasoning}\n{self.close}" + ("" if self.tight else "\n\n")
         return f"{self.open}{reasoning}{self.close}"
 
     def _start(self, text: str, prompt_end: str) -> int:
@@ -92,6 +94,6 @@ class Thinking:
 
     def _next_line(self, text: str, place: int) -> int:
         """Returns the position after the line feeds that follow the closing mark."""
-        for _ in range(2 if self.lines else 0):
+        for _ in range(2 if self.lines and not self.tight else 0):
             place += text.startswith("\n", place)
         return place

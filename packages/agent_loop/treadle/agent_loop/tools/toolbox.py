@@ -263,5 +263,5 @@ def _failed(call: ToolCall, reason: str) -> ToolResult:
 
 def _malformed_text(bad: MalformedCall) -> str:
     if bad.name is not None:
-        return f"Invalid JSON in arguments for '{bad.name}': {bad.reason}"
+        return f"Invalid call of '{bad.name}': {bad.reason}"
     return f"Invalid tool call: {bad.reason}"

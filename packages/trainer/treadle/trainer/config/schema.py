@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
-from treadle.agent_loop.parsers import PARSER_NAMES
+from treadle.agent_loop.parsers import PARSER_ALIASES, PARSER_NAMES
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.base import Section
 from treadle.trainer.config.critic import CriticConfig
@@ -146,9 +146,11 @@ class AgentConfig(Section):
     """YAML list of simulated users (verl's interaction_config format). A row chooses one by
     extra_info.interaction_kwargs.name. Null: none."""
     parser: str | None = None
-    """Format of tool calls and reasoning in the model's text: deepseek, deepseek_v32, glm,
-    gpt_oss, hermes, kimi, kimi_k3, llama3_json, minimax, mistral, qwen3 (hermes with separate
-    reasoning), qwen3_5, qwen3_coder. Null: derived from the model's chat template."""
+    """Format of tool calls and reasoning in the model's text: cohere_command3,
+    cohere_command4, deepseek, deepseek_v32, gemma4, glm, gpt_oss, hermes, kimi, kimi_k3, lfm2,
+    lfm2_5, llama3_json, minimax, minimax_m1, minimax_m3, mistral, qwen3 (hermes with separate
+    reasoning), qwen3_5, qwen3_coder; or what vLLM or SGLang call one of these. Null: derived from
+    the model's chat template."""
     template_kwargs: Mapping[str, Any] = {}
     """Variables for the chat template besides messages and tools, such as enable_thinking."""
     on_malformed_call: Literal["answer", "ignore"] = "answer"
@@ -188,7 +190,7 @@ class AgentConfig(Section):
     @field_validator("parser")
     @classmethod
     def _parser_exists(cls, name: str | None) -> str | None:
-        if name is not None and name not in PARSER_NAMES:
+        if name is not None and name not in (*PARSER_NAMES, *PARSER_ALIASES):
             raise ValueError(f"unknown parser; known are: {', '.join(PARSER_NAMES)}")
         return name
 
