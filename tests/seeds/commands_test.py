@@ -149,6 +149,12 @@ def test_fine_tuning_on_retools_demonstrations(project: Project) -> None:
     assert plan["GPUs"] == "16: launch.nodes=2 x launch.gpus_per_node=8"
     assert plan["node 1"] == "policy-8 to policy-15 on GPUs 0 to 7, one each"
     assert plan["launcher"] == "ray"
+    assert answer.notes == [
+        "data.multiturn.enable=True has no effect: a row is a conversation of any number of turns",
+        f"data.micro_batch_size_per_gpu=4 has no effect: {_PACKED}",
+        "model.strategy=fsdp has no effect: the policy is Megatron's",
+        "use_remove_padding=True has no effect: sequences are always packed",
+    ]
 
 
 def test_what_cannot_be_had_is_one_list(project: Project) -> None:

@@ -70,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
         loaded = load_sft_config(args.config, args.overrides)
     except ConfigError as error:
         return fail(error)
+    for note in loaded.notes:
+        say(f"note: {note}")
     if args.print_config:
         from treadle.trainer.config.describe import value_listing
 

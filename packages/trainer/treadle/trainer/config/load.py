@@ -23,7 +23,7 @@ from treadle.trainer.config.hydra import OF_HYDRA, composed
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
-from treadle.trainer.config.sft import VERL_NAMES, AnyConfig, SftConfig
+from treadle.trainer.config.sft import VERL_NAMES, VERL_NOTED, AnyConfig, SftConfig
 from treadle.trainer.config.verl.defaults import verl_keys
 from treadle.trainer.config.verl.reasons import reason
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
@@ -107,14 +107,24 @@ def load_sft_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedSf
     for text in overrides:
         with problems.collected():
             layers[-1].append(_parse_argument(text))
+    notes = tuple(
+        f"{each.key}={each.value} has no effect: {VERL_NOTED[each.key]}"
+        for layer in layers
+        for each in layer
+        if each.key in VERL_NOTED
+    )
     renamed = [
-        [replace(each, key=VERL_NAMES.get(each.key, each.key)) for each in layer]
+        [
+            replace(each, key=VERL_NAMES.get(each.key, each.key))
+            for each in layer
+            if each.key not in VERL_NOTED
+        ]
         for layer in layers
     ]
     merged = _merge(renamed, problems, SftConfig)
     config = _validated(merged, problems, SftConfig)
     assert isinstance(config, SftConfig)
-    return LoadedSftConfig(config=config, sources=_sources(merged, SftConfig), notes=())
+    return LoadedSftConfig(config=config, sources=_sources(merged, SftConfig), notes=notes)
 
 
 def load_run_config(file: Path) -> AnyConfig:

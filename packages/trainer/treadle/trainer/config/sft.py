@@ -25,7 +25,7 @@ from treadle.trainer.config.schema import (
 )
 from treadle.trainer.launch.topology import make_topology
 
-__all__ = ["VERL_NAMES", "AnyConfig", "SftConfig"]
+__all__ = ["VERL_NAMES", "VERL_NOTED", "AnyConfig", "SftConfig"]
 
 VERL_NAMES = MappingProxyType(
     {
@@ -43,12 +43,26 @@ VERL_NAMES = MappingProxyType(
         "trainer.default_local_dir": "run.dir",
         "trainer.project_name": "run.project",
         "trainer.experiment_name": "run.name",
+        "trainer.logger": "run.loggers",
         "trainer.seed": "run.seed",
         "trainer.n_gpus_per_node": "launch.gpus_per_node",
         "trainer.nnodes": "launch.nodes",
+        "ulysses_sequence_parallel_size": "policy.parallel.context",
     }
 )
 """Keys of verl's SFT trainer that are accepted, and ours with the same meaning."""
+
+VERL_NOTED = MappingProxyType(
+    {
+        "data.micro_batch_size_per_gpu": (
+            "micro-batches are packed by tokens: policy.micro_batch_tokens"
+        ),
+        "data.multiturn.enable": "a row is a conversation of any number of turns",
+        "model.strategy": "the policy is Megatron's",
+        "use_remove_padding": "sequences are always packed",
+    }
+)
+"""Keys of verl's SFT trainer that have no effect here, and why."""
 
 
 class SftDataConfig(Section):
