@@ -39,6 +39,7 @@ from treadle.agent_loop.types import AgentTask, StopReason
 from treadle.tracing import Metric, Reduce
 
 _MAX_BODY_BYTES = 64 << 20
+_MIN_KEY = 16
 
 
 class OnCrash(enum.StrEnum):
@@ -67,6 +68,9 @@ class ProxyAgentLoop:
         sampling: What to do with the temperature and top_p that the agent asks for.
         constraints: What to do where the agent asks to constrain the sampling, as many frameworks
             do by default.
+        api_key: Key of all sessions, for agents that read it from one variable of their process;
+            a session's address, which nobody can guess, then tells it apart. None: each session
+            has a key.
         model: Model name that the agent sees.
         host: Address to listen on; agents on other machines cannot reach the default.
         told_host: Name or address that agents get instead of `host`, for example if `host` means
@@ -79,8 +83,8 @@ class ProxyAgentLoop:
             the way can then read the sessions' keys.
 
     Raises:
-        ValueError: A bound is below 1, or `host` is an address that agents cannot use, or one
-            beyond loopback without TLS.
+        ValueError: A bound is below 1, `api_key` has fewer than 16 characters, or `host` is an
+            address that agents cannot use, or one beyond loopback without TLS.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ProxyAgentLoop:
         on_crash: OnCrash = OnCrash.FAIL,
         sampling: AgentSampling = AgentSampling.REFUSE,
         constraints: AgentConstraints = AgentConstraints.REFUSE,
+        api_key: str | None = None,
         model: str = "policy",
         host: str = "127.0.0.1",
         told_host: str | None = None,
@@ -104,6 +109,11 @@ class ProxyAgentLoop:
                 f"max_session_requests is {max_session_requests} and max_requests is "
                 f"{max_requests}; both must be at least 1"
             )
+        if api_key is not None and len(api_key) < _MIN_KEY:
+            raise ValueError(
+                f"api_key has {len(api_key)} characters; it must have at least {_MIN_KEY}, because "
+                "whoever has it and a session's address can sample"
+            )
         if told_host is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"host is {host!r}, all addresses of this machine: told_host must say which of its "
@@ -115,6 +125,7 @@ class ProxyAgentLoop:
             allow="pass insecure_allow_plaintext_beyond_loopback=True",
             allowed=insecure_allow_plaintext_beyond_loopback,
         )
+        self._api_key = api_key
         self._tls = tls
         self._agent = agent if callable(agent) else CommandAgent(agent)
         self._on_crash = OnCrash(on_crash)
@@ -146,6 +157,7 @@ class ProxyAgentLoop:
                     sampling=self._sampling,
                     constraints=self._constraints,
                     max_in_flight=self._max_session_requests,
+                    key=self._api_key,
                 )
                 endpoint.sessions.add(session)
                 crash, reward = None, None

@@ -219,6 +219,26 @@ WAIT = "import sys, time\nprint('waiting', flush=True)\ntime.sleep(600)"
 
 
 @pytest.mark.asyncio
+async def test_9b_sessions_with_one_key_are_told_apart_by_their_addresses() -> None:
+    keys, addresses = set(), set()
+
+    async def agent(session: AgentSession) -> None:
+        keys.add(session.api_key)
+        addresses.add(session.base_url)
+        assert (await ask(session, "u")).status_code == 200
+
+    loop = ProxyAgentLoop(agent, api_key="the-key-of-all-sessions")
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            task = replace(TASK, rollout_index=number)
+            group.create_task(loop.run(task, services(ScriptedGenerator(["one"]))))
+    assert keys == {"the-key-of-all-sessions"}
+    assert len(addresses) == 3
+    with pytest.raises(ValueError, match="api_key has 5 characters; it must have at least 16"):
+        ProxyAgentLoop(agent, api_key="short")
+
+
+@pytest.mark.asyncio
 async def test_10_a_cancellation_ends_the_agent_with_all_that_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     os.mkfifo(pids)

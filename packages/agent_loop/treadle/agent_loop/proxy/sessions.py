@@ -53,6 +53,7 @@ class EndpointSession:
         sampling: What to do with the agent's sampling parameters.
         constraints: What to do with its requests to constrain the sampling.
         max_in_flight: Maximum number of in-flight requests.
+        key: The API key. None: a random one, for this session only.
 
     Attributes:
         captured: Records the agent's requests.
@@ -74,11 +75,12 @@ class EndpointSession:
         sampling: AgentSampling,
         constraints: AgentConstraints = AgentConstraints.REFUSE,
         max_in_flight: int,
+        key: str | None = None,
     ) -> None:
         self.captured = captured
         self.renderer = services.renderer
         self.id = secrets.token_hex(8)
-        self.key = secrets.token_urlsafe(24)
+        self.key = secrets.token_urlsafe(24) if key is None else key
         self.reward: float | None = None
         self.failure: GenerationError | None = None
         self.refused: LimitReachedError | None = None
