@@ -26,7 +26,7 @@ from treadle.tools.arguments import did_you_mean
 from treadle.tools.environments.settings import Settings
 from treadle.tools.yaml_config import mapping, read_yaml
 
-LIBRARIES: Final = ("gymnasium", "openenv", "textarena")
+LIBRARIES: Final = ("gymnasium", "openenv", "textarena", "verifiers")
 """What an environment may be of."""
 
 _NAME: Final = re.compile(rf"({'|'.join(LIBRARIES)}):(.+)")
@@ -72,7 +72,10 @@ def _read(path: Path | str) -> tuple[Settings, MakeRows]:
     name_of = values[library]
     if not isinstance(name_of, str) or not name_of:
         raise SetupError(f"{where}: {library} must be an environment's name, got {name_of!r:.80}")
-    module = importlib.import_module(f"treadle.tools.environments.{library}")
+    try:
+        module = importlib.import_module(f"treadle.tools.environments.{library}")
+    except ModuleNotFoundError as error:  # of an extra that the library's one needs
+        raise SetupError(f"{where}: {error}") from error
     known = cast(tuple[str, ...], module.KEYS)
     for key in values:
         if key != library and key not in known:

@@ -103,7 +103,7 @@ def test_what_is_wrong_is_said_with_its_place(folder: Path, text: str, problem: 
     assert "environment.yaml" in str(error.value) or "mine.py" in str(error.value)
 
 
-@pytest.mark.parametrize("library", ["openenv", "textarena"])
+@pytest.mark.parametrize("library", ["openenv", "textarena", "verifiers"])
 def test_a_library_that_is_not_installed_is_named_with_its_extra(library: str) -> None:
     with pytest.raises(SetupError, match=rf"pip install 'treadle-tools\[{library}\]'"):
         list(read_rows(f"{library}:something"))

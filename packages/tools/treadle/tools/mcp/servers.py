@@ -15,6 +15,7 @@ from typing import Literal
 
 import httpx2
 from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -81,7 +82,8 @@ class ServerConfig(BaseModel):
             parameters = StdioServerParameters(
                 command=self.command, args=list(self.args), env=self.env, cwd=self.cwd
             )
-            async with Client(parameters) as client:
+            # As a transport: of the parameters alone, mcp makes one from 2.3 on.
+            async with Client(stdio_client(parameters)) as client:
                 yield client
             return
         assert self.url is not None, "an entry has a command or a url"
