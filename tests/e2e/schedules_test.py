@@ -2,13 +2,10 @@
 
 import os
 import signal
-from collections import Counter
 
 import pytest
 
-from treadle.tracing.trajectories import TrajectoryFiles
-
-from .testing import StartTrainer, Trainer
+from .testing import StartTrainer, trained_rows
 
 pytestmark = pytest.mark.timeout(600)
 _STEPS, _PROMPTS, _SAMPLES = 6, 4, 4
@@ -27,15 +24,6 @@ _ASYNC = (
 )
 
 
-def _trained(trainer: Trainer) -> Counter[str]:
-    """Returns how many trajectories of each row were trained on."""
-    with TrajectoryFiles(trainer.run_dir) as files:
-        rows = files.sql(
-            "SELECT task_id FROM trajectories WHERE phase = 'train' AND advantage IS NOT NULL"
-        )
-    return Counter(row["task_id"] for row in rows.to_pylist())
-
-
 def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> None:
     killed = start_trainer(*_ASYNC)
     killed.read_until(" 3/6")
@@ -47,7 +35,7 @@ def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> N
     resumed.read_until("of the groups that were begun")
     assert resumed.wait() == 0, resumed.output
     rows = range(_STEPS * _PROMPTS)
-    assert _trained(resumed) == {f"train/{row}": _SAMPLES for row in rows}
+    assert trained_rows(resumed) == {f"train/{row}": _SAMPLES for row in rows}
     lines = [line for line in resumed.metrics() if line["step"]]
     assert [line["step"] for line in lines] == list(range(1, _STEPS + 1))
     assert sum(line["servers/restarted"] for line in lines) == 1

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from treadle.rollout_server.testing.engine_command import engine_command
+from treadle.tracing.trajectories import TrajectoryFiles
 from treadle.trainer.launch.process import child_python_path
 
 SMALL = (
@@ -77,6 +79,15 @@ class Trainer:
     def pid_of(self, name: str) -> int:
         """Returns the process id of one of the run's servers or ranks."""
         return int(json.loads((self.run_dir / "logs" / f"{name}.ready").read_text())["pid"])
+
+
+def trained_rows(trainer: Trainer) -> Counter[str]:
+    """Returns how many trajectories of each row were trained on."""
+    with TrajectoryFiles(trainer.run_dir) as files:
+        rows = files.sql(
+            "SELECT task_id FROM trajectories WHERE phase = 'train' AND advantage IS NOT NULL"
+        )
+    return Counter(row["task_id"] for row in rows.to_pylist())
 
 
 def server_command(engine: str) -> str:

@@ -309,7 +309,7 @@ class _Groups:
 
     def _metrics(self, step: int, batch: Sequence[Waiting]) -> dict[str, float]:
         ages = [step - 1 - waiting.birth for waiting in batch]
-        mixed = [len(versions(t)) > 1 for t in _members([waiting.group for waiting in batch])]
+        mixed = [len(set(versions(t))) > 1 for t in _members([waiting.group for waiting in batch])]
         idle_s, self.rollout.idle_s = self.rollout.idle_s, 0.0
         metrics = {
             "data/batches": float(self.context.batches),

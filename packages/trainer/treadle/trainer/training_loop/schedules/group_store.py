@@ -185,14 +185,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _newest(ended: Waiting) -> int:
     """Returns the newest version that sampled a token of a group."""
-    return max((version for t in ended.group.trajectories for version in versions(t)), default=0)
+    return max((v for t in ended.group.trajectories for v in versions(t)), default=0)
 
 
-def versions(trajectory: Trajectory) -> set[int]:
-    """Returns the weight versions that sampled the tokens of a trajectory."""
-    return {
-        span.weight_version
-        for sample in trajectory.samples
-        for span in sample.spans
-        if span.weight_version is not None
-    }
+def versions(trajectory: Trajectory) -> list[int]:
+    """Returns the oldest and the newest weight version of each sample of a trajectory."""
+    return [v for sample in trajectory.samples for v in sample.weight_versions or ()]
