@@ -21,6 +21,7 @@ from treadle.trainer.report.metrics import (
     SERVERS_LOST,
     SERVERS_RESTARTED,
     STALE_TOKENS,
+    STALENESS,
     STEP,
     STEP_S,
     TOOL_RATE,
@@ -128,7 +129,9 @@ def summarize(records: Sequence[Record]) -> Summary:
         mismatch=_mismatch(steps),
         servers_lost=round(sum(_values(records, SERVERS_LOST))),
         servers_restarted=round(sum(_values(records, SERVERS_RESTARTED))),
-        rollout_tokens_per_s=_rate(steps, SAMPLED_TOKENS, ROLLOUT_S),
+        rollout_tokens_per_s=_rate(
+            steps, SAMPLED_TOKENS, STEP_S if _values(steps, STALENESS) else ROLLOUT_S
+        ),
         train_tokens_per_s=_rate(steps, TRAINED_TOKENS, TRAIN_S),
         total_s=sum(map(_duration, records)),
         signs=run_signs(records),

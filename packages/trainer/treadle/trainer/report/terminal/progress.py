@@ -27,6 +27,7 @@ from treadle.trainer.report.metrics import (
     ROLLOUT_S,
     SAMPLED_TOKENS,
     SIGNAL,
+    STALENESS,
     STEP_S,
     TOOL_RATE,
     TRAIN_LOSS,
@@ -114,9 +115,10 @@ def step_line(step: int, total_steps: int, values: Record) -> str:
         value = values.get(name, math.nan)
         if math.isfinite(value):
             parts.append(f"{label} {text.format(value)}")
-    tokens, rollout_s = values.get(SAMPLED_TOKENS, math.nan), values.get(ROLLOUT_S, math.nan)
-    if math.isfinite(tokens) and rollout_s > 0:
-        parts.append(f"{tokens / rollout_s:,.0f} tok/s")
+    sampling = STEP_S if STALENESS in values else ROLLOUT_S
+    tokens, sampling_s = values.get(SAMPLED_TOKENS, math.nan), values.get(sampling, math.nan)
+    if math.isfinite(tokens) and sampling_s > 0:
+        parts.append(f"{tokens / sampling_s:,.0f} tok/s")
     if math.isfinite(seconds := values.get(STEP_S, math.nan)):
         parts.append(format_seconds(seconds))
     return "  ".join(parts)

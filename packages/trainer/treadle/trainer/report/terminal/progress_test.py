@@ -104,3 +104,9 @@ def test_an_error_leaves_the_terminal_as_it_was() -> None:
 
 def test_a_step_line_shows_only_what_was_measured() -> None:
     assert step_line(7, 100, {"reward/mean": float("nan")}) == "step   7/100"
+
+
+def test_a_rate_beside_training_is_of_the_whole_step() -> None:
+    values = {"tokens/sampled": 100.0, "time/rollout_s": 0.1, "time/step_s": 2.0}
+    assert "1,000 tok/s" in step_line(7, 100, values)
+    assert "50 tok/s" in step_line(7, 100, values | {"staleness/mean": 1.0})
