@@ -1,6 +1,6 @@
-"""The images of a row: its column `images`, and the messages of its prompt with them.
+"""The images of a row: its column `images`, and its messages with them.
 
-Invariant: every image has one place, where the prompt says `<image>`; a row in which the numbers
+Invariant: every image has one place, where a message says `<image>`; a row in which the numbers
 differ is an error and not a guess. The bytes go on as they are in the row or its file.
 
 The column is a list of mappings as verl and the library `datasets` write them: `bytes` with those
@@ -10,12 +10,13 @@ of a PNG, JPEG or WebP file, or `path` of such a file, for formats without bytes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from treadle.agent_loop import IMAGE_MARK, Image, Message
 
-__all__ = ["row_messages"]
+__all__ = ["row_messages", "with_images"]
 
 _SIGNATURES: Final[Mapping[str, tuple[bytes, bytes]]] = {
     "image/png": (b"\x89PNG\r\n\x1a\n", b""),
@@ -39,12 +40,29 @@ def row_messages(columns: Mapping[str, object]) -> tuple[Message, ...]:
     """
     prompt = columns["prompt"]
     assert isinstance(prompt, list), "read_rows has checked it"
-    images = _images(columns.get("images"))
+    messages = [Message(role=item["role"], content=item["content"]) for item in prompt]
+    return with_images(messages, columns.get("images"))
+
+
+def with_images(
+    messages: Sequence[Message], column: object, *, name: str = "images"
+) -> tuple[Message, ...]:
+    """Returns messages with the images of a row at their marks; see `row_messages`.
+
+    Args:
+        messages: Without images.
+        column: What the row has in the column; None: nothing.
+        name: Of the column.
+
+    Raises:
+        ValueError: See `row_messages`.
+    """
+    images = _images(column, name)
     if not images:
-        return tuple(Message(role=item["role"], content=item["content"]) for item in prompt)
-    counts = [item["content"].count(IMAGE_MARK) for item in prompt]
+        return tuple(messages)
+    counts = [message.content.count(IMAGE_MARK) for message in messages]
     if not any(counts):
-        of_user = [index for index, item in enumerate(prompt) if item["role"] == "user"]
+        of_user = [index for index, message in enumerate(messages) if message.role == "user"]
         if not of_user:
             raise ValueError("the prompt has no message of the user that could show the images")
         counts[of_user[0]] = len(images)
@@ -53,21 +71,20 @@ def row_messages(columns: Mapping[str, object]) -> tuple[Message, ...]:
             f"the prompt has {sum(counts)} {IMAGE_MARK} marks for {len(images)} images: write one "
             "for each image, or none, which puts the images before the text"
         )
-    messages: list[Message] = []
+    placed: list[Message] = []
     begin = 0
-    for item, count in zip(prompt, counts, strict=True):
-        own = images[begin : begin + count]
-        messages.append(Message(role=item["role"], content=item["content"], images=own))
+    for message, count in zip(messages, counts, strict=True):
+        placed.append(replace(message, images=images[begin : begin + count]))
         begin += count
-    return tuple(messages)
+    return tuple(placed)
 
 
-def _images(column: object) -> tuple[Image, ...]:
+def _images(column: object, name: str) -> tuple[Image, ...]:
     if column is None:
         return ()
     if not isinstance(column, Sequence) or isinstance(column, str | bytes):
-        raise ValueError(f"the column 'images' must be a list, got {column!r:.80}")
-    return tuple(_image(item, f"images[{index}]") for index, item in enumerate(column))
+        raise ValueError(f"the column {name!r} must be a list, got {column!r:.80}")
+    return tuple(_image(item, f"{name}[{index}]") for index, item in enumerate(column))
 
 
 def _image(item: object, where: str) -> Image:

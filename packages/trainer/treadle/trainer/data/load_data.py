@@ -45,7 +45,8 @@ _VERL_REWARDS: Final = (
 class Inputs:
     """The user's files, read and checked; `notes` are lines to print at start.
 
-    `loops` are the names of those that run the rows. An evaluation has no training rows.
+    `loops` are the names of those that run the rows; `images` says whether a prompt shows one. An
+    evaluation has no training rows.
     """
 
     renderer: "HfRenderer"
@@ -55,6 +56,7 @@ class Inputs:
     val: Sequence[Prompt]
     loops: frozenset[str]
     notes: tuple[str, ...]
+    images: bool = False
 
 
 def load_reward(
@@ -197,7 +199,11 @@ def model_context(folder: Path) -> int | None:
     Raises:
         SetupError: It cannot be read.
     """
-    longest = read_model_config(folder).get("max_position_embeddings")
+    settings = read_model_config(folder)
+    of_text = settings.get("text_config")  # of a model that sees
+    if isinstance(of_text, dict):
+        settings = {**settings, **of_text}
+    longest = settings.get("max_position_embeddings")
     return longest if isinstance(longest, int) else None
 
 

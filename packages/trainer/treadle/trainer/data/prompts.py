@@ -71,6 +71,7 @@ class PromptSet:
         prompts: In the order of the rows; at least one.
         num_dropped: Number of rows dropped because their prompt is too long.
         loops: Names of the loops that run them.
+        has_images: Whether a prompt shows an image.
         notes: Lines to print at start: the number of dropped or shortened rows, and settings in
             rows that nothing reads.
     """
@@ -78,6 +79,7 @@ class PromptSet:
     prompts: Sequence[Prompt]
     num_dropped: int
     loops: frozenset[str]
+    has_images: bool
     notes: tuple[str, ...]
 
 
@@ -106,6 +108,7 @@ def make_prompts(
         made = PromptsInFiles(rows, split=split, rules=rules, renderer=renderer)
     overlong: list[tuple[str, int]] = []
     loops: set[str] = set()
+    has_images = False
     for row in rows:
         prompt, length = _prepare(row, split, rules, renderer)
         if length > rules.max_prompt_tokens:
@@ -113,6 +116,7 @@ def make_prompts(
         if prompt is not None:
             made.append(prompt)
             loops.add(prompt.loop)
+            has_images |= any(message.images for message in prompt.messages)
     prompts = made if isinstance(made, PromptsInFiles) else tuple(made)
     notes = [
         *_overlong_notes(overlong, split, len(rows), rules),
@@ -122,7 +126,11 @@ def make_prompts(
         raise DataError(f"no {split} row is left: {'; '.join(notes)}")
     dropped = len(rows) - len(prompts)
     return PromptSet(
-        prompts=prompts, num_dropped=dropped, loops=frozenset(loops), notes=tuple(notes)
+        prompts=prompts,
+        num_dropped=dropped,
+        loops=frozenset(loops),
+        has_images=has_images,
+        notes=tuple(notes),
     )
 
 

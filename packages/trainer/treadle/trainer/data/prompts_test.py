@@ -242,17 +242,19 @@ def test_tools_that_a_loop_does_not_have_are_not_selected(selection: object) -> 
     assert len(prepare(none, make_row(1)).prompts) == 2
 
 
-def test_rows_with_images_are_refused_by_name() -> None:
+def test_a_model_that_reads_text_refuses_rows_with_images_by_name() -> None:
     assert prepare(make_row(images=None), make_row(1, images=[], videos=[])).prompts
     with pytest.raises(
-        DataError, match=r"line 2: the column 'images' holds 2 of them, and the pol"
+        DataError, match=r"line 2: the column 'images' holds 2 of them, and model\.path reads text"
     ):
         prepare(make_row(), make_row(1, images=[{"bytes": b"1"}, {"bytes": b"2"}]))
 
 
-def test_where_nothing_is_trained_images_are_shown_and_checked() -> None:
+def test_a_model_that_sees_is_shown_images_and_they_are_checked() -> None:
     png = b"\x89PNG\r\n\x1a\n."
-    (prompt,) = prepare(make_row(images=[{"bytes": png}]), images=True).prompts
+    made = prepare(make_row(images=[{"bytes": png}]), images=True)
+    assert made.has_images and not prepare(make_row(), images=True).has_images
+    (prompt,) = made.prompts
     assert [image.data for image in prompt.messages[0].images] == [png]
     (task,) = prompt.tasks(samples=1, seed=0, step=0)
     assert "images" not in task.fields  # they are in its messages

@@ -41,7 +41,7 @@ class PromptRules:
         overlong: What to do with a longer prompt.
         tools: By name; empty if no tools are configured.
         interactions: By name.
-        images: Whether rows may have images: where nothing is trained.
+        images: Whether rows may have images: if the model sees, or is not known.
     """
 
     loops: LoopRegistry
@@ -225,8 +225,9 @@ def _what_is_no_text(row: Row, *, images: bool) -> Iterator[str]:
         count = len(value) if isinstance(value, Sequence) and not isinstance(value, str) else 1
         yield (
             f"the column {column!r} holds {count} of them, and "
-            + ("only images are read: " if images else "the policy has no vision support: ")
+            + ("only images are read: " if images else "model.path reads text only: ")
             + "remove such rows, or the column if the question can be answered without it"
+            + ("" if images else ", or take a model that sees (docs/models.md)")
         )
 
 

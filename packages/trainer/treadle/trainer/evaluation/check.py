@@ -130,6 +130,7 @@ class _Checks:
                 val=prompts.prompts,
                 loops=prompts.loops,
                 notes=prompts.notes,
+                images=prompts.has_images,
             )
 
     def processes(self) -> None:

@@ -114,8 +114,7 @@ async def _start(stack: contextlib.AsyncExitStack, checked: CheckedEvaluation) -
 
 
 def _requirements(checked: CheckedEvaluation) -> Requirements:
-    renderer, prompts = checked.inputs.renderer, checked.inputs.val
-    shown = any(message.images for prompt in prompts for message in prompt.messages)
+    renderer, shown = checked.inputs.renderer, checked.inputs.images
     return Requirements(
         tokenizer_sha256=renderer.tokenizer_sha256,
         vocab_size=renderer.vocab_size,

@@ -45,6 +45,7 @@ from treadle.trainer.data.load_data import (
     check_ground_truth,
     load_renderer,
     load_reward,
+    read_model_config,
 )
 from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.hub import is_model_id
@@ -53,6 +54,7 @@ from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
+from treadle.trainer.policy.megatron.vision.shape import NAMING
 from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.devices import check_gpus, device_rows
 from treadle.trainer.preflight.model_checks import (
@@ -192,7 +194,7 @@ class _Checks:
         config, own = self._config, self._own
         loops: LoopRegistry | None = None
         with self._check():
-            self._rules = prompt_rules(config, own)
+            self._rules = prompt_rules(config, own, images=self._may_see())
         if self._rules is None:  # the loops alone may be right
             with self._check():
                 loops = load_loops(config.agent, own)
@@ -221,6 +223,16 @@ class _Checks:
                     check_ground_truth(
                         config, rows, split=split, reward=self._reward, rules=self._rules
                     )
+
+    def _may_see(self) -> bool:
+        """Returns whether rows may have images: the model sees, or `model` says what is wrong."""
+        if "model.path" in self._missing:
+            return True
+        try:
+            folder = resolve_model(self._config.model.path, weights=False)
+            return read_model_config(folder).get("model_type") in NAMING
+        except SetupError:
+            return True
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer."""
@@ -327,6 +339,7 @@ class _Checks:
             val=() if val is None else val.prompts,
             loops=train.loops | (frozenset() if val is None else val.loops),
             notes=(*train.notes, *(() if val is None else val.notes)),
+            images=train.has_images or (val is not None and val.has_images),
         )
         config, plan = self._config, self._plan
         per_update = plan.trajectories_per_step // config.algorithm.mini_batches

@@ -22,6 +22,7 @@ from treadle.trainer.policy.megatron.architecture import (
     UnsupportedModelError,
 )
 from treadle.trainer.policy.megatron.experts.check import split_problems, training_problems
+from treadle.trainer.policy.megatron.vision.shape import NAMING
 from treadle.trainer.problems import Problems
 
 if TYPE_CHECKING:
@@ -177,6 +178,11 @@ def check_reference(source: Path, policy: Path, parallel: ParallelConfig) -> Arc
     check_config_file(folder)
     architecture = read_architecture(folder)
     check_policy_parallel(parallel, architecture)
+    if read_model_config(policy).get("model_type") in NAMING:
+        try:
+            read_architecture(policy).check_reference(architecture)
+        except UnsupportedModelError as error:
+            raise SetupError(str(error)) from error
     ours, theirs = _token_ids(policy), _token_ids(folder)
     if len(theirs) > architecture.vocab_size:
         raise SetupError(

@@ -72,7 +72,10 @@ class ServedReference:
         async with self._places:
             try:
                 completion = await self._generator.generate(
-                    sequence.ids[:stop], _ONE_TOKEN, request=request
+                    sequence.ids[:stop],
+                    _ONE_TOKEN,
+                    request=request,
+                    images=[placed for placed in sequence.images if placed.start < stop],
                 )
             finally:
                 self._generator.finish_session(name)

@@ -197,7 +197,8 @@ async def build_context(
                 tokenizer_sha256=inputs.renderer.tokenizer_sha256,
                 vocab_size=inputs.renderer.vocab_size,
                 context_length=config.rollout.context_length,
-                capabilities=required_capabilities(config),
+                capabilities=required_capabilities(config)
+                | ({"images"} if inputs.images else frozenset()),
             )
         )
         if checkpoint is not None:

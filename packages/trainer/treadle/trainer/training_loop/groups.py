@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from treadle.agent_loop import Tokens, Trajectory, TrajectoryTimeoutError
+from treadle.agent_loop import Image, Tokens, Trajectory, TrajectoryTimeoutError
 from treadle.trainer.algorithms.advantages import Floats, Outcomes, PerToken
 from treadle.trainer.algorithms.estimators import FoundEstimator
 from treadle.trainer.policy.commands import MeasuredReference
@@ -257,8 +257,9 @@ def survivors_of(groups: Sequence[Group], estimator: FoundEstimator, *, version:
             f"({len(failed)} of {len(every)} failed): " + "; ".join(causes)
         )
     members = _members(kept)
+    shared: dict[Image, Image] = {}
     sequences = tuple(
-        _sequence(sample, number if len(trajectory.samples) > 1 else None, version)
+        _sequence(sample, number if len(trajectory.samples) > 1 else None, version, shared)
         for number, trajectory in enumerate(members)
         for sample in trajectory.samples
         if sample.num_sampled_tokens
@@ -425,7 +426,10 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _sequence(tokens: Tokens, trajectory: int | None, version: int) -> TrainSequence:
+def _sequence(
+    tokens: Tokens, trajectory: int | None, version: int, shared: dict[Image, Image]
+) -> TrainSequence:
+    """Returns a sample as a sequence; equal images become the one object in `shared`."""
     return TrainSequence(
         ids=tokens.ids,
         loss_mask=tokens.loss_mask,
@@ -434,6 +438,10 @@ def _sequence(tokens: Tokens, trajectory: int | None, version: int) -> TrainSequ
         trajectory=trajectory,
         stale=_stale(tokens, version),
         routed_experts=tokens.routed_experts,
+        images=tuple(
+            replace(placed, image=shared.setdefault(placed.image, placed.image))
+            for placed in tokens.images
+        ),
     )
 
 

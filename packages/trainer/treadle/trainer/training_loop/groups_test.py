@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 import statistics
 from collections.abc import Sequence
 
@@ -10,7 +11,9 @@ from treadle.agent_loop import (
     Completion,
     FinishReason,
     GenerationTimeoutError,
+    Image,
     Message,
+    PlacedImage,
     SampleReward,
     StopReason,
     TokenChunk,
@@ -76,6 +79,24 @@ def test_a_trajectory_becomes_a_sequence_with_its_advantage_on_every_token() -> 
     assert first.rollout_logprobs[2:] == (-0.5, -0.25)
     assert first.advantages == 0.5
     assert second.advantages == -0.5
+
+
+def test_equal_images_become_one_object_so_that_they_travel_once() -> None:
+    def seen(row: int, sample: int) -> Trajectory:
+        image = Image(data=b"\x89PNG" + bytes(100_000), mime="image/png")  # read once per sample
+        transcript = Transcript(
+            [1, 5, 5, 2], images=[PlacedImage(image=image, start=1, num_tokens=2)]
+        )
+        chunk = TokenChunk(token_ids=(7,), logprobs=(-0.5,), weight_version=3)
+        transcript.sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
+        return dataclasses.replace(
+            _good(row, sample, float(sample)), samples=(transcript.freeze(),)
+        )
+
+    batch = _batch([seen(0, 0), seen(0, 1), seen(1, 0), seen(1, 1)])
+    assert [s.images[0].start for s in batch.sequences] == [1] * 4
+    assert len({id(s.images[0].image) for s in batch.sequences}) == 1
+    assert len(pickle.dumps(batch.sequences)) < 150_000
 
 
 def test_what_older_weights_had_a_part_in_is_marked_to_the_end_of_its_completion() -> None:

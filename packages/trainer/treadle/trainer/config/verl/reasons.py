@@ -140,10 +140,10 @@ REASONS: Sequence[tuple[str, str]] = (
         "data.gen_batch_size",
         "algorithm.dynamic_sampling samples batches of data.prompts_per_step rows",
     ),
-    ("data.*multi_modal*", "the policy sees no images"),
-    ("data.*image*", "the policy sees no images"),
+    ("data.*multi_modal*", "ranks make pixels of the images' files: see docs/models.md"),
+    ("data.*image*", "images are in the column `images`, and the model's processor sizes them"),
     ("data.audio_key", "the policy hears nothing"),
-    ("data.mm_processor_kwargs", "the policy sees no images"),
+    ("data.mm_processor_kwargs", "the image processor is that of model.path"),
     ("data.return_*", "messages and rendered ids always reach the agent loop"),
     ("data.*", "see data"),
     # Critic.
