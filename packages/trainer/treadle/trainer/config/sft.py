@@ -79,6 +79,9 @@ class SftDataConfig(Section):
     """Column with the messages of a conversation."""
     tools_key: str = "tools"
     """Column with the tools that the model is shown; a row without it shows none."""
+    images_key: str = "images"
+    """Column with the images of a conversation, shown where its messages say `<image>`, or, if none
+    does, before the first text of the user; a row without it shows none."""
     batch_size: Count = 16
     """Conversations per training step, which is one optimizer step."""
     shuffle: bool = True

@@ -1,10 +1,11 @@
 """Rows of files -> demonstrations, in verl's columns.
 
 A row has `messages` (role, content, tool_calls, tool_call_id, name, reasoning_content) and may have
-`tools` (OpenAI's function schemas). Each may be a JSON text; in Parquet that is the safe form of
-tools and arguments, as a struct there has the keys of all rows, with null where a row has none.
+`tools` (OpenAI's function schemas) and `images` (see `data.images`). Messages and tools may each be
+a JSON text; in Parquet that is the safe form of tools and arguments, as a struct there has the keys
+of all rows, with null where a row has none.
 
-Invariant: nothing in these two columns is ignored: what is not understood is an error with file,
+Invariant: nothing in these columns is ignored: what is not understood is an error with file,
 row and cause. Other columns are not read, which a note says.
 """
 
@@ -19,6 +20,7 @@ from treadle.tools.catalog import tool_spec
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import Row, read_rows
 from treadle.trainer.data.errors import nearest
+from treadle.trainer.data.images import with_images
 from treadle.trainer.data.row_problems import RowProblems
 from treadle.trainer.sft.demonstration import Demonstration
 
@@ -67,11 +69,12 @@ def read_conversations(
         SeveralProblems: More than one of these.
     """
     rows = read_rows(paths, required=(data.messages_key,), limit=limit)
+    read = (data.messages_key, data.tools_key, data.images_key)
     found = RowProblems(f"{split} rows")
     made: list[Conversation] = []
     unread: Counter[str] = Counter()
     for row in rows:
-        unread.update(key for key in row.columns if key not in (data.messages_key, data.tools_key))
+        unread.update(key for key in row.columns if key not in read)
         try:
             made.append(Conversation(place=row.place, demonstration=_demonstration(row, data)))
         except (_Wrong, SetupError, ValueError) as error:
@@ -106,7 +109,8 @@ def _demonstration(row: Row, data: SftDataConfig) -> Demonstration:
     made = [_message(value, f"{data.messages_key}[{i}]") for i, value in enumerate(messages)]
     specs = [_tool(value, f"{data.tools_key}[{i}]") for i, value in enumerate(tools)]
     _check_calls(made, specs, data)
-    return Demonstration(messages=tuple(made), tools=tuple(specs))
+    shown = with_images(made, columns.get(data.images_key), name=data.images_key)
+    return Demonstration(messages=shown, tools=tuple(specs))
 
 
 def _list(value: object, where: str) -> Sequence[object]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.agent_loop import Message, ToolCall, ToolSpec
+from treadle.agent_loop import Image, Message, ToolCall, ToolSpec
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import DataError
 from treadle.trainer.problems import SeveralProblems
@@ -57,6 +57,22 @@ def test_a_row_becomes_messages_and_tools(tmp_path: Path, as_text: bool) -> None
 def test_the_columns_may_have_other_names(tmp_path: Path) -> None:
     (read,) = _read(tmp_path, {"chat": [_USER, _SAID]}, messages_key="chat", tools_key="functions")
     assert [message.content for message in read.messages] == ["Q", "A"]
+
+
+def test_images_go_to_the_marks_of_messages(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"\x89PNG\r\n\x1a\n.")
+    image = Image(data=file.read_bytes(), mime="image/png")
+    asked = {"role": "user", "content": "<image>Q"}
+    rows = [
+        {"messages": [_USER, _SAID, asked, _SAID], "images": [{"path": str(file)}]},
+        {"messages": [_USER, _SAID]},
+    ]
+    with_image, without = _read(tmp_path, *rows)
+    assert [message.images for message in with_image.messages] == [(), (), (image,), ()]
+    assert not any(message.images for message in without.messages)
+    with pytest.raises(DataError, match="the prompt has 1 <image> marks for 2 images"):
+        _read(tmp_path, {"messages": [asked, _SAID], "images": [{"path": str(file)}] * 2})
 
 
 def test_parquet_is_read_with_texts_and_with_structs(tmp_path: Path) -> None:

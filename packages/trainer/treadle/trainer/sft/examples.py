@@ -105,7 +105,8 @@ def batch_of(examples: Sequence[Example]) -> tuple[TrainSequence, ...]:
 
 
 def _cut(sequence: TrainSequence, length: int) -> TrainSequence | None:
-    """Returns the first tokens; None if none of them is under the loss."""
+    """Returns the first tokens, an image whole or not; None if none is under the loss."""
+    length = min((i.start for i in sequence.images if i.start < length < i.stop), default=length)
     mask = sequence.loss_mask[:length]
     if not any(mask):
         return None
@@ -116,6 +117,7 @@ def _cut(sequence: TrainSequence, length: int) -> TrainSequence | None:
         loss_mask=mask,
         advantages=tuple(map(float, mask)),
         rollout_logprobs=None if logprobs is None else logprobs[:length],
+        images=tuple(placed for placed in sequence.images if placed.stop <= length),
     )
 
 

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop import Message
+from treadle.agent_loop import Image, Message
 from treadle.agent_loop.hf import HfRenderer
+from treadle.agent_loop.testing import ByteRenderer
 from treadle.trainer import demo
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import DataError
@@ -11,6 +12,7 @@ from treadle.trainer.sft.conversations import Conversation
 from treadle.trainer.sft.demonstration import Demonstration
 from treadle.trainer.sft.examples import ExampleSet, batch_of, make_examples
 
+BYTES = ByteRenderer()
 _RENDERER = HfRenderer.from_directory(Path(demo.__file__).parent / "calculator" / "model")
 
 
@@ -58,6 +60,30 @@ def test_long_conversations_are_cut_and_those_without_a_loss_token_left_out() ->
     assert len(short[0].ids) < 60
     assert "2 of 3" in made.notes[0]
     assert made.notes[0].endswith("1 of them have nothing left to learn and are left out")
+
+
+@pytest.mark.parametrize("length", [14, 15, 16, 17, 18])
+def test_a_cut_never_divides_an_image(length: int) -> None:
+    first, second = (Image(data=bytes([n]) * 128, mime="image/png") for n in (1, 2))
+    messages = (
+        Message(role="user", content="<image>Q", images=(first,)),
+        Message(role="assistant", content="A"),
+        Message(role="user", content="<image>", images=(second,)),
+        Message(role="assistant", content="B"),
+    )
+    conversation = Conversation(place="1", demonstration=Demonstration(messages=messages))
+    (whole,) = make_examples(
+        [conversation], SftDataConfig(train_files=(Path("x"),)), split="train", renderer=BYTES
+    ).examples[0]
+    begin, end = whole.images[1].start, whole.images[1].stop
+    assert [placed.image for placed in whole.images] == [first, second]
+    data = SftDataConfig(
+        train_files=(Path("x"),), max_length=begin + length - 15, truncation="right"
+    )
+    ((cut,),) = make_examples([conversation], data, split="train", renderer=BYTES).examples
+    inside = begin < data.max_length < end
+    assert len(cut.ids) == (begin if inside else data.max_length)
+    assert len(cut.images) == 1 + (data.max_length >= end)
 
 
 def test_none_left_is_an_error() -> None:

@@ -63,11 +63,12 @@ def transcribe(renderer: ChatRenderer, demonstration: Demonstration) -> tuple[To
     ledgers: list[Transcript] = []
     before = 0
     for turn in turns:
-        prompt = renderer.render(messages[:turn], tools=tools).ids
+        rendered = renderer.render(messages[:turn], tools=tools)
+        prompt = rendered.ids
         if not ledgers or not _continues(
             renderer, ledgers[-1], messages, before, turn, tools, prompt
         ):
-            ledgers.append(Transcript(prompt))
+            ledgers.append(Transcript(prompt, images=rendered.images))
         said = _said(renderer, messages, turn, tools, prompt)
         _check_complete(renderer, messages[turn], turn, said)
         _check_calls(renderer, messages[turn], turn, said, tools, prompt)
@@ -90,14 +91,14 @@ def _continues(
     try:
         extension = renderer.extend(
             ledger.ids, messages[start:turn], tools=tools, history=messages[:start]
-        ).ids
+        )
     except RenderError:  # this template cannot be extended here; it can be rendered
         return False
-    ids = (*ledger.ids, *extension)
+    ids = (*ledger.ids, *extension.ids)
     # Texts are compared where ids differ: a tokenizer may join a header's end and a turn's start.
     if ids != tuple(prompt) and renderer.decode(ids) != renderer.decode(prompt):
         return False
-    ledger.observe(extension)
+    ledger.observe(extension.ids, images=extension.images)
     return True
 
 
@@ -242,6 +243,7 @@ def train_sequences(
             rollout_logprobs=tokens.logprobs,
             advantages=tuple(float(sampled) for sampled in tokens.loss_mask),
             trajectory=conversation,
+            images=tokens.images,
         )
         for tokens in ledgers
     )
