@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.aio import run_shielded
 
-_START_S = 60.0
+_START_S = 300.0
 _POLL_S = 0.1
 _GRACE_S = 5.0
 
