@@ -53,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
         check_machine,
         check_settings,
     )
-    from treadle.trainer.doctor.gpus import find_gpus
+    from treadle.trainer.launch.gpus import all_gpus
 
-    gpus = find_gpus()
+    gpus = all_gpus()
     found: dict[str, Sequence[Finding]] = {
         "environment": list(check_environment(num_gpus=len(gpus))),
         "machine": [*check_machine(), *check_gpus(gpus)],

@@ -1,16 +1,15 @@
 """Checks of the GPUs, and of the environment variables that steer CUDA and NCCL."""
 
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from treadle.trainer.doctor.finding import Finding, fail, gib, ok, warn
+from treadle.trainer.launch.gpus import Gpu
 
-__all__ = ["Gpu", "check_gpus", "find_gpus"]
+__all__ = ["check_gpus"]
 
 _INTERFACES = Path("/sys/class/net")
 _SLOWER: Final[Mapping[str, str]] = MappingProxyType(
@@ -21,51 +20,6 @@ _SLOWER: Final[Mapping[str, str]] = MappingProxyType(
         "CUDA_LAUNCH_BLOCKING": "each kernel waits for the one before it",
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU, as reported by its driver.
-
-    Attributes:
-        name: The model.
-        memory_bytes: All of its memory.
-        free_bytes: What no process uses.
-        driver: Version of the driver.
-    """
-
-    name: str
-    memory_bytes: int
-    free_bytes: int
-    driver: str
-
-
-def find_gpus() -> Sequence[Gpu]:
-    """Returns the GPUs that nvidia-smi lists; none where there is no such program."""
-    query = "--query-gpu=name,memory.total,memory.free,driver_version"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-        gpus = []
-        for line in done.stdout.splitlines():
-            name, total, free, driver = (field.strip() for field in line.split(","))
-            gpus.append(
-                Gpu(
-                    name=name,
-                    memory_bytes=int(total) << 20,
-                    free_bytes=int(free) << 20,
-                    driver=driver,
-                )
-            )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ()
-    return gpus
 
 
 def check_gpus(

@@ -4,14 +4,18 @@ from pathlib import Path
 import pytest
 
 from treadle.trainer.doctor.finding import Finding, Level
-from treadle.trainer.doctor.gpus import check_gpus, find_gpus
+from treadle.trainer.doctor.gpus import check_gpus
+from treadle.trainer.launch.gpus import all_gpus
 
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program nvidia-smi that lists two GPUs, the second in use."""
     program = tmp_path / "nvidia-smi"
-    rows = ("NVIDIA H200, 143771, 143000, 570.1", "NVIDIA H200, 143771, 1000, 570.1")
+    rows = (
+        "0, GPU-aaaa, 143771, 143000, 570.1, NVIDIA H200",
+        "1, GPU-bbbb, 143771, 1000, 570.1, NVIDIA H200",
+    )
     program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -21,7 +25,7 @@ def _found(tmp_path: Path, environ: Mapping[str, str]) -> dict[str, Finding]:
     interfaces = tmp_path / "net"
     for name in ("lo", "eth0"):
         (interfaces / name).mkdir(parents=True, exist_ok=True)
-    return {f.check: f for f in check_gpus(find_gpus(), environ, interfaces=interfaces)}
+    return {f.check: f for f in check_gpus(all_gpus(), environ, interfaces=interfaces)}
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -42,7 +46,7 @@ def test_gpus_and_which_of_them_are_visible(tmp_path: Path) -> None:
 
 def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpus() == ()
+    assert all_gpus() == ()
     assert [f.check for f in check_gpus((), {})] == ["GPUs"]
 
 

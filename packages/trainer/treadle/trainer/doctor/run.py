@@ -27,9 +27,9 @@ from treadle.trainer.data.files import find_files
 from treadle.trainer.demo import DEMO
 from treadle.trainer.doctor.environment import release
 from treadle.trainer.doctor.finding import Finding, Level, fail, ok, warn
-from treadle.trainer.doctor.gpus import Gpu
 from treadle.trainer.doctor.machine import check_disk, check_open_files
 from treadle.trainer.launch.environment import child_environment, foreign_environment
+from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.launch.process import ProcessError, child_python_path
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.preflight import check_run
@@ -78,7 +78,7 @@ def check_settings(
     config = loaded.config
     run_dir = config.run.dir or new_run_dir(config.run.name)
     try:
-        check_run(config, run_dir, keep_torch_out=True, missing=missing)
+        check_run(config, run_dir, plan_only=True, missing=missing)
     except _INPUT as error:
         yield from _problems(error)
     else:

@@ -11,11 +11,18 @@ import pytest
 
 from treadle.trainer.demo import DEMO
 from treadle.trainer.doctor.finding import Finding, Level
-from treadle.trainer.doctor.gpus import Gpu
 from treadle.trainer.doctor.run import check_settings
+from treadle.trainer.launch.gpus import Gpu
 
 _FEW = ("data.prompts_per_step=2", "data.max_val_rows=2")
-_GPU = Gpu(name="H200", memory_bytes=141 << 30, free_bytes=141 << 30, driver="570.1")
+_GPU = Gpu(
+    index="0",
+    uuid="GPU-aaaa",
+    name="H200",
+    memory_bytes=141 << 30,
+    free_bytes=141 << 30,
+    driver="570.1",
+)
 _FINDINGS = [
     {"check": "vllm", "level": "FAIL", "value": "0.31.0", "cause": "internals", "fix": "pip it"},
     {"check": "address", "level": "OK", "value": "127.0.0.1:0", "cause": "", "fix": ""},

@@ -1,60 +1,84 @@
-"""The GPUs of this process: those of the driver, less what CUDA_VISIBLE_DEVICES hides."""
+"""The GPUs of this machine, and those of this process: what CUDA_VISIBLE_DEVICES does not hide."""
 
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Gpu", "find_gpus", "visible_devices"]
+__all__ = ["Gpu", "all_gpus", "find_gpus", "visible_devices"]
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_ASK = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits")
+_ASK = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,memory.total,memory.free,driver_version,name",
+    "--format=csv,noheader,nounits",
+)
 _DEADLINE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU.
+    """One GPU, as reported by its driver.
 
     Attributes:
-        name: As the driver has it.
-        memory_bytes: Of the device.
+        index: Among those of the machine, as CUDA_VISIBLE_DEVICES may name it.
+        uuid: Another name for CUDA_VISIBLE_DEVICES.
+        name: The model.
+        memory_bytes: All of its memory.
+        free_bytes: What no process uses.
+        driver: Version of the driver.
     """
 
+    index: str
+    uuid: str
     name: str
     memory_bytes: int
+    free_bytes: int
+    driver: str
 
 
-def find_gpus() -> tuple[Gpu, ...]:
-    """Returns the GPUs that this process may use, in CUDA's order; none without a driver.
+def all_gpus() -> tuple[Gpu, ...]:
+    """Returns the GPUs of this machine; none without a driver.
 
     It asks `nvidia-smi`, so that neither torch is imported nor a CUDA context made.
     """
     try:
         answer = subprocess.run(
-            _ASK, capture_output=True, text=True, timeout=_DEADLINE_S, check=True
+            _ASK,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=True,
         )
-    except (OSError, subprocess.SubprocessError):
+        return tuple(_read(line) for line in filter(None, answer.stdout.splitlines()))
+    except (OSError, ValueError, subprocess.SubprocessError):
         return ()
-    return _visible(answer.stdout.splitlines(), os.environ.get(_VARIABLE))
 
 
-def _visible(lines: Sequence[str], variable: str | None) -> tuple[Gpu, ...]:
-    """Returns those of `nvidia-smi` that the variable names, in its order; None names all."""
-    names: list[tuple[str, str]] = []
-    gpus: list[Gpu] = []
-    for line in filter(None, lines):
-        index, uuid, mebibytes, name = (part.strip() for part in line.split(",", 3))
-        names.append((index, uuid))
-        gpus.append(Gpu(name, int(mebibytes) << 20))
+def _read(line: str) -> Gpu:
+    index, uuid, total, free, driver, name = (part.strip() for part in line.split(",", 5))
+    return Gpu(
+        index=index,
+        uuid=uuid,
+        name=name,
+        memory_bytes=int(total) << 20,
+        free_bytes=int(free) << 20,
+        driver=driver,
+    )
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """Returns the GPUs that this process may use, in CUDA's order."""
+    gpus, variable = all_gpus(), os.environ.get(_VARIABLE)
     if variable is None:
-        return tuple(gpus)
+        return gpus
     found = []
     for wanted in filter(None, (part.strip() for part in variable.split(","))):
-        match = [n for n, (index, uuid) in enumerate(names) if wanted == index or wanted in uuid]
+        match = [gpu for gpu in gpus if wanted == gpu.index or wanted in gpu.uuid]
         if not match:
             break  # CUDA too ignores what comes after an unknown device
-        found.append(gpus[match[0]])
+        found.append(match[0])
     return tuple(found)
 
 

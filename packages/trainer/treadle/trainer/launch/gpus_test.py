@@ -6,11 +6,25 @@ from treadle.trainer.launch.gpus import Gpu, find_gpus, visible_devices
 
 _SMI = """\
 #!/bin/sh
-echo "0, GPU-aaaa, 81559, NVIDIA H100 80GB HBM3"
-echo "1, GPU-bbbb, 24564, NVIDIA GeForce RTX 4090"
+echo "0, GPU-aaaa, 81559, 81000, 570.1, NVIDIA H100 80GB HBM3"
+echo "1, GPU-bbbb, 24564, 1000, 570.1, NVIDIA GeForce RTX 4090"
 """
-_H100 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20)
-_4090 = Gpu("NVIDIA GeForce RTX 4090", 24564 << 20)
+_H100 = Gpu(
+    index="0",
+    uuid="GPU-aaaa",
+    name="NVIDIA H100 80GB HBM3",
+    memory_bytes=81559 << 20,
+    free_bytes=81000 << 20,
+    driver="570.1",
+)
+_4090 = Gpu(
+    index="1",
+    uuid="GPU-bbbb",
+    name="NVIDIA GeForce RTX 4090",
+    memory_bytes=24564 << 20,
+    free_bytes=1000 << 20,
+    driver="570.1",
+)
 
 
 @pytest.fixture

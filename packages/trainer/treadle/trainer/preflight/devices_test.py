@@ -13,7 +13,14 @@ from treadle.trainer.preflight import devices
 from treadle.trainer.preflight.devices import check_gpus, device_rows
 
 _MEMORY = RankMemory(peak=30_000_000_000, between=2_000_000_000, host=0)
-_80_GB = Gpu("H100", 80_000_000_000)
+_80_GB = Gpu(
+    index="0",
+    uuid="GPU-aaaa",
+    name="H100",
+    memory_bytes=80_000_000_000,
+    free_bytes=80_000_000_000,
+    driver="570.1",
+)
 
 
 def _config(*arguments: str) -> Config:
