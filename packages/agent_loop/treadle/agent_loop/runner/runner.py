@@ -257,6 +257,8 @@ def _checked(result: object, task: AgentTask) -> Trajectory:
             f"run() must return a trajectory of its task, rollout {task.rollout_index}, got one "
             f"of task {given.task_id!r}, rollout {given.rollout_index}"
         )
+    if given.seed != task.seed:  # it tells apart two attempts at a row, in two epochs at once
+        return replace(result, task=replace(given, seed=task.seed))
     return result
 
 

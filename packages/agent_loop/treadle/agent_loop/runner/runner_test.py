@@ -515,3 +515,29 @@ async def test_the_run_is_traced() -> None:
     for each in names.values():
         assert each.attributes["sample_index"] == task(0).sample_index
         assert each.attributes["rollout_n"] == task(0).rollout_index
+
+
+class ReseedingLoop:
+    """Makes its task anew, as a loop may that adds a message, and forgets the seed."""
+
+    async def run(self, task: AgentTask, services: Services) -> Trajectory:
+        made = await default_loops().resolve("single_turn_agent").run(task, services)
+        return replace(made, task=replace(task, seed=None))
+
+
+async def test_a_trajectory_has_the_seed_of_its_task() -> None:
+    sink, spans = Collected(), MemorySink()
+    loops = default_loops().adding("reseeding", ReseedingLoop())
+    runs = RolloutRunner(
+        loops,
+        SERVICES,
+        max_in_flight=1,
+        deadline_s=60.0,
+        failure_policy=Drop(),
+        span_attributes=lambda task: {"step": task.seed},
+    )
+    with use_sink(spans):
+        await runs.run([replace(task(0, "reseeding"), seed=7)], sink)
+    assert [trajectory.task.seed for trajectory in sink.trajectories] == [7]
+    (traced,) = [span for span in spans.spans if span.name == "trajectory"]
+    assert traced.attributes["step"] == 7

@@ -148,7 +148,15 @@ class GroupStore:
     def _write(self, ended: Waiting) -> None:
         members = [replace(t, task=_NO_TASK) for t in ended.group.trajectories]
         indices = [t.task.rollout_index for t in ended.group.trajectories]
-        data = pickle.dumps((ended.number, ended.birth, indices, members), _PICKLE_PROTOCOL)
+        try:
+            data = pickle.dumps((ended.number, ended.birth, indices, members), _PICKLE_PROTOCOL)
+        except Exception as error:  # a loop of the user may put anything into a trajectory
+            _logger.warning(
+                "group %d cannot be kept, so it begins again if the run is killed: %s",
+                ended.number,
+                error,
+            )
+            return
         partial = self._path(ended.number).with_suffix(".partial")
         partial.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
         partial.replace(self._path(ended.number))

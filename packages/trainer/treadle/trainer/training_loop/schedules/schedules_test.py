@@ -9,9 +9,9 @@ import pickle
 import tempfile
 import zlib
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -206,6 +206,20 @@ def test_a_file_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
     store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=1, new=False)
     assert store.load(0) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
+    group = group_of(0)
+    odd = replace(group.trajectories[0], answer=cast(str, lambda: "no text"))
+    odd_group = replace(group, trajectories=(odd, *group.trajectories[1:]))
+
+    async def keep() -> None:
+        store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=0, new=True)
+        store.save(Waiting(number=0, birth=0, group=odd_group))
+        await store.flush()
+        assert store.load(0) is None
+
+    asyncio.run(keep())
 
 
 def test_a_new_run_begins_without_the_groups_of_another(tmp_path: Path) -> None:
