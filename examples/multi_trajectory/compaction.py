@@ -85,6 +85,13 @@ class CompactingAgent:
         return turn.parsed.message.content if turn.closed else None
 
 
+class SmallCompactingAgent(CompactingAgent):
+    """The same for the contexts of two hundred tokens that config.yaml gives the demo's model."""
+
+    def __init__(self) -> None:
+        super().__init__(reserve=150, max_compactions=2)
+
+
 def _begin_anew(task: AgentTask, notes: str, results: list[Message]) -> list[Message]:
     """Returns the task, with the notes and the latest results at the end of the question."""
     *before, question = task.messages
