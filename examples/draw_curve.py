@@ -1,6 +1,6 @@
-"""Draws `curve.png` of an example from a run: sampled and held-out reward over the steps.
+"""Draws the picture in an example's README from a run: sampled and held-out reward over the steps.
 
-    python examples/draw_curve.py runs/math_expression examples/math_expression/curve.png
+    python examples/draw_curve.py runs/math_expression docs/math_expression_curve.png
 
 Points are steps, the line is their running mean; validations are circles. The picture is small, for
 a README; `report.html` in the run directory has all curves.
