@@ -62,11 +62,22 @@ def test_the_dapo_command_of_54_arguments(project: Project) -> None:
     ]
 
 
-@pytest.mark.parametrize("lines", ["agent_loop_lines.sh", "weave_trace_lines.sh"])
-def test_gsm8k_with_a_tool_and_the_lines_that_trace_it(lines: str, project: Project) -> None:
-    """The seeds put the lines at the end of the script; here they come by its `$@`."""
-    given = (COMMANDS / lines).read_text(encoding="utf-8")
-    answer = project.bash(f'lines=(\n{given})\nbash {_GSM8K} "${{lines[@]}}" --dry-run "$@"\n')
+def _with_lines(file: str, option: str) -> str:
+    """Returns the GSM8K command with lines of the seeds at its end; here they come by `$@`."""
+    given = (COMMANDS / file).read_text(encoding="utf-8")
+    return f'lines=(\n{given})\nbash {_GSM8K} "${{lines[@]}}" {option}\n'
+
+
+def test_the_other_spelling_of_the_lines_that_trace(project: Project) -> None:
+    answer = project.bash(_with_lines("weave_trace_lines.sh", "--print-config"))
+    assert answer.status == 0, answer.said
+    shown = dict(line.partition(" = ")[::2] for line in answer.said.splitlines())
+    assert shown["tracing.backends"].startswith("[weave]")
+    assert shown["tracing.token2text"].startswith("true")
+
+
+def test_gsm8k_with_a_tool_and_the_lines_that_trace_it(project: Project) -> None:
+    answer = project.bash(_with_lines("agent_loop_lines.sh", "--dry-run"))
     assert answer.status == 0, answer.said
     plan = answer.plan
     assert plan["architecture"] == "qwen2, 3.09 billion parameters, context of 32768 tokens"

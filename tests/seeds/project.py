@@ -65,6 +65,7 @@ class Project:
             "WANDB_API_KEY": "0" * 40,
             "WF_TRACE_SERVER_URL": hub,
             "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlruns.db",
+            "CUDA_VISIBLE_DEVICES": "",  # plans are made as on a machine without GPUs
             "OMP_NUM_THREADS": "1",
             "LANG": "C.UTF-8",
             **{k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TMPDIR")},
