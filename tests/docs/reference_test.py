@@ -7,7 +7,6 @@ from treadle.trainer.config.keys import all_leaves, all_sections
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS
 from treadle.trainer.demo import MODELS
 from treadle.trainer.policy.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
-from treadle.trainer.policy.megatron.vision.shape import NAMING
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +34,9 @@ def test_the_architectures_that_can_be_trained_are_written() -> None:
     engine = ROOT / "packages/rollout_server/treadle/rollout_server/engines/torch/model.py"
     served = re.search(r"_TEXT_TYPES = \((.*?)\n\)", engine.read_text(), re.DOTALL)
     assert served is not None
-    text_types = [name for name in MODEL_TYPES if name not in NAMING]
-    assert re.findall(r'"(\w+)"', served[1]) == text_types
+    seeing = re.search(r"_VISION_TYPES = \((.*?)\)", engine.read_text())
+    assert seeing is not None
+    assert re.findall(r'"(\w+)"', served[1] + seeing[1]) == list(MODEL_TYPES)
     values["attention_bias"] = values["attention_bias"][:1]  # then the types where it may be true
     assert values == {name: [str(v) for v in accepted] for name, accepted in ACCEPTED.items()}
     text = (ROOT / "docs" / "models.md").read_text()

@@ -4,8 +4,8 @@ Invariant: the names and shapes of tensors are checked before `write`, so `write
 and an update replaces either all weights or none.
 
 Supported are the decoders of `_TEXT_TYPES`, with full or sliding attention by layer, and
-Qwen2.5-VL for text and images with full attention, each with a rotary embedding that does not
-depend on the sequence length. Anything else is rejected at load.
+Qwen2.5-VL and Qwen3-VL for text and images with full attention, each with a rotary embedding that
+does not depend on the sequence length. Anything else is rejected at load.
 
 Parameters have their names and shapes in published checkpoints. For Qwen2.5-VL they differ from
 the module names: ``visual.blocks.0...`` and ``model.layers.0...``. For Qwen3-MoE a module has one
@@ -40,7 +40,7 @@ from treadle.rollout_server.engines.torch.kv_cache import KvCacheShape
 from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTower
 from treadle.rollout_server.model_files import read_model
 
-_VISION_TYPES = ("qwen2_5_vl",)
+_VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
 # Those that the policy trains (docs/models.md).
 _TEXT_TYPES = (
     "llama",
@@ -56,8 +56,10 @@ _TEXT_TYPES = (
     "gemma3_text",
 )
 _MODEL_TYPES = (*_TEXT_TYPES, *_VISION_TYPES)
-# Module prefix -> checkpoint prefix, for vision models.
-_PUBLISHED = (("model.language_model.", "model."), ("model.visual.", "visual."))
+# Module prefix -> checkpoint prefix, by model type, where they differ.
+_PUBLISHED = {
+    "qwen2_5_vl": (("model.language_model.", "model."), ("model.visual.", "visual.")),
+}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
@@ -125,7 +127,7 @@ class CachedModel:
                 f"for example {min(report['missing_keys'])!r}: copy the whole checkpoint"
             )
         self._model.requires_grad_(False).train(False).to(self.device)
-        self._takes_images = takes_images
+        self._renamed = _PUBLISHED.get(config.model_type, ())
         self._parameters = self._published_parameters()
         self.images: ImageReader | None = None
         if takes_images:
@@ -135,6 +137,7 @@ class CachedModel:
                 cache_bytes=source.image_cache_bytes,
             )
             tower = self._model.get_submodule("model.visual")
+            tower.register_forward_hook(_stack_features)
             self._tower = VisionTower(tower, self.images.processor, self.device)
         self.row_bytes = self.info.routed_row_bytes
         self._routed: list[torch.Tensor] = []
@@ -175,7 +178,11 @@ class CachedModel:
         )
 
     def encode_image(self, placed: PlacedImage) -> torch.Tensor:
-        """Returns the embeddings of an image, ``[number of placeholders, hidden size]``."""
+        """Returns the embeddings of an image, ``[number of placeholders, 1 + F, hidden size]``.
+
+        The first of each placeholder replaces its embedding; the F others, of Qwen3-VL, are added
+        to its row after the first layers (DeepStack, arXiv:2406.04334).
+        """
         return self._tower.encode_image(placed)
 
     def forward(
@@ -199,13 +206,7 @@ class CachedModel:
         input_ids = torch.tensor([ids], device=self.device)
         inputs = {"input_ids": input_ids, "position_ids": step.positions.unsqueeze(0)}
         if vision_inputs is not None:
-            embedded = self._model.get_input_embeddings()(input_ids)
-            for first, embeddings in vision_inputs.embeddings:
-                embedded[0, first : first + len(embeddings)] = embeddings
-            inputs = {
-                "inputs_embeds": embedded,
-                "position_ids": vision_inputs.positions.unsqueeze(1),
-            }
+            return self._forward_with_images(input_ids, step, wanted, vision_inputs)
         output = self._model(
             **inputs,
             use_cache=False,
@@ -213,6 +214,31 @@ class CachedModel:
             step=step,
         )
         logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _forward_with_images(
+        self,
+        input_ids: torch.Tensor,
+        step: StepLayout,
+        wanted: Sequence[int],
+        vision_inputs: VisionInputs,
+    ) -> torch.Tensor:
+        embedded = self._model.get_input_embeddings()(input_ids)
+        inputs = {"position_ids": vision_inputs.positions.unsqueeze(1)}
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+        for first, embeddings in vision_inputs.embeddings:
+            embedded[0, first : first + len(embeddings)] = embeddings[:, 0]
+            is_image[0, first : first + len(embeddings)] = True
+        features = [embeddings[:, 1:] for _, embeddings in vision_inputs.embeddings]
+        if features and features[0].shape[1]:
+            inputs["visual_pos_masks"] = is_image
+            inputs["deepstack_visual_embeds"] = torch.cat(features).unbind(1)
+        # Not the whole model's forward, which computes features from pixels only.
+        output = self._model.get_submodule("model.language_model")(
+            inputs_embeds=embedded, **inputs, use_cache=False, step=step
+        )
+        hidden_BC = output.last_hidden_state[0, list(wanted)]
+        logits: torch.Tensor = self._model.lm_head(hidden_BC)
         return logits.float()
 
     def _capture(self, router: torch.nn.Module, args: object, output: Sequence[Any]) -> None:
@@ -253,7 +279,7 @@ class CachedModel:
     def _published_parameters(self) -> dict[str, torch.Tensor]:
         """Returns each tensor of a checkpoint, as the parameter or a contiguous part of it."""
         return {
-            _published(part) if self._takes_images else part: tensor
+            _published(part, self._renamed): tensor
             for name, parameter in self._model.named_parameters()
             for part, tensor in _matrices(name, parameter)
         }
@@ -285,9 +311,15 @@ def _matrices(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, t
             yield f"{experts}.{number}.up_proj.weight", up
 
 
-def _published(name: str) -> str:
-    """Returns the checkpoint name of a parameter of a vision model."""
-    for module, checkpoint in _PUBLISHED:
+def _stack_features(tower: torch.nn.Module, args: object, output: Any) -> None:
+    """Puts the features of inner layers of a vision tower, if it has any, beside its embeddings."""
+    features = getattr(output, "deepstack_features", ())
+    output.pooler_output = torch.stack((output.pooler_output, *features), dim=1)
+
+
+def _published(name: str, renamed: Sequence[tuple[str, str]]) -> str:
+    """Returns the checkpoint name of a parameter."""
+    for module, checkpoint in renamed:
         if name.startswith(module):
             return checkpoint + name.removeprefix(module)
     return name
