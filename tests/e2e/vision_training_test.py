@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("squares")
-    write_seeing_model(path / "model")
+    write_seeing_model(path / "model", "qwen3_vl")
     write_rows(path / "train.parquet", 8)
     write_rows(path / "val.parquet", 4, seed=1)
     (path / "reward.py").write_text(REWARD)
@@ -61,8 +61,8 @@ def test_what_is_trained_is_served(folder: Path, tmp_path: Path) -> None:
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     moved = {name for name in before if not before[name].equal(after[name])}
-    assert any(name.startswith("visual.") for name in moved)
-    assert any(name.startswith("model.") for name in moved)
+    assert any(name.startswith("model.visual.deepstack_merger_list.") for name in moved)
+    assert any(name.startswith("model.language_model.") for name in moved)
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
