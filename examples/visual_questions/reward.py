@@ -1,0 +1,18 @@
+"""The reward: 1 if the model's last message is exactly the right answer, otherwise 0."""
+
+from collections.abc import Mapping
+
+__all__ = ["score"]
+
+
+def score(solution_str: str, ground_truth: str, **_: object) -> Mapping[str, float]:
+    """Scores an answer.
+
+    Args:
+        solution_str: The model's last message.
+        ground_truth: `reward_model.ground_truth` of the row.
+
+    Returns:
+        The reward as "score".
+    """
+    return {"score": float(solution_str.strip().lower() == ground_truth)}
