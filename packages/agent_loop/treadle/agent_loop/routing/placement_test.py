@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from treadle.agent_loop.routing.placement import HashedSession, Router, StickySession
-from treadle.agent_loop.routing.session_table import NoReplica
+from treadle.agent_loop.routing.session_table import (
+    LoadOrder,
+    NoReplica,
+    ReplicaEntry,
+    RoutedSession,
+)
 
 ADDRESSES = [f"r{i}" for i in range(4)]
 SESSIONS = st.integers(0, 12).map(lambda i: f"s{i}")
@@ -203,6 +208,30 @@ TestHashed = HashedMachine.TestCase
 TestBounded = BoundedMachine.TestCase
 for case in (TestSticky, TestHashed, TestBounded):
     case.settings = settings(deadline=None, max_examples=50)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["drop", "up", "up", "down"]), st.integers(0, 3))))
+def test_the_least_loaded_is_known_without_a_search(steps: list[tuple[str, int]]) -> None:
+    order, there = LoadOrder(), dict[int, ReplicaEntry]()
+    for number, (step, which) in enumerate(steps):
+        replica = there.get(which)
+        if replica is None:
+            there[which] = replica = ReplicaEntry(str(which), number, order)
+            order.add(replica)
+        elif step == "drop":
+            order.remove(there.pop(which))
+        elif step == "up":
+            replica.last_chosen = number
+            replica.put(RoutedSession(str(number), number))
+        elif step == "down" and replica.sessions:
+            replica.drop(next(iter(replica.sessions.values())))
+        wanted = min(
+            there.values(),
+            key=lambda r: (len(r.sessions), r.last_chosen, r.number),
+            default=None,
+        )
+        assert order.least() is wanted
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ choose a replica; see `placement`. Pure.
 """
 
 import enum
+import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -36,9 +37,21 @@ class RoutedSession:
 
 @dataclass(slots=True, eq=False)
 class ReplicaEntry:
-    """A replica and the sessions that are placed on it."""
+    """A replica and the sessions that are placed on it.
+
+    Attributes:
+        address: Its address.
+        number: Number of replicas that were added before it.
+        order: Is told of each change of its load.
+        draining: Whether it accepts no new session.
+        last_chosen: Number of the choice that last picked it; -1 if none did.
+        context_tokens: Of all its sessions.
+        sessions: Those that are placed on it, by name.
+    """
 
     address: str
+    number: int
+    order: "LoadOrder"
     draining: bool = False
     last_chosen: int = -1
     context_tokens: int = 0
@@ -49,12 +62,56 @@ class ReplicaEntry:
         session.replica = self
         self.sessions[session.name] = session
         self.context_tokens += session.context_tokens
+        self.order.changed(self)
 
     def drop(self, session: RoutedSession) -> None:
         """Takes away the slot of a session that is placed here."""
         session.replica = None
         del self.sessions[session.name]
         self.context_tokens -= session.context_tokens
+        self.order.changed(self)
+
+
+class LoadOrder:
+    """The replicas by load, so that the least loaded one is known without a search.
+
+    Invariant: for each replica, the heap has an entry with its present load and choice. Other
+    entries are stale: they are passed over, and the heap is made anew when most of it is stale. A
+    change costs the logarithm of the number of replicas.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int, ReplicaEntry]] = []
+        self._replicas: set[ReplicaEntry] = set()
+
+    def add(self, replica: "ReplicaEntry") -> None:
+        """Adds a replica."""
+        self._replicas.add(replica)
+        self.changed(replica)
+
+    def remove(self, replica: "ReplicaEntry") -> None:
+        """Removes a replica."""
+        self._replicas.remove(replica)
+
+    def changed(self, replica: "ReplicaEntry") -> None:
+        """Notes that a replica has another load, or was chosen."""
+        heapq.heappush(self._heap, self._entry(replica))
+        if len(self._heap) > 64 + 4 * len(self._replicas):
+            self._heap = [self._entry(each) for each in self._replicas]
+            heapq.heapify(self._heap)
+
+    def least(self) -> "ReplicaEntry | None":
+        """Returns the replica with the fewest sessions, of several the one chosen longest ago."""
+        while self._heap:
+            entry = self._heap[0]
+            if entry[3] in self._replicas and entry == self._entry(entry[3]):
+                return entry[3]
+            heapq.heappop(self._heap)
+        return None
+
+    @staticmethod
+    def _entry(replica: "ReplicaEntry") -> "tuple[int, int, int, ReplicaEntry]":
+        return len(replica.sessions), replica.last_chosen, replica.number, replica
 
 
 class SessionTable:
@@ -69,6 +126,8 @@ class SessionTable:
 
     def __init__(self, addresses: Iterable[str] = ()) -> None:
         self._replicas: dict[str, ReplicaEntry] = {}
+        self._order = LoadOrder()
+        self._added = 0
         self._sessions: dict[str, RoutedSession] = {}
         self._opened = 0
         for address in addresses:
@@ -106,7 +165,13 @@ class SessionTable:
 
     def add(self, address: str) -> None:
         """Adds a replica, or ends the draining of one. Idempotent."""
-        self._replicas.setdefault(address, ReplicaEntry(address)).draining = False
+        replica = self._replicas.get(address)
+        if replica is None:
+            replica = ReplicaEntry(address, self._added, self._order)
+            self._replicas[address] = replica
+            self._order.add(replica)
+            self._added += 1
+        replica.draining = False
 
     def drain(self, address: str) -> int:
         """Stops giving a replica new sessions; returns the number that are open there.
@@ -122,6 +187,7 @@ class SessionTable:
         if (replica := self._replicas.pop(address, None)) is not None:
             for session in list(replica.sessions.values()):
                 replica.drop(session)
+            self._order.remove(replica)
 
     @property
     def waiting(self) -> tuple[str, ...]:
