@@ -224,7 +224,7 @@ class CachedModel:
         vision_inputs: VisionInputs,
     ) -> torch.Tensor:
         embedded = self._model.get_input_embeddings()(input_ids)
-        inputs = {"position_ids": vision_inputs.positions.unsqueeze(1)}
+        inputs: dict[str, Any] = {"position_ids": vision_inputs.positions.unsqueeze(1)}
         is_image = torch.zeros_like(input_ids, dtype=torch.bool)
         for first, embeddings in vision_inputs.embeddings:
             embedded[0, first : first + len(embeddings)] = embeddings[:, 0]
