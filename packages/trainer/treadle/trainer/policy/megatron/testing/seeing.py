@@ -146,7 +146,7 @@ def seeing_sequences(*, seed: int = 7) -> list[TrainSequence]:
         return [draw.randrange(3, PLACEHOLDER) for _ in range(count)]
 
     wide, tall, other = picture(48, 24), picture(16, 40, seed=1), picture(48, 24, seed=2)
-    prompt = [ids(5), wide, ids(6), tall, ids(3)]
+    prompt: list[Sequence[int] | Image] = [ids(5), wide, ids(6), tall, ids(3)]
     batch = [shown(prompt, ids(n), advantage=draw.gauss(0, 1)) for n in (7, 4, 12)]
     # The same ids, another image.
     batch.append(shown([prompt[0], other, *prompt[2:]], ids(5), advantage=draw.gauss(0, 1)))

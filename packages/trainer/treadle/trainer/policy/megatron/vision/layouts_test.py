@@ -60,7 +60,7 @@ def train(
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
     steps = [policy.train_step(b, LOSS) for b in (batch, again)]
-    result = {
+    result: dict[str, Any] = {
         "logprobs": logprobs,
         "reference": policy.reference_logprobs(batch),
         "steps": steps,

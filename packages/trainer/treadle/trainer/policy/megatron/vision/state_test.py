@@ -18,6 +18,7 @@ from treadle.trainer.config.policy import LoraConfig, OptimizerConfig, PolicyCon
 from treadle.trainer.policy.megatron.architecture import Architecture, UnsupportedModelError
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
+from treadle.trainer.policy.megatron.memory import estimate_memory
 from treadle.trainer.policy.megatron.testing import tiny
 from treadle.trainer.policy.megatron.testing.seeing import (
     SEEING,
@@ -84,13 +85,29 @@ def test_adapters_are_of_the_language_model(
         config.model_copy(update={"lora": LoraConfig(rank=4, path=folder)}), models / name
     )
     opened.append(again)
-    for got, want in zip(again.logprobs(batch), after, strict=True):
-        assert got == pytest.approx(want, abs=1e-5)
+    for got, first in zip(again.logprobs(batch), after, strict=True):
+        assert got == pytest.approx(first, abs=1e-5)
 
 
 def test_adapters_leave_the_tower() -> None:
     with pytest.raises(ValueError, match=r"freeze_vision_tower=false with lora\.rank=4"):
         PolicyConfig(lora=LoraConfig(rank=4), freeze_vision_tower=False)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_memory_of_a_frozen_tower_is_its_weights(
+    models: Path, opened: list[MegatronPolicy], name: str
+) -> None:
+    opened.append(MegatronPolicy(PolicyConfig(), models / name))
+    parameters = list(opened[0]._model.parameters())
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    tower = opened[0].architecture.vision
+    assert tower is not None and count - trained == tower.num_parameters
+    estimate = estimate_memory(opened[0].architecture, PolicyConfig(), rows=100, reference=True)
+    assert estimate.weights == 4 * count
+    assert (estimate.gradients, estimate.optimizer) == (4 * trained, 8 * trained)
+    assert estimate.reference == 4 * trained
 
 
 def test_a_critic_sees(models: Path, opened: list[MegatronPolicy]) -> None:
