@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from treadle.rollout_server.engine import PromptImage, Sampling
 
 _MODELS: Any = AutoModelForCausalLM
 _VISION_MODELS: Any = AutoModelForImageTextToText
-_PROCESSORS: Any = AutoImageProcessor
 
 
 class Reference:
@@ -99,6 +97,8 @@ class Reference:
 class VisionReference:
     """A vision model and its image processor, called as documented by transformers.
 
+    Needs Pillow.
+
     Args:
         path: A Hugging Face directory.
     """
@@ -107,7 +107,11 @@ class VisionReference:
         self._model: Any = _VISION_MODELS.from_pretrained(
             path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
-        self._processor: Any = _PROCESSORS.from_pretrained(path)
+        # Late: it needs Pillow, and a text model has to do without.
+        from transformers import AutoImageProcessor
+
+        processors: Any = AutoImageProcessor
+        self._processor: Any = processors.from_pretrained(path)
 
     def greedy(
         self, prompt: Sequence[int], images: Sequence[PromptImage], max_tokens: int
@@ -140,6 +144,8 @@ class VisionReference:
             kinds[0, image.start : image.stop] = 1
         inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
         if images:
+            from PIL import Image
+
             opened = [Image.open(io.BytesIO(image.data)) for image in images]
             inputs |= self._processor(images=opened, return_tensors="pt")
         return inputs
