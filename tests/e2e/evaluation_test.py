@@ -43,6 +43,12 @@ def all_fail(trajectory):
 
 
 class StopsAtTheSecondRow:
+    async def __aenter__(self):
+        print("the loop is open", flush=True)
+
+    async def __aexit__(self, kind, *rest):
+        print(f"the loop is closed after {kind.__name__}", flush=True)
+
     async def run(self, task: AgentTask, services: Services) -> Trajectory:
         if task.sample_index:
             await asyncio.Event().wait()
@@ -155,6 +161,31 @@ def test_a_server_of_another_model_is_refused(
     assert not out.exists()
 
 
+def test_an_environment_is_played_and_gives_the_scores(address: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Twice:\n"
+        "    def reset(self, *, seed=None):\n"
+        "        self.turns = 0\n"
+        "        return f'hello {seed}', {}\n"
+        "    def step(self, action):\n"
+        "        self.turns += 1\n"
+        "        return 'again', 0.25, self.turns == 2, False, {}\n"
+    )
+    rows = tmp_path / "twice.yaml"
+    rows.write_text("gymnasium: mine.py:Twice\nrows: 3\nfirst_seed: 5\n")
+    out = tmp_path / "out"
+    arguments = ["model.path=demo:calculator", "rollout.response_length=700"]
+    assert main(["eval", address, *arguments, "--data", str(rows), "--out", str(out)]) == 0
+    lines = _lines(out)
+    assert len(lines) == 3
+    for line in lines:
+        shown = [m["content"] for m in line["messages"] if m["role"] == "user"]
+        assert shown[0] == f"hello {5 + int(line['task_id'].partition('/')[2])}"
+        assert shown[1:] in ([], ["again"])
+        # The fake engine's text may be cut by a limit.
+        assert (line["stop"] == "finished") is (line["reward"] == 0.5)
+
+
 def test_nothing_that_ends_well_is_status_1(
     address: str, tmp_path: Path, code: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +232,8 @@ def test_an_interrupt_ends_the_servers_and_keeps_what_is_written(
     assert f"interrupted; finished rows are in {out}" in rest
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
+    assert "".join(said).count("the loop is open") == 1
+    assert "the loop is closed after CancelledError" in rest
     assert [line["task_id"] for line in _lines(out)] == ["val/0"]
     assert not (out / "results.json").exists()
     assert json.loads((out / "status.json").read_text())["state"] == "interrupted"

@@ -17,6 +17,7 @@ once per process, before the first task.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Self
@@ -40,6 +41,7 @@ _LIBRARY: Final = "openenv"
 _LOOP: Final = f"{__name__}:OpenEnvLoop"
 _SESSIONS: Final = 16
 _TEXT: Final = "{text}"
+_CLIENT: Final = "openenv.core.generic_client"
 
 
 def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
@@ -66,6 +68,8 @@ class OpenEnvLoop:
         self._servers: dict[str, ServerProcess] = {}
 
     async def __aenter__(self) -> Self:
+        # Here, and on a thread, because it takes seconds.
+        await asyncio.to_thread(importlib.import_module, _CLIENT)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -94,10 +98,9 @@ class OpenEnvLoop:
 
 class _Session:
     def __init__(self, settings: Settings) -> None:
-        from openenv.core.generic_client import GenericEnvClient
-
         self._settings = settings
-        self._client: Any = GenericEnvClient(base_url=settings.name)
+        client: Any = importlib.import_module(_CLIENT)
+        self._client: Any = client.GenericEnvClient(base_url=settings.name)
 
     async def reset(self, seed: int) -> str:
         await self._client.connect()
