@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
@@ -135,8 +135,10 @@ class _Game:
 def _make(settings: Settings) -> GymnasiumEnvironment:
     arguments = settings.mapping("arguments")
     if ":" in settings.name:
-        make = load_import_path(settings.name, "environment")
-        return cast(GymnasiumEnvironment, make(**arguments))
+        make = cast(
+            Callable[..., GymnasiumEnvironment], load_import_path(settings.name, "environment")
+        )
+        return make(**arguments)
     import gymnasium
 
     return cast(GymnasiumEnvironment, gymnasium.make(settings.name, **arguments))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -76,7 +77,9 @@ def code(tmp_path: Path) -> Path:
     return file
 
 
-def _run(row: Mapping[str, object], *replies: str, **limits: int) -> Trajectory:
+def _run(
+    row: Mapping[str, object], *replies: str, max_assistant_turns: int | None = None
+) -> Trajectory:
     task = AgentTask(
         task_id="t",
         sample_index=0,
@@ -98,7 +101,7 @@ def _run(row: Mapping[str, object], *replies: str, **limits: int) -> Trajectory:
         Services(
             generator=ScriptedGenerator(replies),
             renderer=ByteRenderer(),
-            limits=LoopLimits(**{"max_response_tokens": 200, **limits}),
+            limits=LoopLimits(max_response_tokens=200, max_assistant_turns=max_assistant_turns),
             sampling=SamplingParams(max_tokens=50),
         ),
         max_in_flight=1,
@@ -150,7 +153,7 @@ def test_an_environment_that_breaks_fails_its_trajectory_and_is_closed(code: Pat
 
     trajectory = _run(_row(code, "Maze"), "fall")
     assert "RuntimeError: you fell" in str(trajectory.error)
-    log = load_import_path(f"{code}:log", "log")
+    log = cast(list[str], load_import_path(f"{code}:log", "log"))
     assert log[-2:] == ["reset 5", "close"]
 
 
