@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ import pytest
 from draw_curve import draw
 
 from treadle.trainer.launch.process import child_python_path
-from treadle.trainer.report.metrics import read_metrics
+from treadle.trainer.report.metrics import Record, read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,7 +38,7 @@ def _python(*arguments: str) -> str:
     return done.stdout
 
 
-def _train(run_dir: Path, files: Sequence[str], *settings: str) -> list[Mapping[str, Any]]:
+def _train(run_dir: Path, files: Sequence[str], *settings: str) -> tuple[Record, ...]:
     """Trains with files of the examples; returns the lines of metrics.jsonl."""
     configs = [f"--config={EXAMPLES / file}" for file in files]
     given = (*configs, *_FEW, *settings, f"run.dir={run_dir}")

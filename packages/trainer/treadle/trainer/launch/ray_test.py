@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -125,8 +126,8 @@ async def test_processes_have_the_gpus_of_their_topology(
         _PROGRAM.replace("ANSWER", "CUDA_VISIBLE_DEVICES")
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    small = {"num_cpus": 4, "num_gpus": 3, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=small)  # type: ignore[no-untyped-call]
+    small: dict[str, Any] = {"num_cpus": 4, "num_gpus": 3, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=small)
     try:
         cluster.add_node(**small)
         config = RayLaunchConfig(
