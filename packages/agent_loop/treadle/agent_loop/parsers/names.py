@@ -127,7 +127,8 @@ _EVIDENCE = (
     _Evidence("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>")),
     _Evidence("cohere_command3", ("<|START_ACTION|>", "tool_name")),
     _Evidence("gemma4", ("<|tool_call>call:", "<tool_call|>")),
-    _Evidence("lfm2_5", ("<|tool_call_start|>", "<think>")),
+    # Liquid's own template reads `thinking`, where it would lose what the parser separates.
+    _Evidence("lfm2_5", ("<|tool_call_start|>", _REASONING)),
     _Evidence("lfm2", ("<|tool_call_start|>",)),
     _Evidence("lfm2", ("<|tool_list_start|>", "<|tool_response_start|>")),
     _Evidence("lfm2", ("List of tools: [", "keep_past_thinking")),
