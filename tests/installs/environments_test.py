@@ -66,6 +66,8 @@ def test_self_play_has_a_sample_and_a_reward_for_each_player(games: Path, tmp_pa
     assert played["samples"] == 2
     assert sorted(played["players"].values()) == [-1.0, 1.0]
     assert played["reward"] == played["players"]["0"]
+    talks_on = _play(games, tmp_path, game, "[bet]", "x" * 600)
+    assert sorted(talks_on["players"].values()) == [-1.0, 0.0]  # who bet has won nothing yet
 
 
 def test_a_registered_environment_of_gymnasium_that_draws_itself(

@@ -7,7 +7,8 @@
 The reward of a player is the game's, at its end; a game that a limit cut short gives 0. With one
 player, the trajectory has one conversation. In self-play each player has a conversation, and so a
 sample, with a reward (`Trajectory.sample_rewards`): it is compared with that player's rewards in
-the group's other trajectories. The trajectory's own reward, which is logged, is player 0's.
+the group's other trajectories. The player whose turn was too long gets -1; otherwise a policy
+learns to talk on where it would lose. The trajectory's own reward, which is logged, is player 0's.
 
 A conversation shows what happened since the player's last turn; games that show the whole history
 with each turn are asked for the new part only.
@@ -50,6 +51,8 @@ KEYS: Final = (*COMMON, "players")
 
 _LIBRARY: Final = "textarena"
 _LOOP: Final = f"{__name__}:TextArenaLoop"
+_CUT: Final = (StopReason.TURN_LENGTH, StopReason.RESPONSE_LENGTH, StopReason.CONTEXT_LENGTH)
+_FORFEIT: Final = -1.0
 
 
 def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
@@ -100,7 +103,10 @@ class TextArenaLoop:
                     chats[player] = first.another((*task.messages[:-1], message))
                 elif stop := chats[player].answer([message]):
                     break
-            return _finish(chats, stop, game.close() if stop is StopReason.FINISHED else {}, game)
+            rewards = game.close() if stop is StopReason.FINISHED else {}
+            if stop in _CUT and game.num_players > 1:
+                rewards = {player: _FORFEIT}
+            return _finish(chats, stop, rewards, game)
 
 
 def _finish(
