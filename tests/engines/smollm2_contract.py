@@ -31,6 +31,9 @@ class SmolContract(RemoteContract, ModelContract):
     test_a_seeded_sequence_goes_on_from_its_middle = (
         SamplingContract.test_a_seeded_sequence_goes_on_from_its_middle
     )
+    test_logprobs_are_those_of_the_constrained_distribution = (
+        SamplingContract.test_logprobs_are_those_of_the_constrained_distribution
+    )
     test_a_stop_id_is_the_last_token = SamplingContract.test_a_stop_id_is_the_last_token
     test_cancelling_frees_the_sequence = ControlContract.test_cancelling_frees_the_sequence
     test_a_second_turn_finds_the_first_in_the_cache = (

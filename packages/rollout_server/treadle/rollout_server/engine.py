@@ -53,6 +53,7 @@ class Engine(Protocol):
 
         Raises:
             ImageUnreadable: An image cannot be decoded; raised before `Started`.
+            InvalidField: The engine does not know the constraint; raised before `Started`.
             ImagePlaceholders: The prompt has another number of placeholder ids than the model
                 makes of the image; raised before `Started`.
             Exception: Any other means that the engine is broken; the server stops serving.
@@ -134,6 +135,7 @@ class EngineCapabilities:
     split_tensors: bool = False
     routed_experts: bool = False
     prompt_logprobs: bool = False
+    constrained_sampling: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +233,36 @@ class Sampling:
     ignore_eos: bool = False
 
 
+class ConstraintForm(enum.Enum):
+    """The ways to describe the texts that a completion may have."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON Schema, as JSON."""
+    REGEX = "regex"
+    """A regular expression that the whole text matches."""
+    GRAMMAR = "grammar"
+    """A context-free grammar in EBNF whose start symbol is `root`."""
+    CHOICES = "choices"
+    """Texts to choose from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What the text of a completion must be like.
+
+    At each position, ids that no such text continues with are left out before temperature and
+    truncation, so `Tokens.logprobs` are those of the constrained distribution. An id that ends the
+    completion is drawn only where the text is complete.
+
+    Attributes:
+        form: What `texts` describe it by.
+        texts: The choices, at least one; else the one description.
+    """
+
+    form: ConstraintForm
+    texts: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptImage:
     """One image of a prompt.
@@ -269,6 +301,7 @@ class EngineRequest:
         routed_experts_from: First position whose experts are wanted, at most ``P``; None: of none.
         prompt_logprobs_from: First id of the prompt whose log-probability is wanted, 1 to ``P``;
             None: of none.
+        constraint: What its text must be like; None: anything.
     """
 
     request_id: str
@@ -280,6 +313,7 @@ class EngineRequest:
     images: tuple[PromptImage, ...] = ()
     routed_experts_from: int | None = None
     prompt_logprobs_from: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

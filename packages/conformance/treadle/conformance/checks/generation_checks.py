@@ -331,6 +331,33 @@ class CheckRefusals(Checks):
             assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
             assert found.detail(errors_pb2.InvalidField).field == "prompt_logprobs_from"
 
+    async def test_a_constraint_is_refused_without_the_capability(self) -> None:
+        async with self.connect() as server:
+            if server.capabilities.constrained_sampling:
+                pytest.skip("the server constrains the sampling")
+            found = await server.refused_generate(constraint=gen.Constraint(regex="1"))
+        assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
+    async def test_a_constraint_that_nothing_can_read_is_refused(self) -> None:
+        """Without a form, with an empty one, and with one that the engine does not know."""
+        async with self.connect() as server:
+            if not server.capabilities.constrained_sampling:
+                pytest.skip("the server does not constrain the sampling")
+            wrong = [
+                gen.Constraint(),
+                gen.Constraint(choices=gen.Choices()),
+                gen.Constraint(regex=""),
+                gen.Constraint(json_schema="{"),
+                gen.Constraint(grammar="this is no grammar"),
+            ]
+            refusals = [await server.refused_generate(constraint=one) for one in wrong]
+            later = await server.generate()
+        for found in refusals:
+            assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+            field = found.detail(errors_pb2.InvalidField).field
+            assert field.startswith("constraint")
+        assert later
+
     async def test_bytes_that_are_no_image_are_refused(self) -> None:
         image = gen.PromptImage(data=b"no image", media_type="image/png", num_placeholders=1)
         async with self.connect() as server:

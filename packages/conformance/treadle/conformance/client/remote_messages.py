@@ -14,6 +14,8 @@ from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import (
     CollectiveGroup,
+    Constraint,
+    ConstraintForm,
     ElementType,
     EngineCapabilities,
     EngineEvent,
@@ -72,6 +74,7 @@ def read_info(
             collective=can.collective_transport,
             routed_experts=can.routed_experts,
             prompt_logprobs=can.prompt_logprobs,
+            constrained_sampling=can.constrained_sampling,
         ),
         model=ModelInfo(
             architecture=model.architecture,
@@ -110,6 +113,7 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
         priority=request.priority,
         routed_experts_from=request.routed_experts_from,
         prompt_logprobs_from=request.prompt_logprobs_from,
+        constraint=_encode_constraint(request.constraint),
         images=[
             gen.PromptImage(
                 data=image.data,
@@ -120,6 +124,14 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
             for image in request.images
         ],
     )
+
+
+def _encode_constraint(constraint: Constraint | None) -> gen.Constraint | None:
+    if constraint is None:
+        return None
+    if constraint.form is ConstraintForm.CHOICES:
+        return gen.Constraint(choices=gen.Choices(texts=constraint.texts))
+    return gen.Constraint(**{constraint.form.value: constraint.texts[0]})
 
 
 def decode_event(response: gen.GenerateResponse) -> EngineEvent:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.rollout_server.engine import (
+    Constraint,
     Engine,
     EngineCounters,
     EngineRequest,
@@ -144,6 +145,7 @@ def request(
     priority: int = 0,
     routed_experts_from: int | None = None,
     prompt_logprobs_from: int | None = None,
+    constraint: Constraint | None = None,
     **sampling: object,
 ) -> EngineRequest:
     """Returns a greedy request for 16 tokens that ignores end of sequence; arguments override."""
@@ -156,6 +158,7 @@ def request(
         priority=priority,
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
+        constraint=constraint,
     )
 
 

@@ -16,13 +16,26 @@ from treadle.conformance.contracts.reader import (
     run,
     run_all,
 )
-from treadle.rollout_server.engine import FinishReason
+from treadle.rollout_server.engine import Constraint, ConstraintForm, FinishReason
 
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 4},
     {"temperature": 0.5},
     {"temperature": 2.0, "top_p": 0.7},
 )
+
+_ONE_TEXT = {
+    ConstraintForm.JSON_SCHEMA: ('{"const": "7"}',),
+    ConstraintForm.REGEX: ("7",),
+    ConstraintForm.GRAMMAR: ('root ::= "7"',),
+    ConstraintForm.CHOICES: ("7",),
+}
+_THREE_TEXTS = {
+    ConstraintForm.JSON_SCHEMA: ('{"enum": ["1", "2", "3"]}',),
+    ConstraintForm.REGEX: ("[123]",),
+    ConstraintForm.GRAMMAR: ('root ::= "1" | "2" | "3"',),
+    ConstraintForm.CHOICES: ("1", "2", "3"),
+}
 
 
 @pytest.mark.asyncio
@@ -96,6 +109,39 @@ class SamplingContract(ContractBase):
             expected = sampled.logprobs[len(sampled.logprobs) - len(told) :]
             assert told == pytest.approx(expected, abs=self.logprob_tolerance), first
             assert output.token_ids == plain.token_ids[:1]
+
+    @pytest.mark.parametrize("form", ConstraintForm)
+    async def test_logprobs_are_those_of_the_constrained_distribution(
+        self, form: ConstraintForm
+    ) -> None:
+        """Tokens without an alternative have 0; those of a choice add up to 1 over the choices.
+
+        The texts are single ASCII characters, which every vocabulary has as one token each; then
+        only the end may follow. That of a JSON Schema has quotes, which a token may join.
+        """
+        async with self.engine() as engine:
+            can = engine.info.capabilities.constrained_sampling
+            skip_unless(can, "this engine does not constrain the sampling")
+
+            async def ask(texts: tuple[str, ...], seed: int) -> Output:
+                constraint = Constraint(form=form, texts=texts)
+                asked = request(constraint=constraint, temperature=1.0, seed=seed, ignore_eos=False)
+                return await run(engine, asked)
+
+            one = await ask(_ONE_TEXT[form], 0)
+            many = [await ask(_THREE_TEXTS[form], seed) for seed in range(24)]
+        if form is not ConstraintForm.JSON_SCHEMA:
+            assert len(one.token_ids) == 2
+            assert one.logprobs == pytest.approx((0.0, 0.0), abs=self.logprob_tolerance)
+        assert (
+            one.finish is FinishReason.STOP and one.token_ids[-1] in engine.info.model.eos_token_ids
+        )
+        drawn = {output.token_ids: sum(output.logprobs) for output in many}
+        assert len(drawn) <= 3 or form is ConstraintForm.JSON_SCHEMA
+        total = sum(math.exp(logprob) for logprob in drawn.values())
+        assert total <= 1 + 1e-3
+        if len(drawn) == 3 and form is not ConstraintForm.JSON_SCHEMA:
+            assert total == pytest.approx(1.0, abs=1e-3)
 
     @pytest.mark.parametrize("sampling", _SAMPLINGS, ids=["top_k", "cool", "hot top_p"])
     async def test_draws_follow_the_distribution_that_is_reported(

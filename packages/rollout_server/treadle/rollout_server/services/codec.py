@@ -16,6 +16,8 @@ from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.engine import (
+    Constraint,
+    ConstraintForm,
     ElementType,
     EngineCounters,
     EngineInfo,
@@ -43,6 +45,7 @@ MAX_NAME_BYTES = 1024
 """Of a tensor or a collective group; the longest names of models have a tenth."""
 _MAX_DIMENSIONS = 64
 _MAX_KINDS = 16
+_MAX_CHOICES = 1 << 16
 
 _IN_FLIGHT: Mapping[int, InFlightPolicy] = {
     sync.IN_FLIGHT_POLICY_DRAIN: InFlightPolicy.DRAIN,
@@ -128,6 +131,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         if not 1 <= prompt_logprobs_from <= len(prompt):
             expected = f"1 to the prompt's {len(prompt)}"
             raise InvalidField("prompt_logprobs_from", prompt_logprobs_from, expected)
+    constraint = _decode_constraint(request, info)
     return EngineRequest(
         request_id=request.request_id,
         session_id=request.session_id,
@@ -138,7 +142,26 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         images=_decode_images(request.images, len(prompt)),
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
+        constraint=constraint,
     )
+
+
+def _decode_constraint(request: gen.GenerateRequest, info: EngineInfo) -> Constraint | None:
+    if not request.HasField("constraint"):
+        return None
+    if not info.capabilities.constrained_sampling:
+        raise CapabilityMissing(info.name, "constrained_sampling")
+    named = request.constraint.WhichOneof("form")
+    if named is None:
+        raise InvalidField("constraint", "without a form", "one of its forms")
+    if named == "choices":
+        check_count("constraint.choices", request.constraint.choices.texts, at_most=_MAX_CHOICES)
+        texts = tuple(request.constraint.choices.texts)
+    else:
+        texts = (getattr(request.constraint, named),)
+    if not texts or not all(texts):
+        raise InvalidField(f"constraint.{named}", list(texts), "texts that are not empty")
+    return Constraint(form=ConstraintForm(named), texts=texts)
 
 
 def decode_in_flight(value: int, *, field: str = "in_flight") -> InFlightPolicy:

@@ -1,13 +1,21 @@
 """Bounds of repeated fields."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
-from treadle.rollout_server.engine import EngineCapabilities, EngineInfo, MemoryKind
-from treadle.rollout_server.errors import InvalidField
+from treadle.rollout_server.engine import (
+    Constraint,
+    ConstraintForm,
+    EngineCapabilities,
+    EngineInfo,
+    MemoryKind,
+)
+from treadle.rollout_server.errors import CapabilityMissing, InvalidField
 from treadle.rollout_server.services import codec
 from treadle.rollout_server.services.codec import (
     decode_generate,
@@ -58,3 +66,22 @@ def test_a_tensor_has_no_more_dimensions_than_a_tensor_can_have() -> None:
     spec.shape.append(1)
     with pytest.raises(InvalidField, match=r"tensors\[0\].shape is 65 values, expected at most 64"):
         decode_tensors([spec])
+
+
+def test_a_constraint_has_one_form_that_is_not_empty() -> None:
+    able = EngineCapabilities(sampled_logprobs=True, constrained_sampling=True)
+    info = replace(INFO, capabilities=able)
+    request = want()
+    assert decode_generate(request, info).constraint is None
+    for form in (gen.Constraint(), gen.Constraint(regex=""), gen.Constraint(choices=gen.Choices())):
+        request.constraint.CopyFrom(form)
+        with pytest.raises(InvalidField, match=r"^constraint"):
+            decode_generate(request, info)
+    request.constraint.choices.texts.extend(["a", "b"])
+    read = decode_generate(request, info).constraint
+    assert read == Constraint(form=ConstraintForm.CHOICES, texts=("a", "b"))
+    request.constraint.json_schema = "{}"
+    read = decode_generate(request, info).constraint
+    assert read == Constraint(form=ConstraintForm.JSON_SCHEMA, texts=("{}",))
+    with pytest.raises(CapabilityMissing, match="constrained_sampling"):
+        decode_generate(request, INFO)

@@ -72,6 +72,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     shared_memory_transport=True,
                     routed_experts=info.capabilities.routed_experts,
                     prompt_logprobs=info.capabilities.prompt_logprobs,
+                    constrained_sampling=info.capabilities.constrained_sampling,
                 )
             )
         return response

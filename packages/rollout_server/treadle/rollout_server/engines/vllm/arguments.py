@@ -4,6 +4,8 @@ Invariant: pure, and does not import vLLM. The library's defaults hold unless on
 `engine_args` sets an argument, except for the arguments listed here, each with its reason.
 """
 
+from pathlib import Path
+
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engines.common.arguments import ManagedArgument
 
@@ -50,7 +52,8 @@ def managed_arguments(
         "enforce_eager": ("model.enforce_eager", model.enforce_eager or on_cpu),
     }
     fixed: dict[str, object] = {
-        "skip_tokenizer_init": True,  # Token ids in, token ids out.
+        # Token ids in, token ids out; only constraints are of text.
+        "skip_tokenizer_init": not constrains(config),
         "scheduling_policy": "priority",
         "generation_config": "vllm",  # Requests carry all their settings.
         "worker_extension_cls": WORKER_EXTENSION,
@@ -69,3 +72,10 @@ def managed_arguments(
         **{name: ManagedArgument(value=value, key=key) for name, (key, value) in by_key.items()},
         **{name: ManagedArgument(value=value) for name, value in fixed.items()},
     }
+
+
+def constrains(config: ServerConfig) -> bool:
+    """Returns whether the model has the tokenizer that constrained sampling needs."""
+    path = config.model.path
+    names = ("tokenizer.json", "tokenizer_config.json")
+    return path is not None and all((Path(path) / name).is_file() for name in names)

@@ -17,12 +17,14 @@ Every call to vLLM also waits for the end of its processes, which raises EngineF
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from vllm.exceptions import VLLMError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from treadle.rollout_server.config.schema import ServerConfig
@@ -48,11 +50,17 @@ from treadle.rollout_server.engines.common.staging import staging
 from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
 from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup
+from treadle.rollout_server.engines.vllm.arguments import constrains
 from treadle.rollout_server.engines.vllm.memory import DeviceMemory
-from treadle.rollout_server.engines.vllm.sampling import sampling_params
+from treadle.rollout_server.engines.vllm.sampling import sampling_params, structured_outputs
 from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
 from treadle.rollout_server.engines.vllm.vision import VisionSetup, image_prompt
-from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, ShuttingDown
+from treadle.rollout_server.errors import (
+    CollectiveBroken,
+    EngineFailed,
+    InvalidField,
+    ShuttingDown,
+)
 from treadle.rollout_server.model_files import read_model
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
@@ -127,6 +135,7 @@ class VllmEngine:
                 images=images is not None,
                 collective=True,
                 prompt_logprobs=True,
+                constrained_sampling=constrains(config),
             ),
             model=held,
             parameters=parameters,
@@ -152,10 +161,14 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Runs one sequence; see `Engine.generate`."""
-        parameters = SamplingParams(
-            output_kind=RequestOutputKind.DELTA,
-            **sampling_params(request, self.info.model.eos_token_ids),
-        )
+        with _constraint_checked(request):
+            parameters = SamplingParams(
+                output_kind=RequestOutputKind.DELTA,
+                structured_outputs=None
+                if request.constraint is None
+                else StructuredOutputsParams(**structured_outputs(request.constraint)),
+                **sampling_params(request, self.info.model.eos_token_ids),
+            )
         images = await self._read_images(request)
         sequence = Sequence(request, self._stats)
         finished = False
@@ -281,19 +294,21 @@ class VllmEngine:
         Raises:
             EngineFailed: vLLM's processes have ended.
             ShuttingDown: This engine is closed.
+            InvalidField: vLLM does not know the constraint.
         """
         while not self._open.is_set():  # Another pause may have started meanwhile.
             await self._call(self._open.wait())
         if self._closed:
             raise ShuttingDown
         llm = self._llm
-        request = llm.input_processor.process_inputs(
-            f"{sequence.request.request_id}#{next(self._serial)}",
-            self._prompt(sequence, images),
-            parameters,
-            supported_tasks=("generate",),
-            priority=-sequence.request.priority,
-        )
+        with _constraint_checked(sequence.request):
+            request = llm.input_processor.process_inputs(
+                f"{sequence.request.request_id}#{next(self._serial)}",
+                self._prompt(sequence, images),
+                parameters,
+                supported_tasks=("generate",),
+                priority=-sequence.request.priority,
+            )
         llm.input_processor.assign_request_id(request)
         # As in AsyncLLM.add_request, with the sequence in place of its output collector.
         llm.output_processor.add_request(request, None, None, 0, sequence)
@@ -425,3 +440,15 @@ def _open_images(
 def _num_workers(llm: Any) -> int:
     parallel = llm.vllm_config.parallel_config
     return int(parallel.world_size * parallel.data_parallel_size)
+
+
+@contextmanager
+def _constraint_checked(request: EngineRequest) -> Iterator[None]:
+    """Turns vLLM's refusal of a request into that of its constraint; all else has been checked."""
+    try:
+        yield
+    except (ValueError, VLLMError) as error:
+        if (constraint := request.constraint) is None:
+            raise
+        expected = f"one that vLLM knows ({error})"
+        raise InvalidField("constraint", f"a {constraint.form.value}", expected) from error

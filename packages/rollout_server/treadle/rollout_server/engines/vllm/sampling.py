@@ -10,11 +10,16 @@ top-k and top-p, supports temperatures from 0.01 to 2 only, and uses a stateful 
 import secrets
 from typing import Any
 
-from treadle.rollout_server.engine import EngineRequest, Sampling
+from treadle.rollout_server.engine import Constraint, ConstraintForm, EngineRequest, Sampling
 
 EXTRA_ARGS_KEY = "treadle"
 """Our key in ``SamplingParams.extra_args``."""
 
+_FORMS = {
+    ConstraintForm.JSON_SCHEMA: "json",
+    ConstraintForm.REGEX: "regex",
+    ConstraintForm.GRAMMAR: "grammar",
+}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
@@ -41,6 +46,17 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
         "detokenize": False,
         "skip_clone": True,
     }
+
+
+def structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """Returns the arguments of ``StructuredOutputsParams``.
+
+    vLLM masks the logits before `sampler.py` draws, so our log-probabilities are those of the
+    constrained distribution.
+    """
+    if constraint.form is ConstraintForm.CHOICES:
+        return {"choice": list(constraint.texts)}
+    return {_FORMS[constraint.form]: constraint.texts[0]}
 
 
 def sampling_of(extra_args: dict[str, Any]) -> Sampling:

@@ -1,7 +1,11 @@
 from typing import Any
 
-from treadle.rollout_server.engine import EngineRequest, Sampling
-from treadle.rollout_server.engines.vllm.sampling import sampling_of, sampling_params
+from treadle.rollout_server.engine import Constraint, ConstraintForm, EngineRequest, Sampling
+from treadle.rollout_server.engines.vllm.sampling import (
+    sampling_of,
+    sampling_params,
+    structured_outputs,
+)
 
 EOS = frozenset({3, 4})
 
@@ -44,3 +48,13 @@ def test_the_ids_that_end_a_completion_are_ours_to_name() -> None:
 def test_only_the_sampled_ids_logprob_is_asked_for() -> None:
     assert translated()["logprobs"] is None
     assert translated(logprobs=True)["logprobs"] == 0
+
+
+def test_each_form_of_a_constraint_has_its_argument() -> None:
+    told = [
+        structured_outputs(Constraint(form=form, texts=("a", "b")))
+        for form in (ConstraintForm.JSON_SCHEMA, ConstraintForm.REGEX, ConstraintForm.GRAMMAR)
+    ]
+    assert told == [{"json": "a"}, {"regex": "a"}, {"grammar": "a"}]
+    choices = Constraint(form=ConstraintForm.CHOICES, texts=("a", "b"))
+    assert structured_outputs(choices) == {"choice": ["a", "b"]}
