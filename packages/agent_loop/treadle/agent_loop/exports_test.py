@@ -95,6 +95,7 @@ PUBLIC = [
     "InteractionError",
     "InteractionReply",
     "InteractionSession",
+    "JsonConstraint",
     "LeastLoaded",
     "LimitReachedError",
     "LoopError",

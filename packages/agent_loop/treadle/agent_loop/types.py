@@ -186,6 +186,20 @@ class ToolSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JsonConstraint:
+    """Samples only texts that are JSON of a schema.
+
+    The log-probabilities are those of the constrained distribution, which the policy alone does not
+    reproduce: tokens that are sampled so are never trained on.
+
+    Attributes:
+        schema: JSON Schema, as JSON. "{}" is any value.
+    """
+
+    schema: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one completion is sampled. None leaves the choice to the server.
 
@@ -199,6 +213,7 @@ class SamplingParams:
         seed: Seed of this completion. Loops derive one per turn, see `Conversation`.
         stop_token_ids: Sampling one ends the completion; the id stays in the output.
         ignore_eos: Continue past the model's end-of-sequence id.
+        constraint: What the text must be like; for servers with `constrained_sampling`.
 
     Raises:
         ValueError: A value is outside its range.
@@ -213,6 +228,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    constraint: JsonConstraint | None = None
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")

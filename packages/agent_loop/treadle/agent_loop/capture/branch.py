@@ -90,12 +90,19 @@ class Branch:
         *,
         uncut: str | None,
         request: int,
+        trained: bool = True,
     ) -> None:
-        """Writes a turn: the tokens observed since the last turn, and the completion."""
+        """Writes a turn: the tokens observed since the last turn, and the completion.
+
+        One that is not `trained` is observed as well.
+        """
         self.transcript.observe(observed.ids, images=observed.images)
         self.messages.extend(messages)
         start = len(self.transcript)
-        self.transcript.sample(completion)
+        if trained:
+            self.transcript.sample(completion)
+        else:
+            self.transcript.observe(completion.token_ids)
         self.turns.append(
             ReturnedTurn(
                 index=len(self.messages), start=start, stop=len(self.transcript), uncut=uncut

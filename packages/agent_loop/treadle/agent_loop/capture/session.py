@@ -79,7 +79,12 @@ from treadle.tracing import Metric, Reduce, span
 
 _LONG = 1 << 16
 """Number of characters from which on a request is rendered beside the event loop."""
-_COUNTS = (*(how.value for how in Continuation), "refused", "tokens_past_stop")
+_COUNTS = (
+    *(how.value for how in Continuation),
+    "refused",
+    "tokens_past_stop",
+    "constrained_tokens",
+)
 
 
 class LimitReachedError(RolloutError):
@@ -108,6 +113,7 @@ class CapturedTurn(Turn):
         how: How the request relates to the recorded branches.
         number: Number of the request in its session, from 0; unique.
         stop_string: The stop string that was cut off its text, if one was.
+        constrained: Whether it was sampled under a constraint, and is not trained on.
     """
 
     completion: Completion
@@ -115,6 +121,7 @@ class CapturedTurn(Turn):
     how: Continuation
     number: int
     stop_string: str | None = None
+    constrained: bool = False
 
 
 class CapturedSession:
@@ -389,6 +396,7 @@ class CapturedSession:
             num_prompt_tokens=len(prompt),
             how=plan.how,
             number=number,
+            constrained=sampling is not None and sampling.constraint is not None,
             stop_string=None if cut.uncut is None else cut.uncut[len(parsed.message.content) :],
         )
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
@@ -511,6 +519,7 @@ class CapturedSession:
             turn.parsed.message,
             uncut=uncut,
             request=turn.number,
+            trained=not turn.constrained,
         )
         if is_new:
             self._branches.append(branch)
@@ -518,6 +527,7 @@ class CapturedSession:
         self._user_turns += plan.is_answer
         self._refused = None
         self._counts[plan.how.value] += 1
+        self._counts["constrained_tokens"] += turn.completion.num_tokens if turn.constrained else 0
         self._counts["parse_errors"] += len(turn.parsed.malformed)
         if plan.why:
             self._findings.append(Finding(kind="fork", text=f"request {turn.number}: {plan.why}"))

@@ -23,6 +23,9 @@ class AgentConstraints(enum.StrEnum):
     IGNORE = "ignore"
     """Sample without the constraint, and count it. The agent sees what the policy said, as with a
     provider that does not guarantee the constraint."""
+    ENFORCE = "enforce"
+    """Sample response formats under their constraint, if every server can (`constrained_sampling`);
+    the others as IGNORE. A turn that is sampled so is context only: nothing of it is trained on."""
 
 
 CONSTRAINTS = ("parallel_tool_calls", "response_format", "strict", "tool_choice")

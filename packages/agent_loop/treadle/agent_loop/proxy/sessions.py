@@ -26,7 +26,7 @@ from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
 from treadle.agent_loop.proxy.apis.common import AgentRequest
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.trajectory import Trajectory
-from treadle.agent_loop.types import Message, SamplingParams, StopReason
+from treadle.agent_loop.types import JsonConstraint, Message, SamplingParams, StopReason
 from treadle.tracing import Metric
 
 T = TypeVar("T")
@@ -123,6 +123,8 @@ class EndpointSession:
         if request.n > self._max_in_flight:
             raise bad_value("n", f"it is {request.n}; this session has {self._max_in_flight} slots")
         params = self._params(request)
+        if request.response_schema is not None:
+            params = replace(params, constraint=JsonConstraint(schema=request.response_schema))
         if request.prompt_ids:
             stops = (*params.stop_token_ids, *request.stop_token_ids)
             turns = self.captured.continue_ids(

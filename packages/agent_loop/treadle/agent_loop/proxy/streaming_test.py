@@ -1,6 +1,7 @@
 """Answers that are sent while they are sampled, with OpenAI's own client over real sockets."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from treadle.agent_loop import (
     TokenChunk,
     Trajectory,
 )
-from treadle.agent_loop.proxy import AgentSession, ProxyAgentLoop
+from treadle.agent_loop.proxy import AgentConstraints, AgentSession, ProxyAgentLoop
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
+from treadle.agent_loop.types import JsonConstraint
 
 pytestmark = pytest.mark.asyncio
 
@@ -71,7 +73,9 @@ class SteppedGenerator:
         pass
 
 
-async def run(generator: Any, script: Callable[[AsyncOpenAI], Awaitable[None]]) -> Trajectory:
+async def run(
+    generator: Any, script: Callable[[AsyncOpenAI], Awaitable[None]], **options: Any
+) -> Trajectory:
     async def agent(session: AgentSession) -> None:
         async with AsyncOpenAI(
             base_url=session.base_url,
@@ -94,7 +98,7 @@ async def run(generator: Any, script: Callable[[AsyncOpenAI], Awaitable[None]]) 
         loop="x",
         messages=(Message(role="user", content="u"),),
     )
-    return await ProxyAgentLoop(agent).run(task, services)
+    return await ProxyAgentLoop(agent, **options).run(task, services)
 
 
 async def texts(stream: Any) -> AsyncIterator[str]:
@@ -238,3 +242,44 @@ async def test_5_several_choices_are_samples_with_one_prompt() -> None:
     )
     assert sum(sample.num_sampled_tokens for sample in trajectory.samples) == 4 + 4 + 6 + 5
     assert {m.name: m.value for m in trajectory.metrics}["capture/choice"] == 2
+
+
+async def test_6_an_enforced_format_goes_to_the_server_and_its_tokens_are_not_trained_on() -> None:
+    generator = ScriptedGenerator(["think", '{"a":1}', "call", "more"])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    async def script(client: AsyncOpenAI) -> None:
+        first = await client.chat.completions.create(**ASK)
+        messages: list[Any] = [*ASK["messages"], first.choices[0].message.model_dump()]
+        messages.append({"role": "user", "content": "As JSON."})
+        second = await client.chat.completions.create(
+            model="x", messages=messages, response_format=form
+        )
+        messages.append(second.choices[0].message.model_dump())
+        messages.append({"role": "user", "content": "v"})
+        await client.chat.completions.create(
+            model="x", messages=messages, response_format=form, tools=TOOLS
+        )
+        await client.responses.create(
+            model="x", input="u2", text={"format": {"type": "json_object"}}
+        )
+
+    trajectory = await run(generator, script, constraints=AgentConstraints.ENFORCE)
+    asked = [request.params.constraint for request in generator.requests]
+    assert asked == [
+        None,
+        JsonConstraint(schema=json.dumps(schema)),
+        None,  # With tools, which the model could not call.
+        JsonConstraint(schema='{"type": "object"}'),
+    ]
+    decoded = [
+        ByteRenderer().decode([t for t, on in zip(s.ids, s.loss_mask, strict=True) if on])
+        for s in trajectory.samples
+    ]
+    assert decoded == ["think<end>", "call<end>", ""]
+    first = ByteRenderer().decode(trajectory.samples[0].ids)
+    assert first.endswith('<user>As JSON.<end><assistant>{"a":1}<end>')
+    values = {metric.name: metric.value for metric in trajectory.metrics}
+    assert values["capture/constrained_tokens"] == 8 + 5
+    assert values["proxy/unenforced_response_format"] == 1

@@ -27,6 +27,7 @@ from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.errors import (
     GenerationTimeoutError,
     ReplicaUnavailableError,
+    RequestRejectedError,
     SetupError,
 )
 from treadle.agent_loop.generator import RequestContext
@@ -35,6 +36,7 @@ from treadle.agent_loop.rpc.codec import check_size, encode_request
 from treadle.agent_loop.rpc.completion_stream import CompletionStream, read
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
 from treadle.agent_loop.rpc.handshake import (
+    CONSTRAINED_SAMPLING,
     PROMPT_LOGPROBS,
     ROUTED_EXPERTS,
     Requirements,
@@ -237,6 +239,8 @@ class GrpcTokenGenerator:
             Why the completion ended, None when it was interrupted, or how the call failed.
         """
         params = in_flight.next_params()
+        if params.constraint is not None:
+            _check_constrains(replica.info, in_flight)
         prompt = in_flight.next_prompt()
         experts_from = in_flight.next_routed_experts_from()
         logprobs_from = in_flight.next_prompt_logprobs_from()
@@ -381,6 +385,24 @@ def _reporting(
             on_tokens(chunk)
 
     return accept
+
+
+def _check_constrains(server: ServerInfo, in_flight: InFlightCompletion) -> None:
+    """Checks that a server may sample a constrained completion from its start.
+
+    Raises:
+        RequestRejectedError: It does not constrain the sampling.
+        ReplicaUnavailableError: A part has been sampled: the constraint would begin anew after it.
+    """
+    if CONSTRAINED_SAMPLING not in server.capabilities:
+        raise RequestRejectedError(
+            f"{server.address}: engine {server.engine!r} does not constrain the sampling here"
+        )
+    if in_flight.token_ids:
+        raise ReplicaUnavailableError(
+            f"{server.address}: a constrained completion was interrupted after "
+            f"{len(in_flight.token_ids)} tokens and cannot be resumed; ask for all of it again"
+        )
 
 
 def _check_scores(server: ServerInfo) -> None:

@@ -53,6 +53,9 @@ def encode_request(
         batched=True,
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
+        constraint=None
+        if params.constraint is None
+        else generation_pb2.Constraint(json_schema=params.constraint.schema),
     )
 
 

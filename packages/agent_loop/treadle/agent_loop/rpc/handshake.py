@@ -15,6 +15,8 @@ IMAGES = "images"
 ROUTED_EXPERTS = "routed_experts"
 """The capability that `Services.routed_experts` requires."""
 
+CONSTRAINED_SAMPLING = "constrained_sampling"
+"""The capability that `SamplingParams.constraint` requires."""
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The capability that `RequestContext.prompt_logprobs_from` requires."""
 

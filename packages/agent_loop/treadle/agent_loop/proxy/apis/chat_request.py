@@ -26,6 +26,7 @@ from treadle.agent_loop.proxy.apis.common import (
     only,
     read_tool,
     read_tools,
+    response_schema,
     same,
     show,
     stop_strings,
@@ -81,7 +82,7 @@ def read_request(body: bytes, allowed: Allowances) -> AgentRequest:
         ApiError: The request cannot be answered; the message says why.
     """
     given = {key: value for key, value in read_object(body).items() if value is not None}
-    _check_names(given, allowed)
+    schema = _check_names(given, allowed)
     tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))
     check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)
     stream = flag(given, "stream")
@@ -95,12 +96,15 @@ def read_request(body: bytes, allowed: Allowances) -> AgentRequest:
         stop=stop_strings(given.get("stop", [])),
         logprobs=flag(given, "logprobs"),
         n=integer(given, "n", low=1, high=MAX_CHOICES) or 1,
+        response_schema=schema,
         stream=stream,
         include_usage=_include_usage(given.get("stream_options"), stream=stream),
     )
 
 
-def _check_names(given: Mapping[str, object], allowed: Allowances) -> None:
+def _check_names(given: Mapping[str, object], allowed: Allowances) -> str | None:
+    """Checks all parameters; returns the schema of the text, if it is to be enforced."""
+    schema: str | None = None
     for name, value in given.items():
         if name in _USED or name in _NO_EFFECT:
             continue
@@ -111,7 +115,15 @@ def _check_names(given: Mapping[str, object], allowed: Allowances) -> None:
             problem = f"{show(value)} is not supported; leave it out, or set {accepted}"
             if not _is_constraint(name, value):
                 raise unsupported(name, problem)
-            allowed.constraint(name, name, problem)
+            if name != "response_format":
+                allowed.constraint(name, name, problem)
+                continue
+            inner = value.get("json_schema") if isinstance(value, dict) else None
+            given_schema = inner.get("schema") if isinstance(inner, dict) else None
+            schema = response_schema(
+                value, name, problem, allowed, schema=given_schema, tools=given.get("tools")
+            )
+    return schema
 
 
 def _is_constraint(name: str, value: object) -> bool:

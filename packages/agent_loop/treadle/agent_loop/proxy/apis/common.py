@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.capture import CapturedTurn, TurnDelta
-from treadle.agent_loop.proxy.allowances import Allowances
+from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
 from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.types import Message, ToolSpec
 
@@ -33,6 +33,7 @@ class AgentRequest:
         stream: Whether to answer with server-sent events.
         num_instructions: Number of leading messages that a later request does not continue, because
             it brings its own (instructions of the Responses API).
+        response_schema: JSON Schema of the text, as JSON, where it is to be enforced.
         prompt_ids: The prompt as ids, instead of messages.
         stop_token_ids: Ids that end the completion, besides the renderer's.
         store: Whether a later request may continue this one by its id.
@@ -51,6 +52,7 @@ class AgentRequest:
     stream: bool = False
     include_usage: bool = False
     num_instructions: int = 0
+    response_schema: str | None = None
     prompt_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     store: bool = False
@@ -227,3 +229,34 @@ def stop_strings(value: object, name: str = "stop") -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
         raise bad_value(name, "it must be a string or a list of strings, none of them empty")
     return tuple(texts)
+
+
+def response_schema(
+    form: object,
+    place: str,
+    problem: str,
+    allowed: Allowances,
+    *,
+    schema: object,
+    tools: object,
+) -> str | None:
+    """Returns the schema of a response format, if it is to be enforced; else as `constraint`.
+
+    Args:
+        form: The format.
+        place: Its place in the request.
+        problem: What is wrong with it where formats are refused.
+        allowed: Takes what is let pass.
+        schema: Its JSON Schema; None means any JSON.
+        tools: Those of the request. With tools the model may call instead, so that nothing is
+            enforced.
+
+    Raises:
+        ApiError: It has no schema, or constraints are refused.
+    """
+    if allowed.constraints is not AgentConstraints.ENFORCE or tools:
+        allowed.constraint("response_format", place, problem)
+        return None
+    if schema is not None and not isinstance(schema, dict):
+        raise bad_value(place, f"it must have a JSON Schema: {show(form)}")
+    return json.dumps({"type": "object"} if schema is None else schema)

@@ -24,6 +24,7 @@ from treadle.agent_loop.proxy.apis.common import (
     only,
     read_tool,
     read_tools,
+    response_schema,
     same,
     show,
 )
@@ -81,6 +82,7 @@ def read_responses_request(
     """
     given = {key: value for key, value in read_object(body).items() if value is not None}
     _check_names(given, allowed)
+    schema = _text_schema(given.get("text", {}), allowed, given.get("tools"))
     tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))
     check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)
     instructions = _instructions(given.get("instructions"))
@@ -98,6 +100,7 @@ def read_responses_request(
         temperature=number(given, "temperature", low=0.0, high=100.0),
         top_p=number(given, "top_p", low=0.0, high=1.0, open_low=True),
         logprobs=_include(given.get("include", []), allowed),
+        response_schema=schema,
         stream=flag(given, "stream"),
     )
 
@@ -118,10 +121,10 @@ def _check_names(given: Mapping[str, object], allowed: Allowances) -> None:
             if name != "parallel_tool_calls" or value is not False:
                 raise unsupported(name, problem)
             allowed.constraint(name, name, problem)
-    _check_text(given.get("text", {}), allowed)
 
 
-def _check_text(value: object, allowed: Allowances) -> None:
+def _text_schema(value: object, allowed: Allowances, tools: object) -> str | None:
+    """Checks `text`; returns the schema of its format, if it is to be enforced."""
     if not isinstance(value, dict):
         raise bad_value("text", "it must be an object")
     only(value, ("format", "verbosity"), "text")
@@ -130,13 +133,12 @@ def _check_text(value: object, allowed: Allowances) -> None:
     form = value.get("format") or {"type": "text"}
     kind = form.get("type") if isinstance(form, dict) else None
     if kind in ("json_object", "json_schema"):
-        allowed.constraint(
-            "response_format",
-            "text.format",
-            f"{show(form)} would constrain the sampling; leave it out",
-        )
-    elif kind != "text":
+        problem = f"{show(form)} would constrain the sampling; leave it out"
+        schema = form.get("schema") if kind == "json_schema" else None
+        return response_schema(form, "text.format", problem, allowed, schema=schema, tools=tools)
+    if kind != "text":
         raise bad_value("text.format", "its type must be text, json_object or json_schema")
+    return None
 
 
 def _include(value: object, allowed: Allowances) -> bool:
