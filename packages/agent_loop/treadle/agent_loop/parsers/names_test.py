@@ -278,7 +278,7 @@ TEMPLATES = {
     "kimi": "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}",
     "kimi_k3": "'<|open|>' + tag {{ open_tag('think') }}{{ open_tag('argument') }}'<|close|>'",
     "lfm2": "List of tools: <|tool_list_start|>[{{ tools }}]<|tool_response_start|>{{ content }}",
-    "lfm2_5": '{{- "<think>" + reasoning_content + "</think>" -}}{{- "<|tool_call_start|>[" + calls -}}',
+    "lfm2_5": '{{- "<think>" + reasoning_content -}}{{- "<|tool_call_start|>[" -}}',
     "llama3_json": "<|start_header_id|>ipython<|end_header_id|>{{ '\"parameters\": ' }}<|eot_id|>",
     "minimax": "{%- set begin = '<minimax:tool_call>' -%}{{- '<invoke name=\"' + name + '\">' }}",
     "minimax_m1": "<beginning_of_sentence>ai name=assistant <tool_calls>{{ '\"arguments\": ' }}",
