@@ -66,6 +66,11 @@ class Ours:
         addresses = [str(number) for number in range(num_engines)]
         self._router = StickySession(addresses, cache_tokens=cache_tokens)
 
+    @property
+    def num_open(self) -> int:
+        """Number of open sessions."""
+        return self._router.num_sessions
+
     def pick(self, request: Request) -> int | None:
         """Where it says; None when there is no room."""
         name = str(request.session.index)

@@ -12,7 +12,7 @@ Invariant: a replay is a function of trace, policy and cost; no wall clock, no o
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -107,6 +107,8 @@ class Replay:
         hit_rate: Cached prompt tokens over all prompt tokens that an earlier turn had.
         imbalance: Requests at the fullest engine over the mean of all, averaged over the time
             until 90 % of the sessions had ended.
+        utilisation: Sequences that run over the places of all engines, averaged over that time.
+        idle: Share of that time in which an engine ran nothing, averaged over the engines.
         num_moves: Turns that went to another engine than the session's turn before.
         hit_tokens: Cached prompt tokens, of all turns but the first.
     """
@@ -117,6 +119,8 @@ class Replay:
     hit_tokens: int
     imbalance: float
     num_moves: int
+    utilisation: float
+    idle: float
 
     @property
     def wall_s(self) -> float:
@@ -276,7 +280,12 @@ class Simulation:
         self._latencies: list[float] = []
         self._ends: list[float] = []
         self._known_tokens = self._hit_tokens = self._moves = 0
-        self._imbalance_area = self._imbalance_s = 0.0
+        self._imbalance_area = self._imbalance_s = self._area_s = 0.0
+        self._running_area = self._idle_area = 0.0
+        self._num_running = self._num_calls = self._fullest = 0
+        self._num_idle = num_engines
+        # Calls at an engine -> number of engines: the fullest one is known without a search.
+        self._engines_with = Counter({0: num_engines})
         self._count_until = _rank(len(trace), 0.9)
 
     def run(self) -> Replay:
@@ -297,6 +306,9 @@ class Simulation:
             hit_tokens=self._hit_tokens,
             imbalance=self._imbalance_area / max(1e-9, self._imbalance_s),
             num_moves=self._moves,
+            utilisation=self._running_area
+            / max(1e-9, self._area_s * len(self._engines) * self._cost.max_running),
+            idle=self._idle_area / max(1e-9, self._area_s * len(self._engines)),
         )
 
     def _at(self, when: float, event: _Live | _Call) -> None:
@@ -338,14 +350,28 @@ class Simulation:
             parts.append((("session", live.session.index), live.context - task_tokens))
         call = _Call(live, request, number, parts)
         engine = self._engines[number]
+        self._count_call(engine, 1)
         if engine.running < self._cost.max_running:
             self._begin(call)
         else:
             engine.queue.append(call)
         return True
 
+    def _count_call(self, engine: _Engine, by: int) -> None:
+        """Counts a call that comes to an engine, or leaves it; before the engine does."""
+        before = engine.in_flight
+        self._num_calls += by
+        self._engines_with[before] -= 1
+        self._engines_with[before + by] += 1
+        if before + by > self._fullest or (
+            before == self._fullest and not self._engines_with[before]
+        ):
+            self._fullest = before + by
+
     def _begin(self, call: _Call) -> None:
         engine = self._engines[call.engine]
+        self._num_running += 1
+        self._num_idle -= not engine.running
         engine.running += 1
         hit = engine.cache.use(call.parts)
         if call.live.turn:
@@ -372,7 +398,10 @@ class Simulation:
         else:
             engine.cache.extend(own, call.parts[2][1] + turn.sampled_tokens)
         engine.cache.release(call.parts)
+        self._count_call(engine, -1)
         engine.running -= 1
+        self._num_running -= 1
+        self._num_idle += not engine.running
         self._policy.done(call.request)
         if engine.queue:
             self._begin(engine.queue.popleft())
@@ -390,8 +419,11 @@ class Simulation:
     def _pass_time(self, when: float) -> None:
         elapsed = when - self._now
         if elapsed > 0 and len(self._ends) <= self._count_until:
-            loads = [engine.in_flight for engine in self._engines]
-            if total := sum(loads):
-                self._imbalance_area += elapsed * max(loads) * len(loads) / total
+            self._area_s += elapsed
+            self._running_area += elapsed * self._num_running
+            self._idle_area += elapsed * self._num_idle
+            if self._num_calls:
+                share = self._num_calls / len(self._engines)
+                self._imbalance_area += elapsed * self._fullest / share
                 self._imbalance_s += elapsed
         self._now = when
