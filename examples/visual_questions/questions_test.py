@@ -45,8 +45,10 @@ def test_the_rows_are_read_with_their_images_and_repeat(tmp_path: Path) -> None:
 
 
 def test_only_the_exact_answer_scores() -> None:
-    assert score("red", "red") == score(" Red\n", "red") == {"score": 1.0}
-    assert score("red!", "red") == score("blue", "red") == score("", "red") == {"score": 0.0}
+    right, wrong = {"score": 1.0}, {"score": 0.0}
+    assert score("drawn", "red", "red") == score("drawn", " Red\n", "red") == right
+    for answer in ("red!", "blue", ""):
+        assert score("drawn", answer, "red") == wrong
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "tiny.yaml"])
