@@ -82,3 +82,29 @@ def test_the_configuration_has_the_numbers_of_verls_script() -> None:
 def test_the_catalogue_has_verls_tool() -> None:
     (tool,) = load_catalogue(HERE / "tools.yaml").values()
     assert tool.spec == Geometry3kTool().spec
+
+
+def test_the_tiny_configuration_runs_to_its_end(data: Path, tmp_path: Path) -> None:
+    """With a reward that differs, since no answer of this model is right."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    make_model(model, steps=0)
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def score(data_source, solution_str, ground_truth):\n"
+        "    return {'score': len(solution_str) % 7 / 7}\n"
+    )
+    settings = [
+        f"data.train_files={data / 'train.parquet'}",
+        f"data.val_files={data / 'test.parquet'}",
+        f"model.path={model}",
+        f"reward.name={reward}:score",
+        f"run.dir={run}",
+        "rollout.threads=1",
+        "launch.policy_threads=1",
+    ]
+    assert main(["--config", str(HERE / "tiny.yaml"), *settings]) == 0
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert "val/reward" in steps[2]
+    for step in steps[1:]:
+        assert step["rollout/logprob_diff_max"] < 1e-3
