@@ -95,6 +95,12 @@ SYMBOL = "RuntimeError: operator torchvision::nms does not exist"
             "uninstall torchvision",
         ),
         (
+            replace(HEALTHY, imports={"vllm": "the import took longer than 300 s"}),
+            "import vllm",
+            "FAIL",
+            "less busy",
+        ),
+        (
             replace(HEALTHY, imports={"vllm": "ImportError: _C.so: undefined symbol: x"}),
             "import vllm",
             "FAIL",

@@ -87,7 +87,9 @@ def _imports(facts: Facts) -> Iterator[Finding]:
             yield ok(f"import {module}", "works")
             continue
         fix = _EXTRA.get(name, "install it")
-        if "torchvision::" in error:
+        if "took longer than" in error:
+            fix = "try again when this machine or its disk is less busy; else reinstall it"
+        elif "torchvision::" in error:
             fix = "pip uninstall torchvision, or install the build that matches this torch"
         elif "undefined symbol" in error or "cannot open shared object" in error:
             fix = f"its compiled part needs another torch: {fix}"

@@ -204,7 +204,9 @@ def _probe(engine: str) -> _Probed:
         return _Probed(**json.loads(done.stdout.splitlines()[-1]))
     except (subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
         # It crashed during an import, or hangs in one: no library is usable.
-        cause = f"the process that imports it crashed or hung ({type(error).__name__})"
+        cause = f"the process that imports it crashed ({type(error).__name__})"
+        if isinstance(error, subprocess.TimeoutExpired):
+            cause = f"the import took longer than {_PROBE_S} s"
         return _Probed(
             imports=dict.fromkeys(modules, cause), cuda_build=None, cuda_devices=0, memfd=None
         )
