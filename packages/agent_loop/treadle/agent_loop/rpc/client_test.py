@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from treadle.agent_loop import (
     ContractError,
     FinishReason,
     GenerationTimeoutError,
+    JsonConstraint,
     PromptTooLongError,
     ReplicaUnavailableError,
     RequestContext,
@@ -165,6 +167,19 @@ async def test_logprobs_of_a_prompt_are_asked_for_once_over_all_calls() -> None:
     assert completion.prompt_logprobs == (-1.0, -2.0)
     asked = [sent.prompt_logprobs_from for sent in server.requests]
     assert asked == [1, 2, 0] and not server.requests[2].HasField("prompt_logprobs_from")
+
+
+async def test_a_constrained_completion_is_not_resumed() -> None:
+    """The constraint would begin anew after the tokens that arrived."""
+    server = ScriptedServer(
+        says(STARTED, finished(0, pb.FINISH_REASON_INTERRUPTED)),
+        says(STARTED, tokens(4), finished(1, pb.FINISH_REASON_INTERRUPTED)),
+    )
+    params = replace(PARAMS, constraint=JsonConstraint(schema="{}"))
+    async with serving(server) as addresses, connect(addresses) as generator:
+        with pytest.raises(ReplicaUnavailableError, match="interrupted after 1 tokens"):
+            await ask(generator, params)
+    assert [sent.constraint.json_schema for sent in server.requests] == ["{}", "{}"]
 
 
 async def test_endless_interruptions_are_an_error() -> None:

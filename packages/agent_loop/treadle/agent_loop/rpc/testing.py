@@ -137,7 +137,10 @@ class ScriptedServer(
         return server_service_pb2.GetServerInfoResponse(
             engine="scripted",
             capabilities=server_service_pb2.Capabilities(
-                sampled_logprobs=True, images=self._images, prompt_logprobs=True
+                constrained_sampling=True,
+                sampled_logprobs=True,
+                images=self._images,
+                prompt_logprobs=True,
             ),
             model=server_service_pb2.ModelInfo(
                 architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"
