@@ -154,16 +154,14 @@ class _Groups:
         Raises:
             NoServerLeftError: no server is left.
         """
-        config, size = self.context.config, self.queue.size
-        samples = config.rollout.samples_per_prompt
-        patience = size * (config.algorithm.max_generation_batches if self._samples_on else 1)
+        size, samples = self.queue.size, self.context.config.rollout.samples_per_prompt
         await self.rollout.recover()
         with self.context.progress.phase("rollout", total=size * samples):
             self.context.progress.advance(min(size, len(self.queue.waiting)) * samples)
             self._waits = True
             try:
                 while (batch := self.queue.form()) is None:
-                    if self._lost_in_a_row >= patience:
+                    if self._too_many_lost:
                         groups = (waiting.group for waiting in self._left_out)
                         lost = [g for g in groups if not is_trainable(g, self.context.estimator)]
                         return StepGroups(groups=lost, trajectories=_members(lost))
@@ -207,10 +205,10 @@ class _Groups:
     # --- what the rollout asks and tells ---------------------------------------------------------
 
     def _next_tasks(self) -> Sequence[AgentTask]:
-        """Starts the next group, if the schedule allows it."""
+        """Starts the next group, if the schedule allows it and not all of them fail."""
         if self._again:
             return self._start(self._again.pop(0))
-        while self.queue.may_start():
+        while not self._too_many_lost and self.queue.may_start():
             number = self.queue.start()
             self.context.batches = self.queue.next_number // self.queue.size
             self.context.batches += self.queue.next_number % self.queue.size > 0
@@ -261,6 +259,13 @@ class _Groups:
                 context.progress.advance(len(members))
         self.changed.set()
         self.rollout.look_again()
+
+    @property
+    def _too_many_lost(self) -> bool:
+        """Whether as many groups in a row were lost as a step may look at: then the run ends."""
+        algorithm = self.context.config.algorithm
+        batches = algorithm.max_generation_batches if self._samples_on else 1
+        return self._lost_in_a_row >= self.queue.size * batches
 
     @property
     def _samples_on(self) -> bool:
