@@ -5,7 +5,6 @@ examples/from_verl. One thing is replaced, verl's program: `python3 -m verl.trai
 `treadle`. The machine of the tests has no GPU, so the plans are those for a machine with eight.
 """
 
-import pytest
 from seeds.project import COMMANDS, Project
 
 _VERL = "python3 -m verl.trainer.main_ppo"
@@ -129,8 +128,6 @@ def test_gsm8k_in_a_single_turn_with_sequence_balancing(project: Project) -> Non
     assert answer.notes == []
 
 
-# Qwen2.5-VL joins the architectures of the policy with another branch; remove the mark then.
-@pytest.mark.xfail(strict=False, reason="the policy does not compute qwen2_5_vl yet")
 def test_geometry_with_drawings(project: Project) -> None:
     data = project.bash("python examples/data_preprocess/geo3k.py --local_dir ~/data/geo3k")
     assert data.status == 0, data.said

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from e2e.seeing import TEMPLATE
 from treadle.trainer.demo import DEMO
 
 __all__ = ["served_hub"]
@@ -56,7 +57,6 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         **dict(zip(_SIZES, (3584, 18944, 28, 28, 4, 152064, False), strict=True)),
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-        "image_token_id": 151655,
         "vision_start_token_id": 151652,
         "vision_end_token_id": 151653,
         "vision_config": {
@@ -88,9 +88,21 @@ _IMAGES = {
 def _model(name: str, config: Mapping[str, Any]) -> dict[str, bytes]:
     folder = DEMO.parent / "model"
     files = {file: (folder / file).read_bytes() for file in _TOKENIZER}
+    settings = _QWEN | dict(config)
     if "vision_config" in config:
-        files["preprocessor_config.json"] = json.dumps(_IMAGES).encode()
-    return files | {"config.json": json.dumps(_QWEN | dict(config)).encode()}
+        tokenizer = json.loads(files["tokenizer.json"])
+        added = tokenizer["added_tokens"]
+        place = max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in added)) + 1
+        added.append({**added[0], "id": place, "content": "<|image_pad|>"})
+        settings["image_token_id"] = place
+        files |= {
+            "tokenizer.json": json.dumps(tokenizer).encode(),
+            "chat_template.jinja": TEMPLATE.replace("<|vision_start|>", "")
+            .replace("<|vision_end|>", "")
+            .encode(),
+            "preprocessor_config.json": json.dumps(_IMAGES).encode(),
+        }
+    return files | {"config.json": json.dumps(settings).encode()}
 
 
 def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
