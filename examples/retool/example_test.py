@@ -57,7 +57,8 @@ def test_each_program_prints_the_answer_in_the_sandbox_of_the_tiny_run() -> None
 
 def test_a_conversation_is_published_as_retool_sft_is() -> None:
     task = hard_product(random.Random(0))
-    asked, said = published_conversation(task, runs=2)["messages"]  # type: ignore[misc]
+    messages: Any = published_conversation(task, runs=2)["messages"]
+    asked, said = messages
     assert "*user question:*" in asked["content"]
     assert said["content"].count(f"```python\n{task.code}\n```") == 2
     assert said["content"].endswith(f"<answer>\\boxed{{{task.answer}}}</answer>")
@@ -127,7 +128,7 @@ def test_the_picture_is_drawn_of_runs_that_differ_in_the_mode_alone(tmp_path: Pa
         arguments_of(mode, model=tmp_path, data=tmp_path, run=tmp_path / "run", steps=2)
         for mode in MODES
     ]
-    different = {line for one in given for line in one} - set.intersection(*map(set, given))
+    different = {line for one in given for line in one} - set(given[0]).intersection(*given)
     assert different == {f"reward.mode={mode}" for mode in MODES}
     step = {"reward/mean": -1.0, "reward/accuracy": 0.0, "reward/wrong_with_many_turns": 0.0}
     draw({mode: [{**step, "step": n} for n in (1, 2)] for mode in MODES}, tmp_path / "a.png")

@@ -122,7 +122,7 @@ async def test_the_policy_computes_with_the_experts_of_the_engine(folder: Path) 
     assert plain.samples[0].ids == trajectories[0].samples[0].ids
     assert plain.samples[0].routed_experts is None
     batch = [
-        replace(_sequence(t.samples[0], None, 0), advantages=float(i - 1))
+        replace(_sequence(t.samples[0], None, 0, {}), advantages=float(i - 1))
         for i, t in enumerate(trajectories)
     ]
     config = PolicyConfig(

@@ -33,7 +33,17 @@ def server(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     store = ("--backend-store-uri", f"sqlite:///{folder}/mlruns.db")
-    command = [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), *store]
+    command = [
+        str(python),
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *store,
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True

@@ -133,9 +133,8 @@ class SamplingContract(ContractBase):
         if form is not ConstraintForm.JSON_SCHEMA:
             assert len(one.token_ids) == 2
             assert one.logprobs == pytest.approx((0.0, 0.0), abs=self.logprob_tolerance)
-        assert (
-            one.finish is FinishReason.STOP and one.token_ids[-1] in engine.info.model.eos_token_ids
-        )
+        assert one.reason is FinishReason.STOP
+        assert one.token_ids[-1] in engine.info.model.eos_token_ids
         drawn = {output.token_ids: sum(output.logprobs) for output in many}
         assert len(drawn) <= 3 or form is ConstraintForm.JSON_SCHEMA
         total = sum(math.exp(logprob) for logprob in drawn.values())

@@ -326,14 +326,13 @@ class RayLauncher:
                 f"cluster did not give that many GPUs within {config.start_deadline_s:g} s "
                 f"(launch.start_deadline_s); its nodes have {', '.join(has)}, some perhaps in use"
             ) from None
+        reservation: Any = ray.remote(_Reservation)
         holders = [
-            ray.remote(_Reservation)
-            .options(
+            reservation.options(
                 num_cpus=0.01,
                 num_gpus=gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
-            )
-            .remote()
+            ).remote()
             for bundle in range(config.nodes)
         ]
         self._holders = holders  # Ray ends an actor that nobody refers to

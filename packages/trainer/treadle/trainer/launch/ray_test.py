@@ -85,7 +85,8 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         ((address, problems),) = (
             await launcher.examine(program=sys.executable, files={model: digest})
         ).items()
-        assert (address, problems) == (ray.nodes()[0]["NodeManagerAddress"], [])
+        (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+        assert (address, problems) == (node["NodeManagerAddress"], [])
         assert launcher.resources()["CPU"] > 1
         model.write_text("{ }")
         ((_, problems),) = (

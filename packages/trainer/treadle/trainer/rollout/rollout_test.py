@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -64,10 +64,11 @@ class Failing(Rollout):
 
     async def run_until_lost(
         self,
-        tasks: Sequence[AgentTask],
+        tasks: Iterable[AgentTask] | AsyncIterable[AgentTask],
         make_runner: object,
         sink: Callable[[Trajectory], Awaitable[None]],
     ) -> None:
+        assert isinstance(tasks, Sequence)
         self.story.num_attempts += len(tasks)
         for task in tasks:
             error = (ToolError if task.rollout_index % 2 else RewardError)("it is down")

@@ -106,7 +106,7 @@ class ChatAnswer:
         """Returns those of sampled tokens, including the calls and the end of the turn."""
         if not self.request.logprobs:
             return None
-        content = [
+        content: list[dict[str, object]] = [
             {
                 "token": self.renderer.decode([token]),
                 "logprob": logprob,

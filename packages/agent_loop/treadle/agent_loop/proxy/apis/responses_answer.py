@@ -125,6 +125,7 @@ class ResponsesAnswer:
     ) -> dict[str, object]:
         """Returns an item of reasoning or text; without its content if the text is None."""
         status = "in_progress" if text is None else "completed"
+        content: list[dict[str, object]]
         if kind == "reasoning":
             content = [] if text is None else [{"type": "reasoning_text", "text": text}]
             head: dict[str, object] = {"type": kind, "id": f"rs_{self.id}", "summary": []}

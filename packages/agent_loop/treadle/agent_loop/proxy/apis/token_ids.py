@@ -127,7 +127,7 @@ class TokenAnswer:
 
 
 def _choice(index: int, turn: CapturedTurn) -> dict[str, object]:
-    logprobs = [
+    logprobs: list[dict[str, object]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for chunk in turn.completion.chunks
         for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True)

@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from treadle.conformance.contracts.reference import VisionReference
 from treadle.rollout_server.engine import InFlightPolicy, Sampling
 from treadle.rollout_server.engines.torch import core
 from treadle.rollout_server.engines.torch.testing.text_model import (
@@ -21,7 +22,6 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     EOS,
     PLACEHOLDER,
     VOCAB_SIZE,
-    Transformers,
     picture,
     placed,
 )
@@ -83,7 +83,7 @@ def write_model(directory: Path, seed: int) -> None:
     processor.save_pretrained(directory)
 
 
-async def check(engine: Any, reference: Transformers, parts: Sequence[int | bytes]) -> None:
+async def check(engine: Any, reference: VisionReference, parts: Sequence[int | bytes]) -> None:
     ids, images = placed(parts)
     wanted = request(ids, SAMPLED, images=images)
     output = collected([event async for event in engine.generate(wanted)])
@@ -102,8 +102,8 @@ async def test_logprobs_are_those_of_transformers_also_after_an_update(
     monkeypatch.setattr(core, "_STEP_TOKENS", step_tokens)
     async with serving(tmp_path / "0") as engine:
         for parts in CONVERSATIONS.values():
-            await check(engine, Transformers(tmp_path / "0"), parts)
+            await check(engine, VisionReference(tmp_path / "0"), parts)
         await engine.pause(InFlightPolicy.DRAIN)
         await engine.load_weights(weights_of(tmp_path / "1"), version=2)
         await engine.resume()
-        await check(engine, Transformers(tmp_path / "1"), CONVERSATIONS["three"])
+        await check(engine, VisionReference(tmp_path / "1"), CONVERSATIONS["three"])
