@@ -6,6 +6,7 @@ that a meaning.
 
 import zlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from google.protobuf import duration_pb2
 
@@ -131,7 +132,8 @@ def _encode_constraint(constraint: Constraint | None) -> gen.Constraint | None:
         return None
     if constraint.form is ConstraintForm.CHOICES:
         return gen.Constraint(choices=gen.Choices(texts=constraint.texts))
-    return gen.Constraint(**{constraint.form.value: constraint.texts[0]})
+    fields: dict[str, Any] = {constraint.form.value: constraint.texts[0]}
+    return gen.Constraint(**fields)
 
 
 def decode_event(response: gen.GenerateResponse) -> EngineEvent:
