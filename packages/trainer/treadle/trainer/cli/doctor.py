@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.trainer.cli.console import say
+from treadle.trainer.cli.console import fail, say
+from treadle.trainer.config.hydra import named_file
+from treadle.trainer.config.load import ConfigError
 
 if TYPE_CHECKING:
     from treadle.trainer.doctor import Finding
@@ -38,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML file of the run; may be repeated, later ones win",
     )
     parser.add_argument(
+        "--config-path", metavar="DIR", help="with --config-name: a file of DIR, as verl's scripts"
+    )
+    parser.add_argument("--config-name", metavar="NAME", help="NAME or NAME.yaml in --config-path")
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="as launch.kind=ray; of the run"
     )
     return parser
@@ -46,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_intermixed_args(argv)
+    try:
+        named = named_file(args.config_path, args.config_name)
+    except ConfigError as error:
+        return fail(error)
+    files = [*([] if named is None else [named]), *args.config]
     from treadle.trainer.doctor import (
         Level,
         check_environment,
@@ -60,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
         "environment": list(check_environment(num_gpus=len(gpus))),
         "machine": [*check_machine(), *check_gpus(gpus)],
     }
-    if args.config or args.overrides:
-        found["run"] = list(check_settings(args.config, args.overrides, gpus=gpus))
+    if files or args.overrides:
+        found["run"] = list(check_settings(files, args.overrides, gpus=gpus))
     say(as_json(found) if args.json else as_table(found))
     every = [finding for findings in found.values() for finding in findings]
     return int(any(finding.level is Level.FAIL for finding in every))

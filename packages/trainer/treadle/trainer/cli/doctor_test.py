@@ -4,12 +4,14 @@ import socket
 import pytest
 
 from treadle.trainer.cli.doctor import as_json, as_table
+from treadle.trainer.demo import DEMO
 from treadle.trainer.doctor.finding import fail, ok
 from treadle.trainer.main import main
 
 
 def test_a_run_of_the_demo_with_one_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("data.prompts_per_step=2", "data.max_val_rows=2")
+    demo = ("--config-path", str(DEMO.parent), "--config-name", DEMO.stem)
+    few = (*demo, "data.prompts_per_step=2", "data.max_val_rows=2")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["doctor", "--json", *few, f"run.metrics_port={port}"]) == 1

@@ -150,7 +150,8 @@ def _has_list_feature(path: Path) -> bool:
 
 
 def _gpu_numbers(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    if config.launch.kind != "local" or not gpus:
+    # With launch.gpus_per_node each process has its own, and preflight has compared the numbers.
+    if config.launch.kind != "local" or not gpus or config.launch.gpus_per_node:
         return
     ranks, rollout = config.policy.parallel.num_ranks, config.rollout
     each = rollout.tensor_model_parallel_size * rollout.data_parallel_size
