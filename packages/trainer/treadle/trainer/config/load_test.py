@@ -184,7 +184,7 @@ def test_a_table_grows_by_its_entries(tmp_path: Path) -> None:
         ("agent.loops.mine.deeper=m:A", "unknown key agent.loops.mine.deeper"),
         (
             "agent.parser=hermse",
-            "agent.parser=hermse: unknown parser; known are: deepseek,",
+            "agent.parser=hermse: unknown parser; known are: cohere_command3,",
         ),
     ],
 )
