@@ -744,7 +744,8 @@ class Config(Section):
             raise ValueError(
                 "rollout.release_memory=true takes the servers' memory while the policy trains, "
                 f"and schedule.kind={self.schedule.kind} samples then: set schedule.kind=sync or "
-                "stream, or rollout.release_memory=false"
+                "stream, or give policy and servers different GPUs with launch.placement=separate, "
+                "or rollout.release_memory=false"
             )
         return self
 
