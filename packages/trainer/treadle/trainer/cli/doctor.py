@@ -4,11 +4,10 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.trainer.cli.config_files import add_config_options, config_files
 from treadle.trainer.cli.console import fail, say
-from treadle.trainer.config.hydra import named_file
 from treadle.trainer.config.load import ConfigError
 
 if TYPE_CHECKING:
@@ -31,18 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON object")
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="YAML file of the run; may be repeated, later ones win",
-    )
-    parser.add_argument(
-        "--config-path", metavar="DIR", help="with --config-name: a file of DIR, as verl's scripts"
-    )
-    parser.add_argument("--config-name", metavar="NAME", help="NAME or NAME.yaml in --config-path")
+    add_config_options(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="as launch.kind=ray; of the run"
     )
@@ -53,10 +41,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_intermixed_args(argv)
     try:
-        named = named_file(args.config_path, args.config_name)
+        files = config_files(args)
     except ConfigError as error:
         return fail(error)
-    files = [*([] if named is None else [named]), *args.config]
     from treadle.trainer.doctor import (
         Level,
         check_environment,

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from treadle.trainer.cli.config_files import add_config_options, config_files
 from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, new_run_dir, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
-from treadle.trainer.config.hydra import named_file
 from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
 from treadle.trainer.demo import DEMO
 
@@ -40,18 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         help="this text, or the keys of a section as rollout, or of all",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="YAML file; may be repeated, later ones win",
-    )
-    parser.add_argument(
-        "--config-path", metavar="DIR", help="with --config-name: a file of DIR, as verl's scripts"
-    )
-    parser.add_argument("--config-name", metavar="NAME", help="NAME or NAME.yaml in --config-path")
+    add_config_options(parser)
     parser.add_argument(
         "--print-config", action="store_true", help="print every key, its value and its source"
     )
@@ -100,8 +89,7 @@ def _version() -> str:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        named = named_file(args.config_path, args.config_name)
-        args.config = [*([] if named is None else [named]), *args.config]
+        args.config = config_files(args)
         loaded = load_config(args.config, args.overrides, default_file=DEMO)
     except MissingSettings as missing:
         return fail(missing if args.print_config else _with_other_problems(args, missing))
