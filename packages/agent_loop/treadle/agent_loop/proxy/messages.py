@@ -163,6 +163,15 @@ def read_object(body: bytes) -> dict[str, object]:
     return data
 
 
+def read_given(body: bytes) -> dict[str, object]:
+    """Parses a JSON object without its keys that are null: clients send these for "not given".
+
+    Raises:
+        ApiError: See `read_object`.
+    """
+    return {key: value for key, value in read_object(body).items() if value is not None}
+
+
 def _check_values(text: bytes, who: str) -> None:
     if has_more_values(text, MAX_VALUES):
         raise ApiError(

@@ -29,8 +29,8 @@ from treadle.agent_loop.proxy.errors import bad_value, unsupported
 from treadle.agent_loop.proxy.messages import (
     check_last,
     is_absent,
+    read_given,
     read_image,
-    read_object,
 )
 from treadle.agent_loop.types import IMAGE_MARK, Image, Message, ToolCall, ToolSpec
 
@@ -53,7 +53,7 @@ def read_anthropic_request(body: bytes, allowed: Allowances) -> AgentRequest:
     Raises:
         ApiError: The request cannot be answered; the message says why.
     """
-    given = {key: value for key, value in read_object(body).items() if value is not None}
+    given = read_given(body)
     _check_names(given, allowed)
     tools = read_tools(_typed(given.get("tools", [])), lambda value, at: _tool(value, at, allowed))
     _check_tool_choice(given.get("tool_choice", {"type": "auto"}), tools, allowed)

@@ -32,7 +32,7 @@ from treadle.agent_loop.proxy.apis.common import (
     stop_strings,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
-from treadle.agent_loop.proxy.messages import read_messages, read_object
+from treadle.agent_loop.proxy.messages import read_given, read_messages
 from treadle.agent_loop.types import ToolSpec
 
 MAX_CHOICES = 128
@@ -81,7 +81,7 @@ def read_request(body: bytes, allowed: Allowances) -> AgentRequest:
     Raises:
         ApiError: The request cannot be answered; the message says why.
     """
-    given = {key: value for key, value in read_object(body).items() if value is not None}
+    given = read_given(body)
     schema = _check_names(given, allowed)
     tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))
     check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)

@@ -34,8 +34,8 @@ from treadle.agent_loop.proxy.messages import (
     check_last,
     is_absent,
     read_arguments,
+    read_given,
     read_image,
-    read_object,
 )
 from treadle.agent_loop.types import IMAGE_MARK, Image, Message, Role, ToolCall, ToolSpec
 
@@ -80,7 +80,7 @@ def read_responses_request(
     Raises:
         ApiError: The request cannot be answered; the message says why.
     """
-    given = {key: value for key, value in read_object(body).items() if value is not None}
+    given = read_given(body)
     _check_names(given, allowed)
     schema = _text_schema(given.get("text", {}), allowed, given.get("tools"))
     tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))

@@ -21,7 +21,7 @@ from treadle.agent_loop.proxy.apis.common import (
     stop_strings,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
-from treadle.agent_loop.proxy.messages import is_absent, read_object
+from treadle.agent_loop.proxy.messages import is_absent, read_given
 
 _NO_EFFECT = ("model", "request_id", "cache_salt")
 _COUNTED = ("priority", "sampling_params.routed_experts_prompt_start")
@@ -58,7 +58,7 @@ def read_token_request(body: bytes, allowed: Allowances) -> AgentRequest:
     Raises:
         ApiError: The request cannot be answered; the message says why.
     """
-    given = {key: value for key, value in read_object(body).items() if value is not None}
+    given = read_given(body)
     params = given.get("sampling_params", {})
     if not isinstance(params, dict):
         raise bad_value("sampling_params", "it must be an object")
