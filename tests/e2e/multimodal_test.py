@@ -18,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from e2e.seeing import SPECIALS, TEMPLATE
 from treadle.agent_loop import (
     AgentTask,
     Drop,
@@ -49,31 +50,6 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
 )
 from treadle.rollout_server.testing.serving import serve_in_process
 from treadle.trainer.main import main
-
-SPECIALS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-]
-TEMPLATE = """\
-{%- macro show(content) -%}
-{%- if content is string %}{{- content }}
-{%- else %}{%- for part in content %}
-{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- else %}{{- part.text }}{%- endif %}
-{%- endfor %}{%- endif %}
-{%- endmacro -%}
-{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}{{- show(message.content) }}
-{%- for call in message.tool_calls %}{{- call.function.name }}{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
 
 
 class EverythingIsACall:

@@ -35,8 +35,11 @@ TEMPLATE = """\
 {%- else %}{{- part.text }}{%- endif %}
 {%- endfor %}{%- endif %}
 {%- endmacro -%}
+{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}{{- show(message.content) }}{{- '<|im_end|>\n' }}
+{{- '<|im_start|>' + message.role + '\n' }}{{- show(message.content) }}
+{%- for call in message.tool_calls %}{{- call.function.name }}{%- endfor %}
+{{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
