@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a setting came to.
+    """The measurements of one setting.
 
     Attributes:
         replay: In simulated time.

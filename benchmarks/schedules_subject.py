@@ -1,4 +1,4 @@
-"""What `schedules.py` trains: a loop whose tools have a long tail, and a loss of known cost."""
+"""The agent loop and the loss that `schedules.py` trains with: long-tailed tools, a known cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from treadle.trainer.policy.backend import LossInputs, LossOutput
 
 MEDIAN_S, P99_S = 1.0, 30.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263
-"""Of the logarithm of a tool's seconds: 2.3263 is the normal quantile of 0.99."""
+"""Standard deviation of the logarithm of a tool's seconds; 2.3263 is the 99 % normal quantile."""
 SCALE = 0.3
 """By which all times of the subject are multiplied."""
 TURNS = 3

@@ -112,7 +112,7 @@ class ProxyAgentLoop:
         if api_key is not None and len(api_key) < _MIN_KEY:
             raise ValueError(
                 f"api_key has {len(api_key)} characters; it must have at least {_MIN_KEY}, because "
-                "whoever has it and a session's address can sample"
+                "anybody with it and a session's address can sample"
             )
         if told_host is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(

@@ -59,7 +59,7 @@ def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
 
 
 class OpenEnvLoop:
-    """Plays one episode per task, in a session of its own at the environment's server."""
+    """Plays one episode per task, in a separate session of the environment's server."""
 
     scores_itself = True
 

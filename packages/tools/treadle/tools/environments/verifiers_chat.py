@@ -38,7 +38,7 @@ _DONE: Final = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """Has no settings of its own."""
+    """Takes no settings."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):

@@ -51,7 +51,7 @@ class ProcessSpec:
             interpreter.
         args: Arguments; `{host}` stands for the address at which the machine is reached.
         env: Additional environment variables.
-        devices: The GPUs of its own; None: GPUs are not assigned.
+        devices: Its GPUs; None: GPUs are not assigned.
         gpus: Number of GPUs that Ray reserves, where they are not assigned.
     """
 

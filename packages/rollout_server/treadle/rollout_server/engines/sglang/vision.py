@@ -1,7 +1,7 @@
 """Images in SGLang: its multimodal inputs, from images that `engines/images` has read.
 
 Invariant: SGLang gets a prompt's ids as they are, with the places and the patches of its images. It
-never runs a processor of its own: no id is added, removed or expanded.
+never runs its own processor: no id is added, removed or expanded.
 
 SGLang identifies an image by a number, its hash, and writes a pad id that follows from it in the
 image's place, by which prefixes are compared. `engines/images` numbers distinct images.

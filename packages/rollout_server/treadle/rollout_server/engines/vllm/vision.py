@@ -1,7 +1,7 @@
 """Images in vLLM: its multimodal inputs, from images that `engines/images` has read.
 
 Invariant: vLLM gets a prompt's ids as they are, with the places and the patches of its images. It
-never runs a processor of its own: no id is added, removed or expanded.
+never runs its own processor: no id is added, removed or expanded.
 
 vLLM builds its processor of a model's class in every process, with the tokenizer and for all kinds
 of inputs. `VisionSetup` registers `SizesOnly` in its place, which knows the sizes of inputs. It

@@ -104,7 +104,7 @@ def shared(
 
 
 def _paths(sequences: Sequence[TrainSequence]) -> list[tuple[int, ...]]:
-    """Returns the ids that go through the model; those of an image are numbers of its own.
+    """Returns the ids that go through the model; those of an image are numbers that only it has.
 
     Different images have the same placeholder ids, and must not look alike.
     """
