@@ -33,11 +33,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
-from transformers import AutoImageProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-    Qwen2VLImageProcessorPil,
-    smart_resize,
-)
 
 from treadle.rollout_server.engine import PromptImage
 from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
@@ -47,7 +42,6 @@ _CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
 _MAX_PIXELS = 1 << 26  # Pillow uses up to 16 bytes per pixel; more is a mistake or an attack.
 _MAX_SERIALS = 1 << 16  # About 10 MiB.
 _THREADS = 4  # Decoding and resizing release the GIL.
-_PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
 _UPRIGHT = {  # EXIF orientation -> the transpose that undoes it.
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -120,14 +114,23 @@ class ImageReader:
     """
 
     def __init__(self, directory: Path, *, placeholder_id: int, cache_bytes: int) -> None:
+        # Here, because it takes over a second, which servers of text models need not spend.
+        from transformers import AutoImageProcessor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+            smart_resize,
+        )
+
         if not any((directory / name).is_file() for name in _CONFIGURATIONS):
             raise FileNotFoundError(
                 f"{directory} has no {_CONFIGURATIONS[0]}: copy the model's image processor there"
             )
         # torchvision resizes differently; "pil" gives the same pixels with and without it.
-        self.processor: Any = _PROCESSORS.from_pretrained(
+        processors: Any = AutoImageProcessor  # Untyped in transformers.
+        self.processor: Any = processors.from_pretrained(
             directory, local_files_only=True, backend="pil"
         )
+        self._smart_resize = smart_resize
         if not isinstance(self.processor, Qwen2VLImageProcessorPil):
             raise ValueError(
                 f"{directory} has the image processor {type(self.processor).__name__}, but only "
@@ -252,7 +255,7 @@ class ImageReader:
             )
         colours = _on_white(_upright(opened))
         size = self.processor.size
-        height, width = smart_resize(
+        height, width = self._smart_resize(
             colours.height,
             colours.width,
             factor=self._stride,

@@ -21,11 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import PIL.Image
 from torch import Tensor
-from transformers import AutoImageProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-    Qwen2VLImageProcessorPil,
-    smart_resize,
-)
 
 from treadle.agent_loop import SetupError
 
@@ -50,7 +45,6 @@ _CACHE_BYTES: Final = 1 << 29
 """Of host memory for patches. The image that is asked for always stays."""
 _THREADS: Final = 2
 """Decoding releases the GIL, and a rank has few cores."""
-_PROCESSORS: Any = AutoImageProcessor  # Untyped in transformers.
 
 
 class ImageReader:
@@ -66,8 +60,16 @@ class ImageReader:
         Raises:
             SetupError: There is no image processor, or it does not fit the tower.
         """
+        # Here, because it takes over a second, which ranks of text models need not spend.
+        from transformers import AutoImageProcessor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+            smart_resize,
+        )
+
+        processors: Any = AutoImageProcessor  # Untyped in transformers.
         try:
-            self._processor: Any = _PROCESSORS.from_pretrained(
+            self._processor: Any = processors.from_pretrained(
                 folder, local_files_only=True, backend="pil"
             )
         except (OSError, ValueError, json.JSONDecodeError) as error:
@@ -88,6 +90,7 @@ class ImageReader:
                 f"{folder}: the vision tower has patch, temporal patch and merge sizes {ours} and "
                 f"the image processor {theirs}: copy both from one model"
             )
+        self._smart_resize = smart_resize
         self._stride = shape.patch * shape.merge
         self._grids: dict[Image, Grid] = {}
         self._cached: OrderedDict[Image, Future[Tensor]] = OrderedDict()  # oldest first
@@ -147,7 +150,7 @@ class ImageReader:
             if _orientation(opened) in _ON_ITS_SIDE:
                 width, height = height, width
         size = self._processor.size
-        height, width = smart_resize(
+        height, width = self._smart_resize(
             height,
             width,
             factor=self._stride,
