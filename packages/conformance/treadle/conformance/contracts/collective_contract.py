@@ -68,7 +68,8 @@ class CollectiveContract(ContractBase):
         async with self.engine() as engine:
             version = engine.weight_version + 1
             await engine.pause(InFlightPolicy.DRAIN)
-            async with self._sender(engine) as sender:
+            # A server that does not look for the sender's failure waits this long.
+            async with self._sender(engine, timeout_s=20.0) as sender:
                 with pytest.raises(_BROKEN) as caught:
                     await self._receive(engine, sender, 0, version, leaves=True)
             self._check_refusal(caught.value)
