@@ -22,6 +22,7 @@ from treadle.rollout_server.engine import (
     EngineRequest,
     InFlightPolicy,
     MemoryKind,
+    Tokens,
 )
 from treadle.rollout_server.errors import (
     CapabilityMissing,
@@ -33,6 +34,7 @@ from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.engine_controller import EngineController
 from treadle.rollout_server.scheduling.lifecycle import Lifecycle, ServerState
 from treadle.rollout_server.scheduling.pauses import Pauses
+from treadle.rollout_server.scheduling.time_use import TimeUse
 from treadle.rollout_server.updates.weight_update import CurrentUpdate
 from treadle.rollout_server.updates.weight_updater import WeightUpdater
 
@@ -50,6 +52,7 @@ class Replica:
         config: Bounds of admission and updates.
         clock: Times leases, retries and latency.
         updates: Applies new weights.
+        time_use: What the time since the start went to.
     """
 
     def __init__(self, config: ServerConfig, clock: Clock) -> None:
@@ -57,6 +60,8 @@ class Replica:
         self.clock = clock
         self._controller = EngineController(config.admission, clock)
         self.updates = WeightUpdater(self._controller, config.weights, clock)
+        self.time_use = TimeUse(clock.time, places=config.model.max_num_seqs)
+        self.lifecycle.observe(self.time_use.entered)
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -119,10 +124,13 @@ class Replica:
         async with controller.queue.slot(request.priority) as slot:
             self._require_version(min_weight_version)
             try:
-                async with aclosing(engine.generate(request)) as events:
-                    async for event in events:
-                        slot.started()
-                        yield event
+                with self.time_use.sequence() as sequence:
+                    async with aclosing(engine.generate(request)) as events:
+                        async for event in events:
+                            slot.started()
+                            if isinstance(event, Tokens):
+                                sequence.sampled()
+                            yield event
             except Exception as error:
                 raise controller.fail(error) from error
 
@@ -180,6 +188,7 @@ class Replica:
             except Exception as error:
                 raise self._controller.fail(error) from error
             self._controller.released |= kinds
+            self.time_use.released(True)
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Takes device memory back."""
@@ -191,6 +200,7 @@ class Replica:
             except Exception as error:
                 raise self._controller.fail(error) from error
             self._controller.released -= kinds
+            self.time_use.released(bool(self._controller.released))
 
     def stop(self) -> None:
         """Moves to STOPPING: rejects calls that have not started and admits no new ones."""

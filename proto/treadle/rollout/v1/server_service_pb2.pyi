@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from treadle.rollout.v1 import weight_sync_service_pb2 as _weight_sync_service_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -41,7 +44,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "engine", "engine_version", "capabilities", "model", "state", "weight_version", "limits", "num_workers", "load")
+    __slots__ = ("server_version", "engine", "engine_version", "capabilities", "model", "state", "weight_version", "limits", "num_workers", "load", "time_use")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +55,7 @@ class GetServerInfoResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    TIME_USE_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     engine: str
     engine_version: str
@@ -62,7 +66,8 @@ class GetServerInfoResponse(_message.Message):
     limits: AdmissionLimits
     num_workers: int
     load: ServerLoad
-    def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ..., num_workers: _Optional[int] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ...) -> None: ...
+    time_use: TimeUse
+    def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ..., num_workers: _Optional[int] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ..., time_use: _Optional[_Union[TimeUse, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
     __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding", "routed_experts", "prompt_logprobs", "constrained_sampling")
@@ -139,6 +144,24 @@ class ServerLoad(_message.Message):
     finished: int
     aborted: int
     def __init__(self, running: _Optional[int] = ..., queued: _Optional[int] = ..., started: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ...) -> None: ...
+
+class TimeUse(_message.Message):
+    __slots__ = ("starting", "prefill", "decode", "waiting", "weights", "memory", "failed")
+    STARTING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    starting: _duration_pb2.Duration
+    prefill: _duration_pb2.Duration
+    decode: _duration_pb2.Duration
+    waiting: _duration_pb2.Duration
+    weights: _duration_pb2.Duration
+    memory: _duration_pb2.Duration
+    failed: _duration_pb2.Duration
+    def __init__(self, starting: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waiting: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weights: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failed: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("in_flight",)

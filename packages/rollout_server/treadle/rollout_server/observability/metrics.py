@@ -81,6 +81,12 @@ class ReplicaCollector(Collector):
         for state in ServerState:
             states.add_metric((state.value,), float(state is current))
         yield states
+        seconds = CounterMetricFamily(
+            "treadle_server_seconds", "Since it started, by cause.", labels=("cause",)
+        )
+        for cause, value in replica.time_use.seconds().items():
+            seconds.add_metric((cause.value,), value)
+        yield seconds
 
     def _completions(self) -> Iterator[Metric]:
         admission, stats = self._replica.admission, self._stats

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from treadle.conformance.client.stubs import Stubs, stubs_for
 from treadle.rollout.v1 import generation_service_pb2 as gen
+from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.address import Address
 from treadle.rollout_server.config.schema import SecurityConfig, ServerConfig
@@ -131,6 +132,28 @@ async def test_updates_are_counted_with_their_bytes_and_time() -> None:
     assert after["treadle_weight_updates_total committed"] == 1
     assert after["treadle_weight_updates_total aborted"] == 1
     assert after["treadle_weight_switch_seconds_count"] == 1
+
+
+@pytest.mark.asyncio
+async def test_every_second_has_a_cause_which_the_contract_tells_too() -> None:
+    async with counted() as it:
+        async for _ in it.stubs.generation.Generate(wanted(), timeout=60):
+            pass
+        await it.stubs.control.Pause(
+            srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN), timeout=60
+        )
+        info = await it.stubs.control.GetServerInfo(srv.GetServerInfoRequest(), timeout=60)
+        after = await it.read()
+    told = {
+        field.name: getattr(info.time_use, field.name).ToTimedelta().total_seconds()
+        for field in info.time_use.DESCRIPTOR.fields
+    }
+    shown = {cause: after[f"treadle_server_seconds_total {cause}"] for cause in told}
+    for cause in ("starting", "prefill", "decode", "waiting"):
+        assert shown[cause] == pytest.approx(told[cause], abs=1e-6)
+        assert shown[cause] > 0
+    assert shown["weights"] > told["weights"] > 0  # the pause lasts
+    assert shown["memory"] == shown["failed"] == 0
 
 
 @pytest.mark.asyncio

@@ -37,6 +37,7 @@ from treadle.rollout_server.errors import (
 )
 from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.lifecycle import ServerState
+from treadle.rollout_server.scheduling.time_use import Cause
 
 MAX_ID_BYTES = 128
 MAX_TENSORS = 1 << 20
@@ -241,6 +242,14 @@ def encode_load(counters: EngineCounters, admission: Admission) -> srv.ServerLoa
         finished=counters.finished,
         aborted=counters.aborted,
     )
+
+
+def encode_time_use(seconds: Mapping[Cause, float]) -> srv.TimeUse:
+    """Encodes what the server's time went to."""
+    encoded = srv.TimeUse()
+    for cause, value in seconds.items():
+        getattr(encoded, cause.value).FromNanoseconds(round(value * 1e9))
+    return encoded
 
 
 def encode_state(state: ServerState) -> srv.ServerState:

@@ -15,6 +15,7 @@ from treadle.rollout_server.services.codec import (
     encode_load,
     encode_model,
     encode_state,
+    encode_time_use,
 )
 from treadle.rollout_server.updates import delta
 
@@ -47,6 +48,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                 max_queued=replica.admission.max_queued,
                 max_request_bytes=replica.config.max_request_bytes,
             ),
+            time_use=encode_time_use(replica.time_use.seconds()),
         )
         engine = replica.loaded_engine
         if engine is not None:
