@@ -18,7 +18,7 @@ A request waits for its stream, for the first back-off to end (woken by the cloc
 (`SessionQueue`). All requests of one event loop share the replicas; nothing here is thread-safe.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
@@ -104,6 +104,14 @@ class GrpcTokenGenerator:
     def finish_session(self, session_id: str) -> None:
         """Ends the session; it no longer counts as a load of its replica."""
         self._placement.finish(session_id)
+
+    def open_seconds(self) -> Mapping[str, float]:
+        """Returns by address for how long replicas have had at least one open session so far.
+
+        Empty where a routing service manages the replicas: other processes have sessions too.
+        """
+        placement = self._placement
+        return placement.open_seconds() if isinstance(placement, SessionQueue) else {}
 
     async def add_replica(self, address: str) -> None:
         """Adds a replica after its handshake, or ends the draining of one. Idempotent.

@@ -17,13 +17,14 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.routing.placement import Router
 from treadle.agent_loop.routing.session_table import NoReplica
+from treadle.agent_loop.rpc.router.occupied_time import OccupiedTime
 from treadle.tracing import span
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class SessionQueue:
         self._lease_s = lease_s
         self._stall_s = stall_s
         self._last_place_at = -math.inf
+        self._occupied = OccupiedTime(clock)
         self._renewed: OrderedDict[str, float] = OrderedDict()
         self._waiters: dict[str, list[_Waiter]] = {}
 
@@ -113,9 +115,7 @@ class SessionQueue:
             at: The replica that a session new to this queue used until now; None if none.
         """
         self._expire()
-        place = self.router.pick(
-            session_id, context_tokens=context_tokens, at=at, avoid=frozenset(avoid)
-        )
+        place = self._pick(session_id, context_tokens=context_tokens, at=at, avoid=frozenset(avoid))
         if place is NoReplica.UNAVAILABLE:
             return None
         self._renew(session_id)
@@ -132,7 +132,9 @@ class SessionQueue:
     def close(self, session_id: str) -> bool:
         """Finishes a session; returns False if it was not open."""
         self._renewed.pop(session_id, None)
+        left = self.router.pinned(session_id)
         known = self.router.finish(session_id)
+        self._note_load(left)
         self._serve_waiters()
         return known
 
@@ -150,7 +152,39 @@ class SessionQueue:
     def remove(self, address: str) -> None:
         """See `Router.remove`."""
         self.router.remove(address)
+        self._occupied.changed(address, sessions=0)
         self._serve_waiters()
+
+    def open_seconds(self) -> Mapping[str, float]:
+        """Returns by address for how long replicas have had at least one open session so far."""
+        return self._occupied.seconds()
+
+    def _pick(
+        self,
+        session_id: str,
+        *,
+        context_tokens: int,
+        avoid: Collection[str],
+        at: str | None = None,
+        ignore_capacity: bool = False,
+    ) -> str | NoReplica:
+        """Asks the policy, and notes which replicas have sessions now."""
+        left = self.router.pinned(session_id)
+        place = self.router.pick(
+            session_id,
+            context_tokens=context_tokens,
+            at=at,
+            avoid=avoid,
+            ignore_capacity=ignore_capacity,
+        )
+        if place != left:
+            self._note_load(left)
+            self._note_load(place if isinstance(place, str) else None)
+        return place
+
+    def _note_load(self, address: str | None) -> None:
+        if address is not None:
+            self._occupied.changed(address, sessions=self.router.load(address))
 
     async def _wait(self, session_id: str, waiter: _Waiter, wait_s: float) -> str | None:
         self._waiters.setdefault(session_id, []).append(waiter)
@@ -177,7 +211,7 @@ class SessionQueue:
     def _serve(self, session_id: str, *, ignore_capacity: bool = False) -> bool:
         """Answers the waiters of one session; returns False if there is no room for it."""
         for waiter in self._waiters[session_id]:
-            place = self.router.pick(
+            place = self._pick(
                 session_id,
                 context_tokens=waiter.context_tokens,
                 avoid=waiter.avoid,
