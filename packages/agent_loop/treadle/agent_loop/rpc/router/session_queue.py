@@ -17,14 +17,14 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.routing.placement import Router
 from treadle.agent_loop.routing.session_table import NoReplica
-from treadle.agent_loop.rpc.router.occupied_time import OccupiedTime
+from treadle.agent_loop.rpc.router.between_turns import BetweenTurns
 from treadle.tracing import span
 
 _log = logging.getLogger(__name__)
@@ -77,6 +77,9 @@ class SessionQueue:
         clock: Times the leases.
         lease_s: See the invariants; None means that sessions stay open until they are finished.
         stall_s: See the invariants.
+
+    Attributes:
+        between_turns: For how long each replica waited for tools.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class SessionQueue:
         self._lease_s = lease_s
         self._stall_s = stall_s
         self._last_place_at = -math.inf
-        self._occupied = OccupiedTime(clock)
+        self.between_turns = BetweenTurns(clock)
         self._renewed: OrderedDict[str, float] = OrderedDict()
         self._waiters: dict[str, list[_Waiter]] = {}
 
@@ -152,12 +155,8 @@ class SessionQueue:
     def remove(self, address: str) -> None:
         """See `Router.remove`."""
         self.router.remove(address)
-        self._occupied.changed(address, sessions=0)
+        self.between_turns.sessions_changed(address, sessions=0)
         self._serve_waiters()
-
-    def open_seconds(self) -> Mapping[str, float]:
-        """Returns by address for how long replicas have had at least one open session so far."""
-        return self._occupied.seconds()
 
     def _pick(
         self,
@@ -184,7 +183,7 @@ class SessionQueue:
 
     def _note_load(self, address: str | None) -> None:
         if address is not None:
-            self._occupied.changed(address, sessions=self.router.load(address))
+            self.between_turns.sessions_changed(address, sessions=self.router.load(address))
 
     async def _wait(self, session_id: str, waiter: _Waiter, wait_s: float) -> str | None:
         self._waiters.setdefault(session_id, []).append(waiter)
