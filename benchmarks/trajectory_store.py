@@ -184,7 +184,6 @@ def long_trajectories(count: int, length: int, prompt: int) -> Iterator[Trajecto
         )
         tokens = Tokens(
             ids=tuple(draw.randrange(1000) for _ in mask),
-            loss_mask=mask,
             logprobs=tuple(-draw.random() if sampled else 0.0 for sampled in mask),
             spans=spans,
         )

@@ -58,9 +58,9 @@ async def sampled_on(address: str) -> dict[str, object]:
         )
         tokens = (await two_turns(task, services)).tokens
     return {
-        "ids": tokens.ids,
-        "loss_mask": tokens.loss_mask,
-        "logprobs": tokens.logprobs,
+        "ids": list(tokens.ids),
+        "loss_mask": list(tokens.loss_mask),
+        "logprobs": list(tokens.logprobs),
         "weight_versions": tokens.weight_versions,
     }
 

@@ -62,6 +62,7 @@ from treadle.agent_loop.runner.failure_policy import Drop, FailFast, FailurePoli
 from treadle.agent_loop.runner.runner import RolloutRunner, RunReport
 from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.runner.watchdog import Pulse, Watchdog
+from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray
 from treadle.agent_loop.tokens.renderer import (
     ChatRenderer,
     MalformedCall,
@@ -109,6 +110,7 @@ __all__ = [
     "AgentLoop",
     "AgentLoopError",
     "AgentTask",
+    "BoolArray",
     "CapturedSession",
     "CapturedTurn",
     "ChatRenderer",
@@ -123,6 +125,7 @@ __all__ = [
     "FailurePolicy",
     "Finding",
     "FinishReason",
+    "FloatArray",
     "FunctionTool",
     "GenerationError",
     "GenerationTimeoutError",
@@ -130,6 +133,7 @@ __all__ = [
     "HermesParser",
     "Image",
     "ImageRejectedError",
+    "IntArray",
     "Interaction",
     "InteractionError",
     "InteractionReply",

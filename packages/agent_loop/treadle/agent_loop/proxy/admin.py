@@ -199,9 +199,9 @@ def written_trajectory(trajectory: Trajectory) -> dict[str, object]:
         "messages": [written_message(message) for message in trajectory.messages],
         "samples": [
             {
-                "ids": sample.ids,
-                "loss_mask": sample.loss_mask,
-                "logprobs": sample.logprobs,
+                "ids": list(sample.ids),
+                "loss_mask": list(sample.loss_mask),
+                "logprobs": list(sample.logprobs),
                 "spans": [
                     {
                         "origin": span.origin.value,

@@ -2,9 +2,10 @@
 
 Invariants, at every moment:
 
-1. ids, loss mask, log-probabilities and spans describe the same L tokens.
+1. ids, log-probabilities and spans describe the same L tokens.
 2. Spans are not empty, tile [0, L) in order, and the first one is the PROMPT.
-3. The loss mask is True exactly on SAMPLED spans; elsewhere the log-probability is 0.0.
+3. The loss mask is True exactly on SAMPLED spans, which it is made of; elsewhere the
+   log-probability is 0.0.
 4. A SAMPLED span has one weight version; other spans have none.
 5. Images lie completely within PROMPT and OBSERVED spans, in order, without overlap.
 6. Experts, if the engine reports them, are those of the first E <= L rows; a row's experts are
@@ -12,7 +13,8 @@ Invariants, at every moment:
 7. Written tokens never change: each state is a prefix of every later one, and the prompt of turn
    n+1 begins with all tokens of turn n.
 
-Sampled ids are the truth: text is a view of them, and nothing is retokenised.
+Sampled ids are the truth: text is a view of them, and nothing is retokenised. A token takes 8
+bytes, in memory and where a trajectory crosses a process: an id and a log-probability (`arrays`).
 
     prompt = renderer.render(messages, tools=specs)
     transcript = Transcript(prompt.ids, images=prompt.images)
@@ -25,9 +27,11 @@ One task owns a transcript; nothing waits.
 """
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray
 from treadle.agent_loop.tokens.renderer import PlacedImage, Rendering
 from treadle.agent_loop.types import Completion, RoutedExperts
 
@@ -50,30 +54,62 @@ class Span:
     weight_version: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class Tokens:
     """A frozen transcript of L tokens. L is 0 only in a trajectory that failed.
 
     Attributes:
-        ids: [L].
-        loss_mask: [L]; True on sampled tokens.
-        logprobs: [L], nats; 0.0 where the mask is False.
+        ids: [L], uint32.
+        logprobs: [L], float32, nats; 0.0 where the mask is False.
         spans: Tile [0, L).
         images: In the order of their positions, which count from the first id.
         routed_experts: Of the first rows, at most L; None if the engine was not asked for them.
+
+    Args are any sequences of numbers, which become arrays.
+
+    Raises:
+        ValueError: There are not as many log-probabilities as ids, or the spans end elsewhere.
     """
 
-    ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
+    ids: IntArray
+    logprobs: FloatArray
     spans: tuple[Span, ...]
     images: tuple[PlacedImage, ...] = ()
     routed_experts: RoutedExperts | None = None
 
+    def __init__(
+        self,
+        *,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: tuple[Span, ...],
+        images: tuple[PlacedImage, ...] = (),
+        routed_experts: RoutedExperts | None = None,
+    ) -> None:
+        length = len(ids)
+        if len(logprobs) != length:
+            raise ValueError(f"{length} ids have {len(logprobs)} logprobs")
+        if length != (spans[-1].stop if spans else 0):
+            raise ValueError(f"{length} ids have spans {spans}, which do not tile them")
+        object.__setattr__(self, "ids", IntArray(ids))
+        object.__setattr__(self, "logprobs", FloatArray(logprobs))
+        object.__setattr__(self, "spans", spans)
+        object.__setattr__(self, "images", images)
+        object.__setattr__(self, "routed_experts", routed_experts)
+
     @classmethod
     def empty(cls) -> "Tokens":
         """Returns the tokens of an attempt that failed."""
-        return cls(ids=(), loss_mask=(), logprobs=(), spans=())
+        return cls(ids=(), logprobs=(), spans=())
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """[L]; True on sampled tokens. Made of the spans at each call."""
+        mask = bytearray(len(self.ids))
+        for span in self.spans:
+            if span.origin is Origin.SAMPLED:
+                mask[span.start : span.stop] = b"\x01" * (span.stop - span.start)
+        return BoolArray.of_buffer(mask)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,19 +117,19 @@ class Tokens:
         return self.spans[0].stop if self.spans else 0
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
+    def prompt_ids(self) -> IntArray:
         """[P] ids of the prompt."""
         return self.ids[: self.num_prompt_tokens]
 
     @property
-    def response_ids(self) -> tuple[int, ...]:
+    def response_ids(self) -> IntArray:
         """[L - P] ids after the prompt, sampled and observed."""
         return self.ids[self.num_prompt_tokens :]
 
     @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens under the loss mask."""
-        return sum(self.loss_mask)
+        return sum(s.stop - s.start for s in self.spans if s.origin is Origin.SAMPLED)
 
     @property
     def weight_versions(self) -> tuple[int, int] | None:
@@ -116,8 +152,8 @@ class Transcript:
     def __init__(self, prompt: Sequence[int], *, images: Sequence[PlacedImage] = ()) -> None:
         if not prompt:
             raise ValueError("the prompt is empty; a transcript needs at least one prompt id")
-        self._ids = list(prompt)
-        self._logprobs = [0.0] * len(prompt)
+        self._ids = array("I", prompt)
+        self._logprobs = array("f", bytes(4 * len(prompt)))
         self._spans = [Span(origin=Origin.PROMPT, start=0, stop=len(prompt))]
         self._images = list(Rendering(ids=tuple(prompt), images=tuple(images)).images)
         self._experts: list[RoutedExperts] = []
@@ -126,9 +162,9 @@ class Transcript:
         return len(self._ids)
 
     @property
-    def ids(self) -> tuple[int, ...]:
+    def ids(self) -> IntArray:
         """[L] ids so far, which are the prompt of the next completion."""
-        return tuple(self._ids)
+        return IntArray.of_buffer(self._ids.tobytes())
 
     @property
     def images(self) -> tuple[PlacedImage, ...]:
@@ -184,7 +220,7 @@ class Transcript:
         """
         placed = Rendering(ids=tuple(token_ids), images=tuple(images)).images
         self._images.extend(image.shifted(len(self._ids)) for image in placed)
-        self._write(token_ids, [0.0] * len(token_ids), Origin.OBSERVED, None)
+        self._write(token_ids, array("f", bytes(4 * len(token_ids))), Origin.OBSERVED, None)
 
     def freeze(self, *, max_response_tokens: int | None = None) -> Tokens:
         """Returns the tokens so far; the transcript may continue to grow.
@@ -205,7 +241,6 @@ class Transcript:
             size = min(size, self.num_prompt_tokens + max_response_tokens)
             size = next((i.start for i in self._images if i.start < size < i.stop), size)
         spans: list[Span] = []
-        mask: list[bool] = []
         for span in self._spans:
             stop = min(span.stop, size)
             if stop <= span.start:
@@ -218,11 +253,9 @@ class Transcript:
                     weight_version=span.weight_version,
                 )
             )
-            mask.extend([span.origin is Origin.SAMPLED] * (stop - span.start))
         return Tokens(
-            ids=tuple(self._ids[:size]),
-            loss_mask=tuple(mask),
-            logprobs=tuple(self._logprobs[:size]),
+            ids=IntArray.of_buffer(self._ids[:size].tobytes()),
+            logprobs=FloatArray.of_buffer(self._logprobs[:size].tobytes()),
             spans=tuple(spans),
             images=tuple(image for image in self._images if image.stop <= size),
             routed_experts=(

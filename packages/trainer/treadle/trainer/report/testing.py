@@ -87,7 +87,6 @@ def _tokens(parts: Sequence[tuple[Origin, int]]) -> Tokens:
         mask += [sampled] * length
     return Tokens(
         ids=tuple(range(len(mask))),
-        loss_mask=tuple(mask),
         logprobs=tuple(-0.5 if sampled else 0.0 for sampled in mask),
         spans=tuple(spans),
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.agent_loop import Tokens, Trajectory
+from treadle.agent_loop import BoolArray, Tokens, Trajectory
 from treadle.tracing import FinishedSpan
 from treadle.tracing.trajectories import image_name
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
@@ -72,7 +72,7 @@ def make_rows(
         of_samples = values.get(id(trajectory), [_Values()] * len(trajectory.samples))
         samples = [
             {
-                "ids": np.array(sample.ids, dtype=np.int32),
+                "ids": np.asarray(sample.ids.data, dtype=np.int32),
                 "spans": to_spans(sample, decode),
                 "logprobs": _at(sample.loss_mask, _sampled(sample)),
                 "policy_logprobs": _at(sample.loss_mask, given.logprobs),
@@ -169,17 +169,17 @@ def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -
 
 def _sampled(sample: Tokens) -> Floats:
     """Returns the log-probabilities of the sampled tokens."""
-    mask = np.array(sample.loss_mask, dtype=bool)
-    sampled: Floats = np.array(sample.logprobs, dtype=np.float32)[mask]
+    mask = np.asarray(sample.loss_mask.data, dtype=bool)
+    sampled: Floats = np.asarray(sample.logprobs.data, dtype=np.float32)[mask]
     return sampled
 
 
-def _at(mask: Sequence[bool], values: Floats | None) -> Floats | None:
+def _at(mask: BoolArray, values: Floats | None) -> Floats | None:
     """Returns the values in the places of the mask, NaN in the others."""
     if values is None:
         return None
     placed = np.full(len(mask), np.nan, dtype=np.float32)
-    placed[np.array(mask, dtype=bool)] = values
+    placed[np.asarray(mask.data, dtype=bool)] = values
     return placed
 
 

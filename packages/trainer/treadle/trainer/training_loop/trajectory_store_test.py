@@ -14,7 +14,9 @@ from treadle.agent_loop import (
     Finding,
     Image,
     Message,
+    Origin,
     RolloutError,
+    Span,
     ToolCall,
     Trajectory,
 )
@@ -79,7 +81,8 @@ async def _write(
 async def test_a_row_has_what_the_step_did_with_each_token(tmp_path: Path) -> None:
     first, second, failed = _group("train/0", [1.0, 0.0, None])
     first = replace(first, findings=(Finding(kind="drift", text="turn 1"),))
-    empty = replace(first.samples[0], loss_mask=(False,) * 14, logprobs=(0.0,) * 14)
+    prompt = Span(origin=Origin.PROMPT, start=0, stop=14)
+    empty = replace(first.samples[0], spans=(prompt,), logprobs=(0.0,) * 14)
     second = replace(second, samples=(empty, second.samples[0]))
     trajectories = [first, second, failed]
     batch = _batch(trajectories)

@@ -1,0 +1,140 @@
+"""Typed arrays: the values of a trajectory's tokens, one machine number each.
+
+Invariants:
+
+1. An array never changes. Slices share its memory.
+2. It is a `Sequence`, equal to an array or a tuple of the same values, with the hash of that tuple.
+3. It crosses a process as bytes: pickling makes no Python object per token, and pickle protocol 5
+   hands its memory out of band, without a copy, if the caller asks for that (`buffer_callback`).
+
+`numpy.asarray(array.data)` has the values without a copy.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pickle import PickleBuffer
+from typing import ClassVar, Self, SupportsIndex, TypeVar, overload
+
+__all__ = ["BoolArray", "FloatArray", "IntArray", "TypedArray"]
+
+T = TypeVar("T", int, float)
+
+
+class TypedArray(Sequence[T]):
+    """The parent of the typed arrays.
+
+    Args:
+        values: Any values of the type; an array of the class shares its memory.
+
+    Raises:
+        OverflowError: A number does not fit.
+        TypeError: A value is of another type.
+    """
+
+    __slots__ = ("data",)
+
+    _TYPECODE: ClassVar[str]
+
+    data: memoryview
+    """The memory, read only, one item per value."""
+
+    def __init__(self, values: Iterable[T] = ()) -> None:
+        if isinstance(values, type(self)):
+            self.data = values.data
+        else:
+            self.data = memoryview(array(self._TYPECODE, values)).toreadonly()
+
+    @classmethod
+    def of_buffer(cls, buffer: bytes | bytearray | memoryview | PickleBuffer) -> Self:
+        """Returns an array that has the memory of a buffer, which nobody may change any more.
+
+        Raises:
+            TypeError: The buffer's size is no multiple of the item's.
+        """
+        found = cls.__new__(cls)
+        # An empty view cannot be cast, whatever its type.
+        whole = memoryview(buffer)
+        found.data = whole.cast("B").cast(cls._TYPECODE).toreadonly() if whole.nbytes else _EMPTY
+        return found
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> T | Self:
+        if not isinstance(index, slice):
+            return self._value(self.data[index.__index__()])
+        part = self.data[index]
+        return self.of_buffer(part if part.contiguous else part.tobytes())
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.data.tolist())
+
+    def __reversed__(self) -> Iterator[T]:
+        return reversed(self.data.tolist())
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.data.tolist()
+
+    def count(self, value: T) -> int:
+        """Returns how many values equal this one."""
+        found: int = self.data.tolist().count(value)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, tuple):
+            return len(other) == len(self) and tuple(self) == other
+        if isinstance(other, TypedArray):
+            return self.data == other.data
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        memory = PickleBuffer(self.data) if protocol.__index__() >= 5 else self.data.tobytes()
+        return type(self).of_buffer, (memory,)
+
+    def _value(self, item: T) -> T:
+        return item
+
+
+class IntArray(TypedArray[int]):
+    """Token ids, uint32."""
+
+    __slots__ = ()
+    _TYPECODE = "I"
+
+
+class FloatArray(TypedArray[float]):
+    """Log-probabilities, float32: a value that is given with more digits is rounded."""
+
+    __slots__ = ()
+    _TYPECODE = "f"
+
+
+class BoolArray(TypedArray[bool]):
+    """Flags, one byte each."""
+
+    __slots__ = ()
+    _TYPECODE = "B"
+
+    def __iter__(self) -> Iterator[bool]:
+        return map(bool, self.data)
+
+    def __reversed__(self) -> Iterator[bool]:
+        return map(bool, reversed(self.data))
+
+    def _value(self, item: bool) -> bool:
+        return bool(item)
+
+
+_EMPTY = memoryview(b"")

@@ -1,0 +1,75 @@
+"""Typed arrays: sequences that equal tuples, in few bytes, also where they cross a process."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray, TypedArray
+from treadle.agent_loop.tokens.transcript import Origin, Span, Tokens
+
+_BOUNDS = st.none() | st.integers(-9, 9)
+_INTS = st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple)
+_BOOLS = st.lists(st.booleans(), max_size=8).map(tuple)
+_FLOATS = st.lists(st.floats(width=32, allow_nan=False), max_size=8).map(tuple)
+
+
+@given(
+    made=st.one_of(
+        _INTS.map(lambda v: (IntArray(v), v)),
+        _BOOLS.map(lambda v: (BoolArray(v), v)),
+        _FLOATS.map(lambda v: (FloatArray(v), v)),
+    ),
+    part=st.builds(slice, _BOUNDS, _BOUNDS, st.sampled_from([None, 1, 2, -1])),
+)
+def test_an_array_is_like_the_tuple_of_its_values(
+    made: tuple[TypedArray[float], tuple[float, ...]], part: slice
+) -> None:
+    array, values = made
+    assert array == values
+    assert values == array
+    assert hash(array) == hash(values)
+    assert [type(value) for value in array] == [type(value) for value in values]
+    assert array[part] == values[part]
+    assert type(array[part]) is type(array)
+    assert tuple(reversed(array)) == values[::-1]
+    assert array != (*values, 1)
+    for index, value in enumerate(values):
+        assert type(array[index]) is type(value)
+        assert (array[index], array.count(value)) == (value, values.count(value))
+        assert value in array
+    for protocol in (2, 4, 5):
+        assert pickle.loads(pickle.dumps(array[part], protocol=protocol)) == values[part]
+
+
+def test_a_number_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        IntArray((2**32,))
+    with pytest.raises(TypeError, match="read-only"):
+        IntArray((1,)).data[0] = 2
+    assert FloatArray((0.1,))[0] == 0.10000000149011612, "float32 has fewer digits"
+
+
+def test_a_pickled_trajectory_has_no_object_per_token() -> None:
+    spans = (
+        Span(origin=Origin.PROMPT, start=0, stop=1000),
+        Span(origin=Origin.SAMPLED, start=1000, stop=5000, weight_version=3),
+    )
+    tokens = Tokens(ids=range(5000), logprobs=[0.0] * 1000 + [-0.5] * 4000, spans=spans)
+    assert len(pickle.dumps(tokens, protocol=5)) < 8 * 5000 + 600
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(tokens, protocol=5, buffer_callback=buffers.append)
+    assert len(head) < 600
+    again = pickle.loads(head, buffers=buffers)
+    assert again == tokens
+    assert again.ids.data.obj is not None
+    assert again.loss_mask == (False,) * 1000 + (True,) * 4000
+
+
+def test_tokens_that_do_not_describe_the_same_length_are_refused() -> None:
+    prompt = (Span(origin=Origin.PROMPT, start=0, stop=2),)
+    with pytest.raises(ValueError, match="2 ids have 1 logprobs"):
+        Tokens(ids=(1, 2), logprobs=(0.0,), spans=prompt)
+    with pytest.raises(ValueError, match="3 ids have spans"):
+        Tokens(ids=(1, 2, 3), logprobs=(0.0,) * 3, spans=prompt)
