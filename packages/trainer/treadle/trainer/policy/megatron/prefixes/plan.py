@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from treadle.trainer.policy.batch import input_length
 from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.prefixes.tree import in_order, overlaps_of, without_short_runs
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from treadle.agent_loop import Image
     from treadle.trainer.policy.types import SharePrefixes, TrainSequence
 
@@ -103,7 +107,7 @@ def shared(
     return found if mode == "always" or found.saved_share >= MIN_SAVED_SHARE else None
 
 
-def _paths(sequences: Sequence[TrainSequence]) -> list[tuple[int, ...]]:
+def _paths(sequences: Sequence[TrainSequence]) -> list[NDArray[np.int64]]:
     """Returns the ids that go through the model; those of an image are numbers that only it has.
 
     Different images have the same placeholder ids, and must not look alike.
@@ -111,11 +115,11 @@ def _paths(sequences: Sequence[TrainSequence]) -> list[tuple[int, ...]]:
     numbers: dict[Image, int] = {}
     paths = []
     for sequence in sequences:
-        ids = sequence.ids[: input_length(sequence)]
+        ids = np.array(sequence.ids[: input_length(sequence)], dtype=np.int64)
         for placed in sequence.images:
             if placed.start < len(ids):
                 number = -1 - numbers.setdefault(placed.image, len(numbers))
-                ids = (*ids[: placed.start], *[number] * placed.num_tokens, *ids[placed.stop :])
+                ids[placed.start : placed.stop] = number
         paths.append(ids)
     return paths
 

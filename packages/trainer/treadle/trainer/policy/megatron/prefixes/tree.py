@@ -16,18 +16,28 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 MIN_SAVED_ROWS: Final = 16
 """A common run that saves fewer rows is computed for each sequence anew: a node costs two calls of
 attention per layer, in which even a model of 1 M parameters computes about this many rows."""
 
 
-def in_order(paths: Sequence[Sequence[int]]) -> list[int]:
+Ids = Sequence[int] | NDArray[np.int64]
+
+
+def in_order(paths: Sequence[Ids]) -> list[int]:
     """Returns the indices of id sequences in the order of their ids; equal ones by index."""
-    return sorted(range(len(paths)), key=lambda i: (paths[i], i))
+    keys = [_sort_key(path) for path in paths]
+    return sorted(range(len(paths)), key=lambda i: (keys[i], i))
 
 
-def overlaps_of(paths: Sequence[Sequence[int]]) -> list[int]:
+def _sort_key(path: Ids) -> bytes:
+    """Returns bytes that are in the order of the ids, which may be negative: fast to compare."""
+    return (np.asarray(path, dtype=np.int64) + 2**62).astype(">u8").tobytes()
+
+
+def overlaps_of(paths: Sequence[Ids]) -> list[int]:
     """Returns for each sequence how many first ids it has in common with the one before it.
 
     Args:
