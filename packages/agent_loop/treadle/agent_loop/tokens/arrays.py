@@ -7,13 +7,14 @@ Invariants:
 3. It crosses a process as bytes: pickling makes no Python object per token, and pickle protocol 5
    hands its memory out of band, without a copy, if the caller asks for that (`buffer_callback`).
 
-`numpy.asarray(array.data)` has the values without a copy.
+`numpy.asarray(array)` has the values without a copy; nothing here imports numpy.
 """
 
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pickle import PickleBuffer
-from typing import ClassVar, Self, SupportsIndex, TypeVar, overload
+from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
 __all__ = ["BoolArray", "FloatArray", "IntArray", "TypedArray"]
 
@@ -34,6 +35,10 @@ class TypedArray(Sequence[T]):
     __slots__ = ("data",)
 
     _TYPECODE: ClassVar[str]
+    """What `array` makes of the values."""
+
+    _FORMAT: ClassVar[str]
+    """What the memory is read as, as in `struct`."""
 
     data: memoryview
     """The memory, read only, one item per value."""
@@ -42,7 +47,7 @@ class TypedArray(Sequence[T]):
         if isinstance(values, type(self)):
             self.data = values.data
         else:
-            self.data = memoryview(array(self._TYPECODE, values)).toreadonly()
+            self.data = self.of_buffer(memoryview(array(self._TYPECODE, values))).data
 
     @classmethod
     def of_buffer(cls, buffer: bytes | bytearray | memoryview | PickleBuffer) -> Self:
@@ -54,7 +59,7 @@ class TypedArray(Sequence[T]):
         found = cls.__new__(cls)
         # An empty view cannot be cast, whatever its type.
         whole = memoryview(buffer)
-        found.data = whole.cast("B").cast(cls._TYPECODE).toreadonly() if whole.nbytes else _EMPTY
+        found.data = whole.cast("B").cast(cls._FORMAT).toreadonly() if whole.nbytes else _EMPTY
         return found
 
     def __len__(self) -> int:
@@ -68,7 +73,8 @@ class TypedArray(Sequence[T]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> T | Self:
         if not isinstance(index, slice):
-            return self._value(self.data[index.__index__()])
+            value: T = self.data[index.__index__()]
+            return value
         part = self.data[index]
         return self.of_buffer(part if part.contiguous else part.tobytes())
 
@@ -103,38 +109,31 @@ class TypedArray(Sequence[T]):
         memory = PickleBuffer(self.data) if protocol.__index__() >= 5 else self.data.tobytes()
         return type(self).of_buffer, (memory,)
 
-    def _value(self, item: T) -> T:
-        return item
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        numpy: Any = sys.modules["numpy"]  # which calls this
+        make = numpy.array if copy else numpy.asarray
+        return make(self.data, dtype=dtype)
 
 
 class IntArray(TypedArray[int]):
     """Token ids, uint32."""
 
     __slots__ = ()
-    _TYPECODE = "I"
+    _TYPECODE = _FORMAT = "I"
 
 
 class FloatArray(TypedArray[float]):
     """Log-probabilities, float32: a value that is given with more digits is rounded."""
 
     __slots__ = ()
-    _TYPECODE = "f"
+    _TYPECODE = _FORMAT = "f"
 
 
 class BoolArray(TypedArray[bool]):
     """Flags, one byte each."""
 
     __slots__ = ()
-    _TYPECODE = "B"
-
-    def __iter__(self) -> Iterator[bool]:
-        return map(bool, self.data)
-
-    def __reversed__(self) -> Iterator[bool]:
-        return map(bool, reversed(self.data))
-
-    def _value(self, item: bool) -> bool:
-        return bool(item)
+    _TYPECODE, _FORMAT = "B", "?"
 
 
 _EMPTY = memoryview(b"")

@@ -17,7 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from treadle.trainer.config.algorithm import RewardKlConfig
     from treadle.trainer.policy.types import TrainSequence
 
@@ -41,14 +45,14 @@ class Charges:
         metrics: About them.
     """
 
-    of_tokens: Sequence[tuple[float, ...]] | None = None
+    of_tokens: Sequence[NDArray[np.float64]] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         sequences: Sequence[TrainSequence],
-        kl: Sequence[tuple[float, ...]],
+        kl: Sequence[Sequence[float]],
         coefficient: float,
     ) -> Charges:
         """Returns what the KL costs.
@@ -59,7 +63,7 @@ class Charges:
             coefficient: What to multiply it by.
         """
         return cls(
-            of_tokens=[tuple(coefficient * value for value in values) for values in kl],
+            of_tokens=[coefficient * np.asarray(values, dtype=np.float64) for values in kl],
             metrics={PENALTY: _mean_of_sequences(sequences, kl), COEFFICIENT: coefficient},
         )
 
@@ -81,11 +85,9 @@ def coefficient_after(config: RewardKlConfig, metrics: Mapping[str, float]) -> f
     return metrics[COEFFICIENT] * (1.0 + error * metrics[NUM_SEQUENCES] / config.horizon)
 
 
-def _mean_of_sequences(
-    sequences: Sequence[TrainSequence], kl: Sequence[tuple[float, ...]]
-) -> float:
+def _mean_of_sequences(sequences: Sequence[TrainSequence], kl: Sequence[Sequence[float]]) -> float:
     means = [
-        math.fsum(value for value, masked in zip(values, s.loss_mask, strict=True) if masked)
+        math.fsum(np.asarray(values, dtype=np.float64)[s.loss_positions].tolist())
         / s.num_loss_tokens
         for s, values in zip(sequences, kl, strict=True)
     ]

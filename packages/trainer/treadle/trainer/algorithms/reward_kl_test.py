@@ -61,4 +61,5 @@ def test_sequences_count_alike_and_observed_tokens_not_at_all() -> None:
     long, short = sequence((False, True, False, True)), sequence((False, True))
     charges = Charges.of([long, short], [(9.0, 1.0, 9.0, 2.0), (9.0, 5.0)], 0.5)
     assert charges.metrics == {PENALTY: (1.5 + 5.0) / 2, COEFFICIENT: 0.5}
-    assert charges.of_tokens == [(4.5, 0.5, 4.5, 1.0), (4.5, 2.5)]
+    assert charges.of_tokens is not None
+    assert [each.tolist() for each in charges.of_tokens] == [[4.5, 0.5, 4.5, 1.0], [4.5, 2.5]]

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.agent_loop import BoolArray
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.types import TrainSequence
 
@@ -37,14 +39,17 @@ def token_selector(config: AlgorithmConfig) -> Selector | None:
     def select(
         sequences: Sequence[TrainSequence], logprobs: Sequence[Sequence[float]], seed: int
     ) -> Sequence[TrainSequence]:
-        masks = [torch.tensor(s.loss_mask) for s in sequences]
+        masks = [torch.from_numpy(np.array(s.loss_mask)) for s in sequences]
         new = _flat(logprobs, masks)
         advantages = _flat([s.advantages for s in sequences], masks)
         covariances = (advantages - advantages.mean()) * (new - new.mean())
         if config.loss == "kl_cov":
             chosen = largest(covariances, config.cov.ratio)
         else:
-            given = [s.old_logprobs or new_S for s, new_S in zip(sequences, logprobs, strict=True)]
+            given = [
+                new_S if s.old_logprobs is None else s.old_logprobs
+                for s, new_S in zip(sequences, logprobs, strict=True)
+            ]
             old = _flat(given, masks)
             ratio = (new - old).exp()
             up = (advantages > 0) & (ratio > 1.0 + config.clip_high)
@@ -73,17 +78,17 @@ def _flat(values: Sequence[float | Sequence[float]], masks: Sequence[Tensor]) ->
     parts = [
         torch.full((int(mask.sum()),), each, dtype=torch.float64)
         if isinstance(each, float)
-        else torch.tensor(each, dtype=torch.float64)[mask]
+        else torch.from_numpy(np.array(each, dtype=np.float64))[mask]
         for each, mask in zip(values, masks, strict=True)
     ]
     return torch.cat(parts)
 
 
-def _whole(flags_T: Tensor, mask: Tensor) -> tuple[bool, ...]:
+def _whole(flags_T: Tensor, mask: Tensor) -> BoolArray:
     """Returns the flags of all tokens of a sequence from those of its loss tokens."""
     flags = torch.zeros(len(mask), dtype=torch.bool)
     flags[mask] = flags_T
-    return tuple(flags.tolist())
+    return BoolArray.of_buffer(flags.numpy().data)
 
 
 def largest(covariances_T: Tensor, ratio: float) -> Tensor:

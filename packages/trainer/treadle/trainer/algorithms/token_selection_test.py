@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treadle.agent_loop import BoolArray
 from treadle.trainer.algorithms.token_selection import some_in_band, token_selector
 from treadle.trainer.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.trainer.policy.types import TrainSequence
@@ -18,14 +19,14 @@ SEQUENCES = [
 # By hand: means are A = 0 and log p = -2, so the covariances are 1, 0 and (-2)(-1) = 2.
 
 
-def selected(config: AlgorithmConfig, seed: int = 0) -> list[tuple[bool, ...] | None]:
+def selected(config: AlgorithmConfig, seed: int = 0) -> list[BoolArray | None]:
     select = token_selector(config)
     assert select is not None
     return [s.selected for s in select(SEQUENCES, LOGPROBS, seed)]
 
 
 def test_kl_cov_takes_the_largest_covariances() -> None:
-    def of(ratio: float) -> list[tuple[bool, ...] | None]:
+    def of(ratio: float) -> list[BoolArray | None]:
         return selected(AlgorithmConfig(loss="kl_cov", cov=CovarianceConfig(ratio=ratio)))
 
     assert of(0.0002) == [(False, False, False), (False, True, False)]
@@ -33,7 +34,7 @@ def test_kl_cov_takes_the_largest_covariances() -> None:
 
 
 def test_clip_cov_draws_from_the_band() -> None:
-    def of(low: float, high: float) -> list[tuple[bool, ...] | None]:
+    def of(low: float, high: float) -> list[BoolArray | None]:
         cov = CovarianceConfig(ratio=1.0, clip_low=low, clip_high=high)
         return selected(AlgorithmConfig(loss="clip_cov", cov=cov))
 
@@ -85,7 +86,9 @@ def test_one_advantage_for_all_tokens_is_each_of_them(loss: str) -> None:
     assert select is not None
     each = [s.advantages for s in SEQUENCES]
     one = [
-        replace(s, advantages=s.advantages[0]) for s in SEQUENCES if isinstance(s.advantages, tuple)
+        replace(s, advantages=s.advantages[0])
+        for s in SEQUENCES
+        if not isinstance(s.advantages, float)
     ]
     assert each == [(a, a, a) for a in (1.0, -2.0)]
     assert [s.selected for s in select(one, LOGPROBS, 4)] == selected(config, 4)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from treadle.agent_loop import FloatArray
     from treadle.trainer.policy.types import (
         LossAggregation,
         NamedTensor,
@@ -104,17 +105,17 @@ class PolicyBackend(Protocol):
 
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         """Returns log-probabilities of the loss tokens under the current policy, 0.0 elsewhere.
 
         Returns:
-            One [L] tuple per sequence, the same on every rank.
+            One [L] array per sequence, the same on every rank.
         """
         ...
 
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         """Returns the same under the frozen reference: the start weights, or another model.
 
         With LoRA this is the model without its adapters, even if they started from a file.

@@ -62,21 +62,15 @@ def token_weights(
 
 def input_length(sequence: TrainSequence) -> int:
     """Returns the number of tokens to run through the model: all before the last loss token."""
-    mask = sequence.loss_mask
-    last = len(mask) - 1
-    while last > 0 and not mask[last]:
-        last -= 1
-    return last
+    positions = sequence.loss_positions
+    return int(positions[-1]) if len(positions) else 0
 
 
 def has_gradient(sequence: TrainSequence) -> bool:
     """Returns whether any loss token has an advantage other than 0."""
     if isinstance(sequence.advantages, float):
-        return bool(sequence.advantages) and any(sequence.loss_mask)
-    return any(
-        advantage and masked
-        for advantage, masked in zip(sequence.advantages, sequence.loss_mask, strict=True)
-    )
+        return bool(sequence.advantages) and sequence.num_loss_tokens > 0
+    return bool(sequence.at_loss_tokens("advantages").any())
 
 
 def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import PolicyConfig
@@ -123,7 +124,7 @@ class MeasureReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredReference:
-    """What the reference says of a batch, before its updates; one [L] tuple per sequence each.
+    """What the reference says of a batch, before its updates; one [L] array per sequence each.
 
     Attributes:
         kl: Estimate of KL(policy || reference) at each loss token, in nats.
@@ -131,9 +132,9 @@ class MeasuredReference:
         ref_logprobs: The same.
     """
 
-    kl: tuple[tuple[float, ...], ...]
-    old_logprobs: tuple[tuple[float, ...], ...] | None = None
-    ref_logprobs: tuple[tuple[float, ...], ...] | None = None
+    kl: tuple[FloatArray, ...]
+    old_logprobs: tuple[FloatArray, ...] | None = None
+    ref_logprobs: tuple[FloatArray, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+import numpy as np
+
+from treadle.agent_loop import BoolArray, FloatArray, IntArray
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -34,21 +37,23 @@ SharePrefixes = Literal["auto", "always", "never"]
 LOGPROB_FIELDS: Final = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 """Optional fields of `TrainSequence`; a batch has each for all of its sequences or for none."""
 
-_ALIGNED: Final = (
-    *("loss_mask", "advantages", "stale", "selected", "values", "returns"),
-    *LOGPROB_FIELDS,
-)
+FLOAT_FIELDS: Final = (*LOGPROB_FIELDS, "values", "returns")
+"""Optional fields of `TrainSequence` with one number per token."""
+
+FLAG_FIELDS: Final = ("stale", "selected")
+"""Optional fields of `TrainSequence` with one flag per token."""
 
 
 # --- what a step takes and gives -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class TrainSequence:
-    """One sample of a trajectory, ready for training. All tuples are [L], aligned with `ids`.
+    """One sample of a trajectory, ready for training. All arrays are [L], aligned with `ids`.
 
-    Entry t of every log-probability tuple is log p(ids[t] | ids[:t]) in nats. Entries outside
-    `loss_mask` are never read.
+    Entry t of the log-probabilities is log p(ids[t] | ids[:t]) in nats. Entries outside
+    `loss_mask` are never read. Args are any sequences of numbers, which become arrays; numbers are
+    float32. The memory of `Tokens` is shared, so a sequence adds little more than its mask to it.
 
     Attributes:
         ids: Token ids.
@@ -81,26 +86,62 @@ class TrainSequence:
             mask (nothing precedes it, so it has no probability), or an image is where none can be.
     """
 
-    ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    advantages: float | tuple[float, ...]
-    rollout_logprobs: tuple[float, ...] | None = None
-    old_logprobs: tuple[float, ...] | None = None
-    ref_logprobs: tuple[float, ...] | None = None
+    ids: IntArray
+    loss_mask: BoolArray
+    advantages: float | FloatArray
+    rollout_logprobs: FloatArray | None = None
+    old_logprobs: FloatArray | None = None
+    ref_logprobs: FloatArray | None = None
     trajectory: int | None = None
-    stale: tuple[bool, ...] | None = None
-    selected: tuple[bool, ...] | None = None
-    values: tuple[float, ...] | None = None
-    returns: tuple[float, ...] | None = None
+    stale: BoolArray | None = None
+    selected: BoolArray | None = None
+    values: FloatArray | None = None
+    returns: FloatArray | None = None
     routed_experts: RoutedExperts | None = None
     images: tuple[PlacedImage, ...] = ()
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        ids: Sequence[int],
+        loss_mask: Sequence[bool],
+        advantages: float | Sequence[float],
+        rollout_logprobs: Sequence[float] | None = None,
+        old_logprobs: Sequence[float] | None = None,
+        ref_logprobs: Sequence[float] | None = None,
+        trajectory: int | None = None,
+        stale: Sequence[bool] | None = None,
+        selected: Sequence[bool] | None = None,
+        values: Sequence[float] | None = None,
+        returns: Sequence[float] | None = None,
+        routed_experts: RoutedExperts | None = None,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> None:
+        given = {
+            "ids": IntArray(ids),
+            "loss_mask": BoolArray(loss_mask),
+            "advantages": advantages if isinstance(advantages, float) else FloatArray(advantages),
+            "rollout_logprobs": _floats(rollout_logprobs),
+            "old_logprobs": _floats(old_logprobs),
+            "ref_logprobs": _floats(ref_logprobs),
+            "trajectory": trajectory,
+            "stale": None if stale is None else BoolArray(stale),
+            "selected": None if selected is None else BoolArray(selected),
+            "values": _floats(values),
+            "returns": _floats(returns),
+            "routed_experts": routed_experts,
+            "images": images,
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
         """Checks the alignment that the docstring promises."""
         length = len(self.ids)
         if length < 2:
             raise ValueError(f"a sequence needs at least 2 ids, got {length}")
-        for name in _ALIGNED:
+        for name in ("loss_mask", "advantages", *FLAG_FIELDS, *FLOAT_FIELDS):
             entries = getattr(self, name)
             if entries is None or isinstance(entries, float):
                 continue
@@ -119,16 +160,41 @@ class TrainSequence:
                 raise ValueError(f"the image at {placed.start} has ids in the loss mask")
             done = placed.stop
 
-    def advantages_at(self, places: Sequence[int]) -> list[float]:
-        """Returns the advantages of the tokens at some places."""
-        if isinstance(self.advantages, float):
-            return [self.advantages] * len(places)
-        return [self.advantages[t] for t in places]
+    @property
+    def loss_positions(self) -> NDArray[np.intp]:
+        """Where the loss tokens are, in ascending order."""
+        return np.flatnonzero(np.asarray(self.loss_mask))
+
+    def at_loss_tokens(self, name: str) -> NDArray[np.float32]:
+        """Returns the entries of a field of numbers, or `advantages`, at the loss tokens."""
+        entries = getattr(self, name)
+        if isinstance(entries, float):
+            return np.full(self.num_loss_tokens, entries, dtype=np.float32)
+        found: NDArray[np.float32] = np.asarray(entries, dtype=np.float32)[self.loss_positions]
+        return found
+
+    def flags_at_loss_tokens(self, name: str) -> NDArray[np.bool_]:
+        """Returns the entries of a field of flags at the loss tokens; False where it is None."""
+        entries = getattr(self, name)
+        if entries is None:
+            return np.zeros(self.num_loss_tokens, dtype=np.bool_)
+        found: NDArray[np.bool_] = np.asarray(entries, dtype=np.bool_)[self.loss_positions]
+        return found
+
+    def aligned(self, numbers: NDArray[np.floating]) -> FloatArray:
+        """Returns [L] numbers: those given at the loss tokens, 0.0 at the others."""
+        placed = np.zeros(len(self.ids), dtype=np.float32)
+        placed[self.loss_positions] = numbers
+        return FloatArray.of_buffer(placed.data)
 
     @property
     def num_loss_tokens(self) -> int:
         """Number of tokens that are trained on."""
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(np.asarray(self.loss_mask)))
+
+
+def _floats(values: Sequence[float] | None) -> FloatArray | None:
+    return None if values is None else FloatArray(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from treadle.agent_loop import RequestContext, SamplingParams, SetupError
+from treadle.agent_loop import FloatArray, RequestContext, SamplingParams, SetupError
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, connect
 from treadle.trainer.config.schema import Config
@@ -47,7 +47,7 @@ class ServedReference:
         self._places = asyncio.Semaphore(places)
         self._num_asked = 0
 
-    async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
         """Returns log p(ids[t] | ids[:t]) in nats at temperature 1, [L] per sequence.
 
         Entries outside `TrainSequence.loss_mask` are 0 or of ids that were observed; nothing reads
@@ -58,11 +58,11 @@ class ServedReference:
         """
         return await concurrently(self._score(sequence) for sequence in sequences)
 
-    async def _score(self, sequence: TrainSequence) -> tuple[float, ...]:
-        places = [t for t, trained in enumerate(sequence.loss_mask) if trained]
+    async def _score(self, sequence: TrainSequence) -> FloatArray:
+        places = sequence.loss_positions.tolist()
         length = len(sequence.ids)
         if not places:
-            return (0.0,) * length
+            return FloatArray((0.0,) * length)
         first, stop = places[0], places[-1] + 1
         self._num_asked += 1
         name = f"reference-{self._num_asked}"
@@ -79,7 +79,7 @@ class ServedReference:
                 )
             finally:
                 self._generator.finish_session(name)
-        return (*(0.0,) * first, *completion.prompt_logprobs, *(0.0,) * (length - stop))
+        return FloatArray((*(0.0,) * first, *completion.prompt_logprobs, *(0.0,) * (length - stop)))
 
 
 @asynccontextmanager

@@ -241,7 +241,7 @@ def train_sequences(
             ids=tokens.ids,
             loss_mask=tokens.loss_mask,
             rollout_logprobs=tokens.logprobs,
-            advantages=tuple(float(sampled) for sampled in tokens.loss_mask),
+            advantages=tuple(map(float, tokens.loss_mask)),
             trajectory=conversation,
             images=tokens.images,
         )

@@ -25,7 +25,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from treadle.agent_loop import Image, Tokens, Trajectory, TrajectoryTimeoutError
+from treadle.agent_loop import (
+    BoolArray,
+    FloatArray,
+    Image,
+    Tokens,
+    Trajectory,
+    TrajectoryTimeoutError,
+)
 from treadle.trainer.algorithms.advantages import Floats, Outcomes, PerToken
 from treadle.trainer.algorithms.estimators import FoundEstimator
 from treadle.trainer.policy.commands import MeasuredReference
@@ -178,14 +185,14 @@ class Survivors:
             found = found.with_reference(measured.ref_logprobs)
         return found
 
-    def with_reference(self, logprobs: Sequence[tuple[float, ...]]) -> Survivors:
+    def with_reference(self, logprobs: Sequence[FloatArray]) -> Survivors:
         """Returns them with the reference's log-probabilities, [L] per sequence."""
         sequences = tuple(
             replace(s, ref_logprobs=each) for s, each in zip(self.sequences, logprobs, strict=True)
         )
         return replace(self, sequences=sequences)
 
-    def with_values(self, values: Sequence[tuple[float, ...]]) -> Survivors:
+    def with_values(self, values: Sequence[FloatArray]) -> Survivors:
         """Returns them with a critic's values, [L] per sequence."""
         sequences = tuple(
             replace(s, values=each) for s, each in zip(self.sequences, values, strict=True)
@@ -193,7 +200,7 @@ class Survivors:
         return replace(self, sequences=sequences)
 
     def batch(
-        self, estimator: FoundEstimator, *, charges: Sequence[tuple[float, ...]] | None = None
+        self, estimator: FoundEstimator, *, charges: Sequence[Floats] | None = None
     ) -> StepBatch:
         """Returns the batch with the advantages of an estimator.
 
@@ -276,29 +283,27 @@ def _members(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def _of_loss_tokens(
-    sequences: Sequence[TrainSequence], values: Sequence[tuple[float, ...]]
-) -> list[float]:
-    return [
-        value
-        for sequence, each in zip(sequences, values, strict=True)
-        for value, masked in zip(each, sequence.loss_mask, strict=True)
-        if masked
-    ]
+    sequences: Sequence[TrainSequence], values: Sequence[FloatArray] | Sequence[Floats]
+) -> Floats:
+    return np.concatenate(
+        [
+            np.asarray(each, dtype=np.float64)[sequence.loss_positions]
+            for sequence, each in zip(sequences, values, strict=True)
+        ]
+    )
 
 
-def _values(sequences: Sequence[TrainSequence]) -> list[float]:
+def _values(sequences: Sequence[TrainSequence]) -> Floats:
     given = [sequence.values for sequence in sequences if sequence.values is not None]
     assert len(given) == len(sequences), "with_values comes first"
     return _of_loss_tokens(sequences, given)
 
 
-def _critic_metrics(
-    values: Sequence[float] | None, found: Floats | PerToken
-) -> Mapping[str, float]:
+def _critic_metrics(values: Floats | None, found: Floats | PerToken) -> Mapping[str, float]:
     """Returns how well the critic knew the returns, before it learns them."""
     if values is None or not isinstance(found, PerToken) or found.returns_T is None:
         return {}
-    values_T, returns_T = np.array(values), found.returns_T
+    values_T, returns_T = values, found.returns_T
     spread = float(returns_T.var())
     metrics = {
         "critic/values_mean": float(values_T.mean()),
@@ -309,9 +314,7 @@ def _critic_metrics(
     return metrics
 
 
-def _outcomes(
-    groups: Sequence[Group], charges: Sequence[float] | None, values: Sequence[float] | None
-) -> Outcomes:
+def _outcomes(groups: Sequence[Group], charges: Floats | None, values: Floats | None) -> Outcomes:
     members = [
         (number, member, group.greedy)
         for number, group in enumerate(groups)
@@ -337,11 +340,11 @@ def _with_advantages(
     sequences: Sequence[TrainSequence], members: Sequence[Trajectory], found: Floats | PerToken
 ) -> tuple[list[TrainSequence], list[float]]:
     """Returns the sequences with advantages, and the mean advantage of each trajectory."""
-    per_token = found.values_T.tolist() if isinstance(found, PerToken) else None
+    per_token = found.values_T if isinstance(found, PerToken) else None
     returns = found.returns_T if isinstance(found, PerToken) else None
     per_member = iter(() if isinstance(found, PerToken) else found.tolist())
     per_trajectory: list[float] = []
-    left = iter(sequences)
+    unchanged = iter(sequences)
     done: list[TrainSequence] = []
     begin = 0
     for trajectory in members:
@@ -352,28 +355,23 @@ def _with_advantages(
             for sample in member.samples:
                 count = sample.num_sampled_tokens
                 if count:
-                    values: float | tuple[float, ...] = one
+                    sequence = next(unchanged)
+                    values: float | FloatArray = one
                     total += one * count
                     if per_token is not None:
-                        values = _aligned(per_token[begin : begin + count], sample.loss_mask)
-                    sequence = replace(next(left), advantages=values)
+                        values = sequence.aligned(per_token[begin : begin + count])
+                    sequence = replace(sequence, advantages=values)
                     if returns is not None:
-                        own = returns[begin : begin + count].tolist()
-                        sequence = replace(sequence, returns=_aligned(own, sample.loss_mask))
+                        own = sequence.aligned(returns[begin : begin + count])
+                        sequence = replace(sequence, returns=own)
                     done.append(sequence)
                 begin += count
         if per_token is not None:
-            total = math.fsum(per_token[first:begin])
+            total = math.fsum(per_token[first:begin].tolist())
         if trajectory.sample_rewards or per_token is not None:
             one = total / max(1, begin - first)
         per_trajectory.append(one)
     return done, per_trajectory
-
-
-def _aligned(values: Sequence[float], mask: Sequence[bool]) -> tuple[float, ...]:
-    """Returns the values of sampled tokens in their places, 0 in the others."""
-    left = iter(values)
-    return tuple(next(left) if sampled else 0.0 for sampled in mask)
 
 
 def _survivors_needed(group: Group, estimator: FoundEstimator) -> int:
@@ -445,19 +443,19 @@ def _sequence(
     )
 
 
-def _stale(tokens: Tokens, version: int) -> tuple[bool, ...] | None:
+def _stale(tokens: Tokens, version: int) -> BoolArray | None:
     """Returns a flag per token, or None if no token is stale.
 
     Adjacent sampled spans are one completion that continued through a weight update: its tokens
     after the update still depend on what older weights sampled.
     """
-    stale = [False] * len(tokens.ids)
+    stale = bytearray(len(tokens.ids))
     last_stop = -1
     for span in tokens.spans:
         if span.weight_version is None:
             continue
         older = span.weight_version < version
-        goes_on = span.start == last_stop and stale[last_stop - 1]
-        stale[span.start : span.stop] = [older or goes_on] * (span.stop - span.start)
+        goes_on = span.start == last_stop and bool(stale[last_stop - 1])
+        stale[span.start : span.stop] = bytes([older or goes_on]) * (span.stop - span.start)
         last_stop = span.stop
-    return tuple(stale) if any(stale) else None
+    return BoolArray.of_buffer(stale) if any(stale) else None

@@ -10,6 +10,7 @@ from treadle.agent_loop import (
     AgentTask,
     Completion,
     FinishReason,
+    FloatArray,
     GenerationTimeoutError,
     Image,
     Message,
@@ -165,15 +166,18 @@ def test_values_of_a_critic_become_advantages_and_returns_of_each_token() -> Non
     estimator = find_estimator(AlgorithmConfig(advantage="gae", gamma=0.5))
     survivors = survivors_of(groups, estimator, version=3)
     assert [s.ids for s in survivors.sequences] == [(1, 2, 7, 8)] * 3
-    values = [(9.0, 9.0, 0.25, 0.5), (9.0, 9.0, 0.0, 0.0), (9.0, 9.0, 0.5, 0.25)]
+    values = [
+        FloatArray(each)
+        for each in ((9.0, 9.0, 0.25, 0.5), (9.0, 9.0, 0.0, 0.0), (9.0, 9.0, 0.5, 0.25))
+    ]
     batch = survivors.with_values(values).batch(estimator)
     assert [s.values for s in batch.sequences] == values
     # The return of a token is the reward times 1/2 per sampled token after it.
     assert [s.returns for s in batch.sequences] == [(0.0, 0.0, 0.5, 1.0)] * 2 + [(0.0,) * 4]
     raw = np.array([0.25, 0.5, 0.5, 1.0, -0.5, -0.25])
     white = (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8)
-    got = [a for s in batch.sequences for a in s.advantages_at([2, 3])]
-    assert got == pytest.approx(white.tolist())
+    got = [a for s in batch.sequences for a in s.at_loss_tokens("advantages").tolist()]
+    assert got == pytest.approx(white.tolist(), abs=1e-6)
     assert batch.advantages == pytest.approx((white[:4].mean(), white[4:].mean()))
     metrics = batch.metrics()
     returns = np.array([0.5, 1.0, 0.5, 1.0, 0.0, 0.0])
@@ -257,7 +261,10 @@ def test_what_a_token_costs_comes_off_the_reward_before_rewards_are_compared() -
     trajectories = [_good(0, 0, 1.0, num_samples=2), _good(0, 1, 0.0)]
     estimator = find_estimator(AlgorithmConfig(advantage="dr_grpo"))
     survivors = survivors_of(groups_of(trajectories), estimator, version=3)
-    charges = [(9.0, 9.0, 0.1, 0.2), (9.0, 9.0, 0.3, 0.4), (9.0, 9.0, -0.5, 0.0)]
+    charges = [
+        np.array(each)
+        for each in ((9.0, 9.0, 0.1, 0.2), (9.0, 9.0, 0.3, 0.4), (9.0, 9.0, -0.5, 0.0))
+    ]
     batch = survivors.batch(estimator, charges=charges)
     # 1 - 1.0 and 0 + 0.5
     assert [s.advantages for s in batch.sequences] == pytest.approx([-0.25, -0.25, 0.25])
@@ -268,7 +275,7 @@ def test_what_a_token_costs_comes_off_the_reward_before_rewards_are_compared() -
     returns = [0.7, 0.8, 0.3, 0.6, 0.5, 0.0]
     mean, std = statistics.mean(returns), statistics.stdev(returns)
     want = [(r - mean) / std for r in returns]
-    got = [value for s in spread.sequences for value in s.advantages_at([2, 3])]
+    got = [a for s in spread.sequences for a in s.at_loss_tokens("advantages").tolist()]
     assert got == pytest.approx(want, abs=1e-6)
 
 
@@ -328,7 +335,7 @@ def test_values_per_token_know_the_players_too() -> None:
     games = [_game(0, 0, 1.0, -1.0), _game(0, 1, -1.0, 1.0)]
     batch = _batch(games, advantage="reinforce_plus_plus", gamma=0.5)
     won, lost, *rest = (sequence.advantages for sequence in batch.sequences)
-    assert isinstance(won, tuple) and isinstance(lost, tuple)
+    assert isinstance(won, FloatArray) and isinstance(lost, FloatArray)
     assert won[2:] == tuple(-value for value in lost[2:])
     assert rest == [lost, won]
 

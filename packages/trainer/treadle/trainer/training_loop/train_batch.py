@@ -9,7 +9,6 @@ The critic learns from the same mini-batches.
 """
 
 import itertools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.algorithms.kl import kl_penalty
 from treadle.trainer.algorithms.mismatch import mismatch_metrics
@@ -111,7 +111,7 @@ def measure_reference(
 
     Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
     """
-    ours: list[tuple[float, ...]] = []
+    ours: list[FloatArray] = []
     if algorithm.old_logprobs == "policy":
         ours = policy.logprobs(sequences, temperature=temperature)
     else:
@@ -122,12 +122,14 @@ def measure_reference(
     if not reference:  # else rollout servers hold it, and were asked already
         reference = policy.reference_logprobs(sequences, temperature=temperature)
     kl = [
-        kl_penalty(torch.tensor(p), torch.tensor(ref), algorithm.reward_kl.type).tolist()
+        FloatArray.of_buffer(
+            kl_penalty(_tensor(p), _tensor(ref), algorithm.reward_kl.type).numpy().data
+        )
         for p, ref in zip(ours, reference, strict=True)
     ]
     shares_old = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
     return MeasuredReference(
-        kl=tuple(map(tuple, kl)),
+        kl=tuple(kl),
         old_logprobs=tuple(ours) if shares_old else None,
         ref_logprobs=tuple(reference) if algorithm.loss_needs_reference else None,
     )
@@ -165,7 +167,7 @@ def not_finite(
         return "weights that are not finite"
     probe = min((s for s in sequences if s.num_loss_tokens), key=lambda s: len(s.ids))
     (logprobs,) = policy.logprobs([probe], temperature=temperature)
-    if not all(map(math.isfinite, logprobs)):
+    if not np.isfinite(logprobs).all():
         return "weights with which log-probabilities are not finite"
     return None
 
@@ -201,13 +203,7 @@ def _token_values(
     kept = [step.tokens for step in steps if step.tokens is not None]
     logprobs_M = np.concatenate([tokens.logprobs_M for tokens in kept])
     if measured is not None:
-        before = (
-            logprob
-            for sequence in measured
-            for logprob, masked in zip(sequence.old_logprobs or (), sequence.loss_mask, strict=True)
-            if masked
-        )
-        logprobs_M = np.fromiter(before, dtype=np.float32, count=len(logprobs_M))
+        logprobs_M = np.concatenate([s.at_loss_tokens("old_logprobs") for s in measured])
     return TokenValues(
         logprobs_M=logprobs_M, entropy_M=np.concatenate([tokens.entropy_M for tokens in kept])
     )
@@ -215,14 +211,16 @@ def _token_values(
 
 def _mismatch(sequences: Sequence[TrainSequence]) -> Mapping[str, float] | None:
     """Returns metrics of sequences with old log-probabilities; None if no engine sampled them."""
-    gaps: list[float] = []
-    stale: list[bool] = []
-    for sequence in sequences:
-        ours, theirs = sequence.old_logprobs, sequence.rollout_logprobs
-        if ours is None or theirs is None:
-            return None
-        flags = sequence.stale or (False,) * len(sequence.ids)
-        places = [t for t, masked in enumerate(sequence.loss_mask) if masked]
-        gaps += [ours[t] - theirs[t] for t in places]
-        stale += [flags[t] for t in places]
-    return mismatch_metrics(torch.tensor(gaps), torch.tensor(stale)) if gaps else None
+    if any(s.old_logprobs is None or s.rollout_logprobs is None for s in sequences):
+        return None
+    gaps_M = np.concatenate(
+        [s.at_loss_tokens("old_logprobs") - s.at_loss_tokens("rollout_logprobs") for s in sequences]
+    )
+    stale_M = np.concatenate([s.flags_at_loss_tokens("stale") for s in sequences])
+    if not len(gaps_M):
+        return None
+    return mismatch_metrics(torch.from_numpy(gaps_M), torch.from_numpy(stale_M))
+
+
+def _tensor(values: FloatArray) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.float32))

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.trainer.policy.backend import LossFn
 from treadle.trainer.policy.types import (
@@ -32,15 +33,15 @@ class _Policy:
 
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         self.temperatures.add(temperature)
-        return [(self.logprob,) * len(sequence.ids) for sequence in sequences]
+        return [FloatArray((self.logprob,) * len(sequence.ids)) for sequence in sequences]
 
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         self.temperatures.add(temperature)
-        return [(-2.0,) * len(sequence.ids) for sequence in sequences]
+        return [FloatArray((-2.0,) * len(sequence.ids)) for sequence in sequences]
 
     def train_step(
         self,

@@ -72,7 +72,7 @@ def make_rows(
         of_samples = values.get(id(trajectory), [_Values()] * len(trajectory.samples))
         samples = [
             {
-                "ids": np.asarray(sample.ids.data, dtype=np.int32),
+                "ids": np.asarray(sample.ids, dtype=np.int32),
                 "spans": to_spans(sample, decode),
                 "logprobs": _at(sample.loss_mask, _sampled(sample)),
                 "policy_logprobs": _at(sample.loss_mask, given.logprobs),
@@ -159,9 +159,8 @@ def _values_by_trajectory(batch: StepBatch, tokens: TokenValues | None) -> dict[
 
 
 def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -> _Values:
-    places = [place for place, masked in enumerate(sequence.loss_mask) if masked]
     return _Values(
-        advantages=np.array(sequence.advantages_at(places), dtype=np.float32),
+        advantages=sequence.at_loss_tokens("advantages"),
         logprobs=None if tokens is None else tokens.logprobs_M[slots],
         entropy=None if tokens is None else tokens.entropy_M[slots],
     )
@@ -169,8 +168,8 @@ def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -
 
 def _sampled(sample: Tokens) -> Floats:
     """Returns the log-probabilities of the sampled tokens."""
-    mask = np.asarray(sample.loss_mask.data, dtype=bool)
-    sampled: Floats = np.asarray(sample.logprobs.data, dtype=np.float32)[mask]
+    mask = np.asarray(sample.loss_mask, dtype=bool)
+    sampled: Floats = np.asarray(sample.logprobs, dtype=np.float32)[mask]
     return sampled
 
 
@@ -179,7 +178,7 @@ def _at(mask: BoolArray, values: Floats | None) -> Floats | None:
     if values is None:
         return None
     placed = np.full(len(mask), np.nan, dtype=np.float32)
-    placed[np.asarray(mask.data, dtype=bool)] = values
+    placed[np.asarray(mask, dtype=bool)] = values
     return placed
 
 

@@ -58,6 +58,7 @@ from treadle.trainer.policy.types import (
 )
 
 if TYPE_CHECKING:
+    from treadle.agent_loop import FloatArray
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.backend import LossOutput
     from treadle.trainer.policy.commands import OffloadReport
@@ -185,7 +186,7 @@ class MegatronPolicy:
     @torch.no_grad()
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         """See `PolicyBackend.logprobs`."""
         self._offload.restore("parameters")
         return self._logprobs(self._model, self._net, sequences, temperature)
@@ -196,7 +197,7 @@ class MegatronPolicy:
         net: torch.nn.Module,
         sequences: Sequence[TrainSequence],
         temperature: float,
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
         packer = Packer(
             sequences,
@@ -219,12 +220,12 @@ class MegatronPolicy:
         micro_batches = self.micro_batches(packer, sequences, computed, model)
         pipeline.run(net, micro_batches, collect, forward_only=True)
         dist.all_reduce(values_M)
-        return packer.unpack(values_M.tolist())
+        return packer.unpack(values_M.cpu().numpy())
 
     @torch.no_grad()
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
-    ) -> list[tuple[float, ...]]:
+    ) -> list[FloatArray]:
         """See `PolicyBackend.reference_logprobs`."""
         sequences = [replace(s, routed_experts=None) for s in sequences]
         if isinstance(self._reference, PolicyModel):

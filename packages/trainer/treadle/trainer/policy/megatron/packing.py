@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths, runs_of
 from treadle.trainer.policy.types import LOGPROB_FIELDS
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
     from torch.distributed import ProcessGroup
 
+    from treadle.agent_loop import FloatArray
     from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.megatron.vision.rows import ImagePacker
     from treadle.trainer.policy.types import TrainSequence
@@ -145,7 +147,7 @@ class Packer:
         self._images = images
         if images is not None:
             images.start_batch()
-        self._positions = [_loss_positions(sequence) for sequence in sequences]
+        self._positions = [sequence.loss_positions for sequence in sequences]
         self._offsets = [0, *accumulate(len(p) for p in self._positions)]
 
     @property
@@ -159,18 +161,13 @@ class Packer:
 
     def slots(self, indices: Sequence[int]) -> Tensor:
         """Returns the slots of some sequences, on the device."""
-        runs = (range(self._offsets[i], self._offsets[i + 1]) for i in indices)
-        return self._tensor(list(chain.from_iterable(runs)), torch.int64)
+        runs = [np.arange(self._offsets[i], self._offsets[i + 1]) for i in indices]
+        return self._joined(runs, np.int64)
 
     def stale(self, indices: Sequence[int]) -> Tensor:
         """Returns for each slot of some sequences whether older weights sampled it; bool."""
-        flags = [
-            stale is not None and stale[t]
-            for i in indices
-            for stale in (self._sequences[i].stale,)
-            for t in self._positions[i]
-        ]
-        return self._tensor(flags, torch.bool)
+        flags = [self._sequences[i].flags_at_loss_tokens("stale") for i in indices]
+        return self._joined(flags, np.bool_)
 
     def num_rows(self, indices: Sequence[int], overlaps: Sequence[int] | None = None) -> int:
         """Returns the rows of `micro_batch` for these arguments, without padding."""
@@ -192,17 +189,18 @@ class Packer:
         skipped = [0] * len(lengths) if overlaps is None else overlaps
         own = [range(o, n) for o, n in zip(skipped, lengths, strict=True)]
         positions = list(chain.from_iterable(own))
-        ids = [s.ids[t] for (s, _), ts in zip(chosen, own, strict=True) for t in ts]
+        ids: list[int] = []
+        for (s, _), ts in zip(chosen, own, strict=True):
+            ids += s.ids.data[ts.start : ts.stop].tolist()
         padding = [0] * (-len(ids) % self._row_multiple)
         real = [True] * len(ids) + [False] * len(padding)
         ids, positions = ids + padding, positions + padding
         rotary = self._rotary(chosen, own, positions)
-        rows = [
-            path[t - 1]
-            for path, (_, ts) in zip(rows_of_paths(lengths, skipped), chosen, strict=True)
-            for t in ts
-        ]
-        targets = [s.ids[t] for s, ts in chosen for t in ts]
+        rows: list[int] = []
+        targets: list[int] = []
+        for path, (s, where) in zip(rows_of_paths(lengths, skipped), chosen, strict=True):
+            rows += np.asarray(path, dtype=np.int64)[where - 1].tolist()
+            targets += np.asarray(s.ids)[where].tolist()
         indices_PLK = self._replayed(chosen, own, len(padding))
         segments: Segments
         spread = None
@@ -228,7 +226,7 @@ class Packer:
             segments = Segments.of_lengths(lengths, self._at)
         else:
             segments = TreeSegments.of_tree(lengths, overlaps, self._at)
-        weights = [self._weights[i] for i in indices for _ in self._positions[i]]
+        weights = [np.full(len(self._positions[i]), self._weights[i]) for i in indices]
         if self._images is not None:
             places = None if self._context is None else place
             segments.images = self._images.rows([s for s, _ in chosen], own, places, self._at)
@@ -246,21 +244,23 @@ class Packer:
             targets_K=self._tensor(targets, torch.int64),
             spread=spread,
             slots_T=self.slots(indices),
-            weights_T=self._tensor(weights, torch.float32),
-            advantages_T=self._tensor(
-                [a for s, ts in chosen for a in s.advantages_at(ts)], torch.float32
-            ),
+            weights_T=self._joined(weights, np.float32),
+            advantages_T=self._joined([s.at_loss_tokens("advantages") for s, _ in chosen]),
             rollout_logprobs_T=self._at_loss_tokens(chosen, "rollout_logprobs"),
             old_logprobs_T=self._at_loss_tokens(chosen, "old_logprobs"),
             ref_logprobs_T=self._at_loss_tokens(chosen, "ref_logprobs"),
             stale_T=self.stale(indices),
             sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
-            selected_T=self._at_loss_tokens(chosen, "selected", torch.bool),
+            selected_T=(
+                self._joined([s.flags_at_loss_tokens("selected") for s, _ in chosen], np.bool_)
+                if self.has("selected")
+                else None
+            ),
         )
 
     def _rotary(
         self,
-        chosen: Sequence[tuple[TrainSequence, list[int]]],
+        chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]],
         own: Sequence[range],
         positions: Sequence[int],
     ) -> Tensor:
@@ -282,7 +282,7 @@ class Packer:
 
     def _replayed(
         self,
-        chosen: Sequence[tuple[TrainSequence, list[int]]],
+        chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]],
         own: Sequence[range],
         padding: int,
     ) -> Tensor | None:
@@ -292,35 +292,21 @@ class Packer:
         indices_PLK = replayed_indices(rows, self._replaying, padding=padding)
         return None if indices_PLK is None else indices_PLK.to(self._at, non_blocking=True)
 
-    def unpack(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Returns values by slot as one [L] tuple per sequence, 0.0 outside the loss mask."""
-        result = []
-        for sequence, positions, offset in zip(
-            self._sequences, self._positions, self._offsets[:-1], strict=True
-        ):
-            aligned = [0.0] * len(sequence.ids)
-            for t, value in zip(positions, values[offset : offset + len(positions)], strict=True):
-                aligned[t] = value
-            result.append(tuple(aligned))
-        return result
+    def unpack(self, values_M: NDArray[np.float32]) -> list[FloatArray]:
+        """Returns values by slot as one [L] array per sequence, 0.0 outside the loss mask."""
+        ends = zip(self._sequences, *(self._offsets[:-1], self._offsets[1:]), strict=True)
+        return [sequence.aligned(values_M[begin:end]) for sequence, begin, end in ends]
 
     def _at_loss_tokens(
-        self,
-        chosen: Sequence[tuple[TrainSequence, list[int]]],
-        name: str,
-        dtype: torch.dtype = torch.float32,
+        self, chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]], name: str
     ) -> Tensor | None:
-        return None if getattr(chosen[0][0], name) is None else self._required(chosen, name, dtype)
+        if not self.has(name):
+            return None
+        return self._joined([sequence.at_loss_tokens(name) for sequence, _ in chosen])
 
-    def _required(
-        self,
-        chosen: Sequence[tuple[TrainSequence, list[int]]],
-        name: str,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        values = [getattr(sequence, name) for sequence, _ in chosen]
-        picked = [v[t] for v, (_, ts) in zip(values, chosen, strict=True) for t in ts]
-        return self._tensor(picked, dtype)
+    def _joined(self, parts: Sequence[NDArray[Any]], dtype: DTypeLike = np.float32) -> Tensor:
+        joined = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+        return torch.from_numpy(joined).to(self._at, non_blocking=True)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
@@ -351,7 +337,3 @@ class MicroBatches:
             if later is not None:
                 self.packer.prefetch(later[0])
             yield micro
-
-
-def _loss_positions(sequence: TrainSequence) -> list[int]:
-    return [t for t, masked in enumerate(sequence.loss_mask) if masked]

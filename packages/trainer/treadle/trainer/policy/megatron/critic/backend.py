@@ -13,10 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +35,7 @@ from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
 from treadle.trainer.policy.types import LossAggregation, StepStats
 
 if TYPE_CHECKING:
+    from treadle.agent_loop import FloatArray
     from treadle.trainer.config.critic import CriticConfig
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.commands import OffloadReport
@@ -93,11 +94,11 @@ class MegatronCritic:
         return self._offload.take_report()
 
     @torch.no_grad()
-    def values(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
+    def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
         """Returns the value of the state before each loss token, 0.0 elsewhere.
 
         Returns:
-            One [L] tuple per sequence, the same on every rank.
+            One [L] array per sequence, the same on every rank.
         """
         self._offload.restore("parameters")
         packer = self._packer(sequences, [0.0] * len(sequences))
@@ -113,7 +114,7 @@ class MegatronCritic:
         micro_batches = self._policy.micro_batches(packer, sequences, computed)
         pipeline.run(self._net, micro_batches, collect, forward_only=True)
         dist.all_reduce(values_M)
-        return packer.unpack(values_M.tolist())
+        return packer.unpack(values_M.cpu().numpy())
 
     def train_step(
         self,
@@ -235,8 +236,5 @@ def _at_slots(sequences: Sequence[TrainSequence], name: str) -> Tensor:
     carried = [getattr(sequence, name) for sequence in sequences]
     if (lacking := sum(numbers is None for numbers in carried)) > 0:
         raise ValueError(f"{lacking} of {len(sequences)} sequences have no {name}")
-    numbers = chain.from_iterable(
-        (number for number, masked in zip(each, sequence.loss_mask, strict=True) if masked)
-        for each, sequence in zip(carried, sequences, strict=True)
-    )
-    return torch.tensor(list(numbers), dtype=torch.float32).to(device.device())
+    numbers = np.concatenate([sequence.at_loss_tokens(name) for sequence in sequences])
+    return torch.from_numpy(numbers).to(device.device())

@@ -115,7 +115,7 @@ def _paths(sequences: Sequence[TrainSequence]) -> list[NDArray[np.int64]]:
     numbers: dict[Image, int] = {}
     paths = []
     for sequence in sequences:
-        ids = np.array(sequence.ids[: input_length(sequence)], dtype=np.int64)
+        ids = np.asarray(sequence.ids[: input_length(sequence)]).astype(np.int64)
         for placed in sequence.images:
             if placed.start < len(ids):
                 number = -1 - numbers.setdefault(placed.image, len(numbers))
