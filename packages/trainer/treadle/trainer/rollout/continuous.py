@@ -18,20 +18,19 @@ server for `recover` or `serve_again`.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from treadle.agent_loop import (
     AgentTask,
-    RolloutRunner,
     SamplingParams,
     TokenGenerator,
     Trajectory,
 )
+from treadle.trainer.rollout.make_runner import Runner, RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.outages import failed_source
 from treadle.trainer.rollout.rollout import (
     Rollout,
-    Sink,
     failed_by,
     may_be_attempted_again,
     may_be_retried,
@@ -66,7 +65,7 @@ class ContinuousRollout:
     on_end: Callable[[Trajectory], None]
     version: Callable[[], int]
     routed_experts: bool = False
-    span_attributes: Callable[[AgentTask], Mapping[str, object]] | None = None
+    span_attributes: SpanAttributes | None = None
     troubled: asyncio.Event = field(default_factory=asyncio.Event)
     idle_s: float = 0.0
     _queued: deque[AgentTask] = field(default_factory=deque)
@@ -148,14 +147,13 @@ class ContinuousRollout:
             and bool(self._in_flight)
         )
 
-    def _runner(self, generator: TokenGenerator) -> RolloutRunner:
-        return self.rollout.runner(
-            generator,
+    def _runner(self, generator: TokenGenerator) -> Runner:
+        settings = RunnerSettings(
             sampling=self.sampling,
             min_weight_version=self.version(),
             routed_experts=self.routed_experts,
-            span_attributes=self.span_attributes,
         )
+        return self.rollout.runner(generator, settings, span_attributes=self.span_attributes)
 
     async def _attempt(self, tasks: Sequence[AgentTask], sink: Sink) -> None:
         await self.rollout.run_until_lost(tasks, self._runner, sink)

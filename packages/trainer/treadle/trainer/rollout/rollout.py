@@ -18,22 +18,15 @@ ended, the rollout waits for it, and attempts again what failed because of it.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
 
 from treadle.agent_loop import (
     AgentTask,
     ChatRenderer,
-    Completion,
-    PlacedImage,
-    RequestContext,
-    Retry,
     RewardFn,
-    RolloutRunner,
     SamplingParams,
-    Services,
     TokenGenerator,
     Trajectory,
     TrajectoryTimeoutError,
@@ -41,7 +34,14 @@ from treadle.agent_loop import (
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import PromptRules
 from treadle.trainer.report.failures import causes
-from treadle.trainer.rollout.loops_from_config import loop_limits
+from treadle.trainer.rollout.make_runner import (
+    Runner,
+    RunnerSettings,
+    Sink,
+    SpanAttributes,
+    make_runner,
+)
+from treadle.trainer.rollout.open_sessions import OpenSessions
 from treadle.trainer.rollout.outages import OutageError, Outages, failed_source
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-Sink = Callable[[Trajectory], Awaitable[None]]
 
 
 class Servers(Protocol):
@@ -124,6 +123,11 @@ class Rollout:
             NoServerLeftError: no server is left.
             SetupError: a restarted server does not fit.
         """
+        settings = RunnerSettings(
+            sampling=sampling,
+            min_weight_version=min_weight_version,
+            routed_experts=routed_experts,
+        )
         ended: dict[Key, Trajectory] = {}
         waiting = list(tasks)
 
@@ -134,13 +138,9 @@ class Rollout:
                 on_end(trajectory)
 
         async def attempt(some: Sequence[AgentTask], sink: Sink) -> None:
-            runner = partial(
-                self.runner,
-                sampling=sampling,
-                min_weight_version=min_weight_version,
-                routed_experts=routed_experts,
+            await self.run_until_lost(
+                some, lambda generator: self.runner(generator, settings), sink
             )
-            await self.run_until_lost(some, runner, sink)
 
         await self.servers.ensure_healthy()
         while waiting:
@@ -237,12 +237,12 @@ class Rollout:
     async def run_until_lost(
         self,
         tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
-        make_runner: Callable[[TokenGenerator], RolloutRunner],
+        runner: Callable[[TokenGenerator], Runner],
         sink: Sink,
     ) -> None:
         """Runs the tasks; cancels those in flight and returns early when no server is alive."""
-        with _Sessions(self.servers.generator) as generator:
-            running = asyncio.create_task(make_runner(generator).run(tasks, sink))
+        with OpenSessions(self.servers.generator) as generator:
+            running = asyncio.create_task(runner(generator).run(tasks, sink))
             lost = asyncio.create_task(self.servers.wait_until_all_ended())
             try:
                 await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -258,76 +258,28 @@ class Rollout:
     def runner(
         self,
         generator: TokenGenerator,
+        settings: RunnerSettings,
         *,
-        sampling: SamplingParams,
-        min_weight_version: int,
-        routed_experts: bool,
-        span_attributes: Callable[[AgentTask], Mapping[str, object]] | None = None,
-    ) -> RolloutRunner:
-        """Returns a runner of this rollout's loops and limits on a generator.
+        span_attributes: SpanAttributes | None = None,
+    ) -> Runner:
+        """Returns what runs tasks with this rollout's loops and limits.
 
         Args:
             generator: Samples the completions.
-            sampling: How.
-            min_weight_version: Oldest weights that may sample.
-            routed_experts: Whether trajectories have the experts of their rows.
+            settings: Of the tasks.
             span_attributes: See `RolloutRunner`.
         """
-        return RolloutRunner(
-            self.rules.loops,
-            Services(
-                generator=generator,
-                renderer=self.renderer,
-                limits=loop_limits(self.config),
-                sampling=sampling,
-                tools=self.rules.tools,
-                interactions=self.rules.interactions,
-                reward=self.reward,
-                min_weight_version=min_weight_version,
-                routed_experts=routed_experts,
-                trace_text=self.config.tracing.token2text,
-            ),
-            max_in_flight=self.config.rollout.max_in_flight * len(self.servers.live),
-            deadline_s=self.config.agent.deadline_s,
-            failure_policy=Retry(max_attempts=self.config.agent.max_attempts),
-            watchdog_s=self.config.agent.watchdog_s,
+        max_in_flight = self.config.rollout.max_in_flight * len(self.servers.live)
+        return make_runner(
+            self.config,
+            settings,
+            generator=generator,
+            renderer=self.renderer,
+            rules=self.rules,
+            reward=self.reward,
+            max_in_flight=max_in_flight,
             span_attributes=span_attributes,
         )
-
-
-@dataclass(slots=True)
-class _Sessions:
-    """The pool's generator for one batch of tasks; finishes the sessions that a loop left open.
-
-    The generator lives as long as the run, and an open session keeps its share of a replica.
-    """
-
-    generator: TokenGenerator
-    _open: set[str] = field(default_factory=set)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for session_id in list(self._open):
-            self.finish_session(session_id)
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        request: RequestContext,
-        images: Sequence[PlacedImage] = (),
-    ) -> Completion:
-        """See `TokenGenerator.generate`."""
-        self._open.add(request.session_id)
-        return await self.generator.generate(prompt, params, request=request, images=images)
-
-    def finish_session(self, session_id: str) -> None:
-        """See `TokenGenerator.finish_session`."""
-        self._open.discard(session_id)
-        self.generator.finish_session(session_id)
 
 
 def _key(task: AgentTask) -> Key:
