@@ -17,13 +17,15 @@ from typing import Any
 # the policy computes the log-probabilities that it trains on itself.
 BATCHING = ("rollout/kl", "rollout/logprob_diff_")
 WALL_TIME = ("_s", "_per_second")
+TIME_SHARES = "/time_share/"
 # Which trajectory is the slowest is a matter of wall time, and so are its lengths.
 SLOWEST = "agent_loop/slowest/"
 
 
 def is_compared(metric: str) -> bool:
     """Returns whether two runs of the same code agree on a metric bit for bit."""
-    return not metric.startswith(("time/", SLOWEST, *BATCHING)) and not metric.endswith(WALL_TIME)
+    timed = metric.startswith("time/") or metric.endswith(WALL_TIME) or TIME_SHARES in metric
+    return not timed and not metric.startswith((SLOWEST, *BATCHING))
 
 
 def differences(first: Path, second: Path, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:

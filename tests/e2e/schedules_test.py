@@ -41,6 +41,16 @@ def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> N
     assert sum(line["servers/restarted"] for line in lines) == 1
     assert max(line["staleness/max"] for line in lines) == 1
     assert all(line["rollout/num_failed"] == 0 for line in lines)
+    for process in ("servers", "policy"):
+        shares = [
+            [line[name] for name in line if name.startswith(f"{process}/time_share/")]
+            for line in lines
+        ]
+        # The line of a step whose checkpoint was complete when the run was killed may lack them.
+        whole = [each for each in shares if each]
+        assert len(whole) >= _STEPS - 1
+        assert [sum(each) for each in whole] == pytest.approx([1.0] * len(whole))
+    assert any(line.get("servers/time_share/down", 0.0) > 0.01 for line in lines)
     assert not list((resumed.run_dir / "groups").iterdir()), "all of them were trained on"
     for line in resumed.trajectories():
         spans = [span for span in line["samples"][-1]["spans"] if span["origin"] == "sampled"]

@@ -47,6 +47,7 @@ __all__ = [
     "PushSharedMemory",
     "PushTarget",
     "ReportOffload",
+    "ReportTime",
     "Save",
     "SaveAdapter",
     "SaveCritic",
@@ -444,6 +445,11 @@ class OffloadReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTime:
+    """Answer: the seconds of this rank by cause since the last one; see `policy/rank_time.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Leave the other ranks and exit. Answer: None."""
 
@@ -471,6 +477,7 @@ Command = (
     | Load
     | LoadCritic
     | ReportOffload
+    | ReportTime
     | Stop
 )
 

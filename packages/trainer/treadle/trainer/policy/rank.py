@@ -42,6 +42,7 @@ from treadle.trainer.policy.commands import (
     Push,
     PushSharedMemory,
     ReportOffload,
+    ReportTime,
     Save,
     SaveAdapter,
     SaveCritic,
@@ -54,6 +55,7 @@ from treadle.trainer.policy.commands import (
     WriteFiles,
 )
 from treadle.trainer.policy.driver_connection import accept_driver
+from treadle.trainer.policy.rank_time import RANK_TIME, RankCause, spent_on
 from treadle.trainer.policy.signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
@@ -90,7 +92,8 @@ class PolicyRank:
 
     def execute(self, command: Command) -> object:
         """Returns the command's answer; the parts of `policy.offload` are off the device then."""
-        answer = self._execute(command)
+        with spent_on(_cause(command)):
+            answer = self._execute(command)
         for model in self._models() if not isinstance(command, Stop) else ():
             model.release_memory()
         return answer
@@ -106,6 +109,8 @@ class PolicyRank:
             case OpenRendezvous():
                 self._listener = socket.create_server((self._host, 0))
                 return f"{self._host}:{self._listener.getsockname()[1]}"
+            case ReportTime():
+                return RANK_TIME.take()
             case InitModel():
                 return self._build(command)
             case Stop():
@@ -260,6 +265,31 @@ class PolicyRank:
         return self._policy.step
 
 
+def _cause(command: Command) -> RankCause:
+    """Returns what the time of a command goes to, unless a part of it says otherwise."""
+    match command:
+        case Update() | UpdateCritic() | FineTune():
+            return "train"
+        case MeasureReference() | Values() | LogprobSums():
+            return "logprobs"
+        case OpenRendezvous() | InitModel() | Load() | LoadCritic():
+            return "start"
+        case Save() | SaveCritic() | SaveHf() | SaveAdapter():
+            return "save"
+        case ReportTime() | ReportOffload() | Stop():
+            return "waiting"
+        case (
+            Specs()
+            | ComputeDelta()
+            | Push()
+            | WriteFiles()
+            | PushSharedMemory()
+            | OpenGroup()
+            | Broadcast()
+        ):
+            return "weights"
+
+
 def _sum_of(reports: Sequence[OffloadReport]) -> OffloadReport:
     return OffloadReport(
         release_s=sum(report.release_s for report in reports),
@@ -314,9 +344,12 @@ def serve(connection: "Connection[Any, Any]", rank: PolicyRank, *, beat_s: float
 def _commands(connection: "Connection[Any, Any]") -> Iterator[Command]:
     while True:
         try:
-            yield connection.recv()
+            connection.poll(None)
+            with spent_on("receive"):
+                command = connection.recv()
         except EOFError:
             return
+        yield command
 
 
 def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", "peer", "bug"]:

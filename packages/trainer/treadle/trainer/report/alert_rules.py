@@ -20,10 +20,12 @@ from treadle.trainer.report.metrics import (
     FRESH_MISMATCH,
     GRAD_NORM,
     MISMATCH,
+    RANK_TIME,
     REWARD,
     REWARD_MAX,
     REWARD_MIN,
     ROLLOUT_S,
+    SERVER_TIME,
     SIGNAL,
     STEP_S,
     TRAINED_TOKENS,
@@ -66,6 +68,12 @@ _TAIL: Final = 5.0
 """Times the mean of its trajectories that a rollout may wait for the slowest."""
 _TOOLS: Final = 2.0
 """Times the seconds of completions that trajectories may spend in tools."""
+_MOSTLY: Final = 0.5
+"""Share of a step that its cause explains."""
+_TIME_SHARES: Final = (
+    *(f"{SERVER_TIME}{cause}" for cause in ("tools", "idle", "weights")),
+    f"{RANK_TIME}rollout",
+)
 _WITHOUT_SERVERS: Final = 0.8
 """Share of a step in which nothing is sampled."""
 
@@ -213,6 +221,48 @@ def _mismatch(history: History) -> str | None:
 
 
 def _idle(history: History) -> str | None:
+    shares = {
+        name: _mean(values)
+        for name in _TIME_SHARES
+        if (values := _window(history, name)) and _window(history, STEP_S)
+    }
+    return _idle_by_shares(shares) if len(shares) == len(_TIME_SHARES) else _idle_by_times(history)
+
+
+def _idle_by_shares(shares: Record) -> str | None:
+    """Says what the servers waited for, if that was most of their time."""
+    tools, idle = shares[f"{SERVER_TIME}tools"], shares[f"{SERVER_TIME}idle"]
+    weights, batch = shares[f"{SERVER_TIME}weights"], shares[f"{RANK_TIME}rollout"]
+    if tools > _MOSTLY:
+        return (
+            f"servers idle: for {tools:.0%} of the step all of their trajectories were in tools; "
+            "sample more trajectories at a time (rollout.max_in_flight, data.prompts_per_step), or "
+            "make the tools faster"
+        )
+    if weights > _MOSTLY:
+        return (
+            f"servers idle: for {weights:.0%} of the step they were stopped for new weights; "
+            "interrupt completions instead of waiting for them (sync.in_flight=interrupt), or give "
+            "the weights a faster way (sync.transport)"
+        )
+    if tools + idle > _MOSTLY and batch > _MOSTLY:
+        return (
+            f"servers idle: for {tools + idle:.0%} of the step they waited for the last "
+            f"trajectories of the batch, and the policy did for {batch:.0%}; let trajectories "
+            "continue beside training (schedule.kind=stream or async), or lower "
+            "rollout.response_length or agent.deadline_s"
+        )
+    if idle > _WITHOUT_SERVERS:
+        return (
+            f"servers idle: for {idle:.0%} of the step they had no trajectory, because the policy "
+            "was not done; sample beside training (schedule.kind=async, schedule.max_staleness), "
+            "give the policy more devices, or share the servers' (rollout.release_memory)"
+        )
+    return None
+
+
+def _idle_by_times(history: History) -> str | None:
+    """Says the same of a run whose servers do not tell what their time went to."""
     names = ("agent_loop/generate_s", "agent_loop/tool_calls_s")
     generate, tools, slow_generate, slow_tools, rollout, step, validate, release = (
         _mean([record.get(name, 0.0) for record in history[-_WINDOW:]])
@@ -320,6 +370,7 @@ RULES: Final = (
             ROLLOUT_S,
             STEP_S,
             VALIDATE_S,
+            *_TIME_SHARES,
         ),
     ),
     Rule(

@@ -15,9 +15,11 @@ from treadle.trainer.report.metrics import (
     FRESH_MISMATCH,
     KL,
     MISMATCH,
+    RANK_TIME,
     REWARD,
     ROLLOUT_S,
     SAMPLED_TOKENS,
+    SERVER_TIME,
     SERVERS_LOST,
     SERVERS_RESTARTED,
     STALE_TOKENS,
@@ -89,6 +91,9 @@ class Summary:
         total_s: Seconds of all steps and of the validation before them.
         signs: Warning signs, one line each; see `warning_signs`.
         phases_s: Phase to seconds, the longest first; "other" is what no phase accounts for.
+        servers: Cause to share of the servers' time, the greatest first; empty without steps that
+            have it.
+        ranks: The same of the policy ranks.
     """
 
     num_steps: int
@@ -108,6 +113,8 @@ class Summary:
     total_s: float
     signs: tuple[str, ...]
     phases_s: Mapping[str, float]
+    servers: Mapping[str, float]
+    ranks: Mapping[str, float]
 
 
 def summarize(records: Sequence[Record]) -> Summary:
@@ -136,6 +143,8 @@ def summarize(records: Sequence[Record]) -> Summary:
         total_s=sum(map(_duration, records)),
         signs=run_signs(records),
         phases_s=_phases(records),
+        servers=_time_shares(steps, SERVER_TIME),
+        ranks=_time_shares(steps, RANK_TIME),
     )
 
 
@@ -160,17 +169,22 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
     """Returns rows of (what, at the start, at the end); a single number leaves the second ""."""
     is_sft = summary.train_loss.end is not None
     per_step = f"mean of {summary.window} step{'s' if summary.window > 1 else ''}"
-    shares = " · ".join(
-        f"{name} {seconds / summary.total_s:.0%}"
+    phases = {
+        name: seconds / summary.total_s
         for name, seconds in summary.phases_s.items()
-        if summary.total_s and seconds / summary.total_s >= 0.005
-    )
+        if summary.total_s
+    }
     time_and_place = (
         *(("look at this", "", sign) for sign in summary.signs),
         *(() if is_sft else (("rollout", "", _per_second(summary.rollout_tokens_per_s)),)),
         ("training", "", _per_second(summary.train_tokens_per_s)),
         ("time", "", f"{format_seconds(summary.total_s)} for {summary.num_steps} steps"),
-        ("where it went", "", shares or "-"),
+        ("where it went", "", _in_percent(phases) or "-"),
+        *(
+            (what, "", _in_percent(shares))
+            for what, shares in (("of servers", summary.servers), ("of policy", summary.ranks))
+            if shares
+        ),
         ("run directory", "", str(run_dir)),
     )
     if is_sft:
@@ -248,6 +262,24 @@ def _phases(records: Sequence[Record]) -> dict[str, float]:
     if other > 1e-3:
         seconds["other"] = other
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _time_shares(steps: Sequence[Record], prefix: str) -> dict[str, float]:
+    """Returns the shares of the time of all steps that have them."""
+    seconds: dict[str, float] = {}
+    for step in steps:
+        for name, share in step.items():
+            if name.startswith(prefix):
+                cause = name.removeprefix(prefix)
+                seconds[cause] = seconds.get(cause, 0.0) + share * _duration(step)
+    total_s = sum(seconds.values())
+    shares = {cause: value / total_s for cause, value in seconds.items() if total_s > 0}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _in_percent(shares: Mapping[str, float]) -> str:
+    """Returns the shares that are not 0% when rounded."""
+    return " · ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
 def _values(records: Sequence[Record], name: str) -> list[float]:

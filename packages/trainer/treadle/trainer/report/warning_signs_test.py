@@ -278,3 +278,40 @@ def test_a_run_is_summed_up() -> None:
 def test_the_summary_names_each_alert() -> None:
     records = [step(number, **values) for number, values in enumerate(_COLLAPSE, start=1)]
     assert "the reward had collapsed in 2 of 10 steps" in run_signs(records)
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ({"tools": 0.62}, "for 62% of the step all of their trajectories were in tools"),
+        ({"weights": 0.6}, "for 60% of the step they were stopped for new weights"),
+        ({"idle": 0.9}, "for 90% of the step they had no trajectory, because the policy"),
+        (
+            {"idle": 0.4, "tools": 0.2, "rollout": 0.8},
+            "for 60% of the step they waited for the last trajectories of the batch, and the "
+            "policy did for 80%",
+        ),
+        ({"idle": 0.7, "tools": 0.2}, None),
+    ],
+)
+def test_servers_that_tell_what_they_waited_for_have_it_said(
+    shares: dict[str, float], said: str | None
+) -> None:
+    told = dict.fromkeys(("tools", "idle", "weights"), 0.0) | {
+        cause: share for cause, share in shares.items() if cause != "rollout"
+    }
+    record = {
+        **{f"servers/time_share/{cause}": share for cause, share in told.items()},
+        "policy/time_share/rollout": shares.get("rollout", 0.0),
+        # What the times alone would say counts no more.
+        "agent_loop/generate_s": 0.5,
+        "agent_loop/tool_calls_s": 4.0,
+    }
+    watch = Watch()
+    alerts = [alert for n in range(1, 6) for alert in watch.step({**step(n), **record})]
+    if said is None:
+        assert alerts == []
+    else:
+        (alert,) = alerts
+        assert alert.name == "idle"
+        assert alert.text.startswith(f"servers idle: {said}")

@@ -43,6 +43,7 @@ from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
+from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.training_loop.context import TrainingContext, group_tasks
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
 from treadle.trainer.training_loop.schedules.group_queue import QueueState
@@ -163,6 +164,9 @@ async def build_context(
             total_steps=total_steps(plan, len(inputs.train), progress),
             policy=policy,
             servers=servers,
+            server_shares=ServerShares(
+                lambda: servers.clients, lambda: servers.generator.between_turns_s()
+            ),
             rollout=Rollout(
                 config=config,
                 servers=servers,

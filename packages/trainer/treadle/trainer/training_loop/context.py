@@ -29,6 +29,7 @@ from treadle.trainer.policy.commands import (
     MeasureReference,
     OffloadReport,
     ReportOffload,
+    ReportTime,
     Save,
     SaveCritic,
     SaveHf,
@@ -56,6 +57,8 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import ServedReference
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.shaping import shaped
+from treadle.trainer.time_shares.ranks import rank_shares
+from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.tracing.run_tracing import span_attributes
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.groups import Group, StepBatch, Survivors
@@ -120,6 +123,7 @@ class TrainingContext:
         total_steps: The last step's number.
         policy: The policy ranks.
         servers: The rollout servers.
+        server_shares: Measures what their time goes to.
         rollout: Samples trajectories on `servers`.
         reference: Rollout servers that hold the reference; None: the policy ranks do, or there is
             none.
@@ -154,6 +158,7 @@ class TrainingContext:
     total_steps: int
     policy: PolicyGroup
     servers: ServerPool
+    server_shares: ServerShares
     rollout: Rollout
     reference: ServedReference | None
     memory_offload: MemoryOffload | None
@@ -447,6 +452,18 @@ class TrainingContext:
             "offload/freed_bytes": float(max(report.freed_bytes for report in reports)),
             "offload/host_bytes": float(max(report.host_bytes for report in reports)),
         }
+
+    async def time_shares(self, phases: Mapping[str, float]) -> dict[str, float]:
+        """Returns what the time since the last call went to, of the servers and of the ranks.
+
+        Args:
+            phases: Seconds of the driver's phases since then.
+
+        Raises:
+            PolicyError: A policy rank failed.
+        """
+        reports = await self.policy.call(ReportTime())
+        return {**await self.server_shares.take(), **rank_shares(reports, phases)}
 
     async def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""

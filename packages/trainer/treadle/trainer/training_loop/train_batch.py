@@ -25,6 +25,7 @@ from treadle.trainer.algorithms.token_selection import token_selector
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.backend import PolicyBackend
 from treadle.trainer.policy.commands import MeasuredReference, UpdateStats
+from treadle.trainer.policy.rank_time import spent_on
 from treadle.trainer.policy.types import StepStats, TokenValues, TrainSequence
 
 if TYPE_CHECKING:
@@ -60,22 +61,24 @@ def run_update(
     With `free_memory`, cached device memory is released at the end, for other processes.
     """
     started = time.perf_counter()
-    prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
-    computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
-    mismatch = _mismatch(prepared) if computed else None
-    if algorithm.loss_needs_reference and prepared[0].ref_logprobs is None:
-        reference = policy.reference_logprobs(prepared, temperature=temperature)
-        prepared = [
-            replace(sequence, ref_logprobs=logprobs)
-            for sequence, logprobs in zip(prepared, reference, strict=True)
-        ]
+    with spent_on("logprobs"):
+        prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
+        computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
+        mismatch = _mismatch(prepared) if computed else None
+        if algorithm.loss_needs_reference and prepared[0].ref_logprobs is None:
+            reference = policy.reference_logprobs(prepared, temperature=temperature)
+            prepared = [
+                replace(sequence, ref_logprobs=logprobs)
+                for sequence, logprobs in zip(prepared, reference, strict=True)
+            ]
     logprobs_s = time.perf_counter() - started
     loss, select = policy_loss(algorithm), token_selector(algorithm)
 
     def with_selection(part: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
         if select is None:
             return part
-        return select(part, policy.logprobs(part, temperature=temperature), policy.step)
+        with spent_on("logprobs"):
+            return select(part, policy.logprobs(part, temperature=temperature), policy.step)
 
     steps = [
         policy.train_step(

@@ -49,6 +49,7 @@ from treadle.trainer.policy.megatron.packing import MicroBatch, MicroBatches, Pa
 from treadle.trainer.policy.megatron.prefixes import plan
 from treadle.trainer.policy.megatron.vision.reader import ImageReader
 from treadle.trainer.policy.megatron.vision.rows import ImagePacker
+from treadle.trainer.policy.rank_time import spent_on
 from treadle.trainer.policy.types import (
     LossAggregation,
     NamedTensor,
@@ -297,7 +298,8 @@ class MegatronPolicy:
         pipeline.run(self._net, micro_batches, weighted, forward_only=False)
         lr = learning_rate(self._config.optimizer, self._step)
         self._offload.restore("optimizer")
-        applied = self._optimizer.apply(lr)
+        with spent_on("optimizer"):
+            applied = self._optimizer.apply(lr)
         self._offload.release("optimizer")
         self._step += 1
         collected = collector.reduce(micro_batches)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from treadle.trainer.policy.commands import OffloadReport
+from treadle.trainer.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -60,6 +61,7 @@ class Offload:
         self._away: dict[Part, list[_Away]] = {}
         self._release_s = self._restore_s = 0.0
 
+    @spent_on("memory")
     def restore(self, *names: Part) -> None:
         """Brings parts back, except those that are there already or never leave."""
         began = time.perf_counter()
@@ -70,6 +72,7 @@ class Offload:
                     each.storage.copy_(each.copy)
         self._restore_s += time.perf_counter() - began
 
+    @spent_on("memory")
     def release(self, *names: Part) -> None:
         """Takes parts off the device, except those that are away already or never leave."""
         began = time.perf_counter()
@@ -85,6 +88,7 @@ class Offload:
                 ]
         self._release_s += time.perf_counter() - began
 
+    @spent_on("memory")
     def release_all(self) -> None:
         """Takes all parts off the device, and gives the memory to other processes."""
         there = len(self._parts) - len(self._away)

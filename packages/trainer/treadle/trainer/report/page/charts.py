@@ -7,13 +7,16 @@ means of equal parts. All functions are pure.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from treadle.trainer.report.metrics import STEP, Record
+from treadle.trainer.report.metrics import RANK_TIME, SERVER_TIME, STEP, Record
 from treadle.trainer.report.page.colours import hue
+from treadle.trainer.time_shares.ranks import RANK_CAUSES
+from treadle.trainer.time_shares.servers import SERVER_CAUSES
 
 WIDTH, HEIGHT = 360, 180
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 22
@@ -47,9 +50,13 @@ _PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("Lengths and groups", "Share of trajectories by end", ("stop/*",)),
     ("Time", "Seconds", ("time/*_s",)),
+    ("Time", "What the servers' time went to", tuple(f"{SERVER_TIME}{c}" for c in SERVER_CAUSES)),
+    ("Time", "What the policy ranks' time went to", tuple(f"{RANK_TIME}{c}" for c in RANK_CAUSES)),
 )
 
 
+# Shares of one whole: drawn on top of each other. The order is that of the names.
+_STACKED = (f"{SERVER_TIME}*", f"{RANK_TIME}*")
 # They are in the metrics log: as curves they would hide those of the means.
 _BOUNDS = ("val/*@*/low", "val/*@*/high")
 
@@ -66,6 +73,7 @@ class Series:
         faint: Points of the values, as `x,y x,y`.
         bold: Points of their running mean.
         dots: The points again where they are too few for a line.
+        area: Of a series on top of others: the outline of its bars. Its `faint` is their upper end.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Series:
     faint: str
     bold: str
     dots: tuple[tuple[float, float], ...]
+    area: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +112,9 @@ def make_panels(records: Sequence[Record]) -> dict[str, list[Panel]]:
     sections: dict[str, list[Panel]] = {}
 
     def add(section: str, title: str, names: Sequence[str]) -> None:
-        panel = _panel(title, [(name, *measured[name]) for name in names])
+        stacked = any(fnmatchcase(names[0], pattern) for pattern in _STACKED)
+        make = _stacked_panel if stacked else _panel
+        panel = make(title, [(name, *measured[name]) for name in names])
         sections.setdefault(section, []).append(panel)
 
     for section, title, patterns in _PANELS:
@@ -178,6 +189,60 @@ def _panel(title: str, measured: Sequence[tuple[str, tuple[int, ...], tuple[floa
         series=tuple(series),
         x_ticks=tuple((x_of(at), f"{at:.0f}") for at in _ticks(x_low, x_high, whole=True)),
         y_ticks=tuple((y_of(at), f"{at:.4g}") for at in _ticks(y_low, y_high)),
+    )
+
+
+def _stacked_panel(
+    title: str, measured: Sequence[tuple[str, tuple[int, ...], tuple[float, ...]]]
+) -> Panel:
+    """Returns a panel with a bar per step: the series on top of each other, the first at the foot.
+
+    Args:
+        title: Its heading.
+        measured: Name, steps and values; all of them have the same steps.
+    """
+    steps = measured[0][1]
+    edges = [(one + two) / 2 for one, two in itertools.pairwise(steps)]
+    edges = [2 * steps[0] - edges[0], *edges, 2 * steps[-1] - edges[-1]] if edges else []
+    edges = edges or [steps[0] - 0.5, steps[0] + 0.5]
+    high = max(map(sum, zip(*(values for _, _, values in measured), strict=True))) or 1.0
+
+    def x_of(step: float) -> float:
+        return LEFT + (step - edges[0]) / (edges[-1] - edges[0]) * (WIDTH - LEFT - RIGHT)
+
+    def y_of(value: float) -> float:
+        return TOP + (high - value) / high * (HEIGHT - TOP - BOTTOM)
+
+    def outline(heights: Sequence[float]) -> list[str]:
+        return [
+            f"{x_of(edge):.1f},{y_of(height):.1f}"
+            for (left, right), height in zip(itertools.pairwise(edges), heights, strict=True)
+            for edge in (left, right)
+        ]
+
+    series = []
+    foot: Sequence[float] = [0.0] * len(steps)
+    for name, _, values in measured:
+        head = [low + value for low, value in zip(foot, values, strict=True)]
+        middles = zip(steps, head, strict=True)
+        series.append(
+            Series(
+                name=name,
+                hue=hue(name),
+                steps=steps,
+                values=values,
+                faint=" ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in middles),
+                bold="",
+                dots=(),
+                area=" ".join((*outline(head), *reversed(outline(foot)))),
+            )
+        )
+        foot = head
+    return Panel(
+        title=title,
+        series=tuple(series),
+        x_ticks=tuple((x_of(at), f"{at:.0f}") for at in _ticks(edges[0], edges[-1], whole=True)),
+        y_ticks=tuple((y_of(at), f"{at:.4g}") for at in _ticks(0.0, high)),
     )
 
 

@@ -63,3 +63,21 @@ def test_a_colour_depends_on_the_name_alone() -> None:
     assert hue("shop/orders") == hue("shop/orders") != hue("shop/returns")
     assert all(0 <= part <= 1 for part in rgb("time/a_phase_s"))
     assert len({hue(f"time/{phase}_s") for phase in ("rollout", "train", "sync", "save")}) == 4
+
+
+def test_shares_of_the_time_are_bars_on_top_of_each_other() -> None:
+    records: list[Record] = [
+        {"step": step, "servers/time_share/tools": tools, "servers/time_share/decode": 1 - tools}
+        for step, tools in ((1, 0.25), (2, 0.75))
+    ]
+    (panel,) = make_panels(records)["Time"]
+    decode, tools = panel.series
+    assert (decode.name, decode.values) == ("servers/time_share/decode", (0.75, 0.25))
+    outline = [tuple(map(float, point.split(","))) for point in decode.area.split()]
+    left, middle, right = 52.0, 201.0, 350.0
+    assert [x for x, _ in outline] == [left, middle, middle, right, right, middle, middle, left]
+    assert [y for _, y in outline] == [47.0, 47.0, 121.0, 121.0, 158.0, 158.0, 158.0, 158.0]
+    assert {float(point.split(",")[1]) for point in tools.area.split()[:4]} == {10.0}
+    assert tools.area.split()[4:] == decode.area.split()[3::-1]
+    (one,) = make_panels(records[:1])["Time"]
+    assert {float(point.split(",")[0]) for point in one.series[0].area.split()} == {left, right}

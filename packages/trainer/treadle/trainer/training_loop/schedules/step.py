@@ -151,6 +151,7 @@ async def train_step(
             await context.complete_checkpoint(step, {**metrics, **timer.metrics()}, groups)
         if beside is not None:
             beside.checkpointed(step)
+    metrics |= await context.time_shares(timer.seconds)
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 

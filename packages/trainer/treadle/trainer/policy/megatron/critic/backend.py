@@ -32,6 +32,7 @@ from treadle.trainer.policy.megatron.model import build
 from treadle.trainer.policy.megatron.offload import offload_of
 from treadle.trainer.policy.megatron.optimizer import PolicyOptimizer, learning_rate
 from treadle.trainer.policy.megatron.packing import MicroBatch, Packer
+from treadle.trainer.policy.rank_time import spent_on
 from treadle.trainer.policy.types import LossAggregation, StepStats
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ class MegatronCritic:
         pipeline.run(self._net, micro_batches, weighted, forward_only=False)
         lr = learning_rate(self._config.optimizer, self._step)
         self._offload.restore("optimizer")
-        applied = self._optimizer.apply(lr)
+        with spent_on("optimizer"):
+            applied = self._optimizer.apply(lr)
         self._offload.release("optimizer")
         self._step += 1
         count = torch.tensor(len(micro_batches), device=sums.device)

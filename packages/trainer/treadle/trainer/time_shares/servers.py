@@ -1,0 +1,140 @@
+"""The time shares of the servers, `servers/time_share/<cause>`, from what they tell themselves.
+
+A server tells the seconds of each cause since it started (`GetServerInfo`); the driver knows for
+how long its sessions were between two turns. The time in which a server waited for prompts is
+divided: `tools` while sessions were open here whose trajectories were in a tool, `idle` otherwise.
+
+Invariant: the shares of one server add up to 1. What it does not tell of the time that passed is
+`down`: it was dead, was started, or gave no answer. Where clocks differ by a little the other way,
+its seconds are scaled to the time that passed.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from treadle.agent_loop.aio import concurrently
+from treadle.rollout.v1 import server_service_pb2 as pb
+from treadle.trainer.weight_sync.errors import WeightSyncError
+
+__all__ = ["SERVER_CAUSES", "AskedServer", "ServerShares"]
+
+SERVER_CAUSES: Final = ("prefill", "decode", "tools", "idle", "weights", "memory", "down")
+"""As in the metrics."""
+
+_ANSWER_S: Final = 2.0
+"""A server that stands still must not hold up the step for longer."""
+
+
+class AskedServer(Protocol):
+    """The part of `WeightSyncClient` that is needed here."""
+
+    name: str
+    address: str
+
+    async def info(self) -> pb.GetServerInfoResponse:
+        """Returns what the server is and holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What is known of a server at one moment.
+
+    Attributes:
+        seconds: Of each cause of the contract since it started.
+        between_turns_s: For how long it waited for tools, as the driver saw it.
+    """
+
+    seconds: Mapping[str, float]
+    between_turns_s: float
+
+
+class ServerShares:
+    """Measures from one call of `take` to the next.
+
+    Args:
+        servers: Returns the servers of the rotation. A restarted one has a new client.
+        between_turns_s: Returns by address for how long servers waited for tools so far.
+        now: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        servers: Callable[[], Sequence[AskedServer]],
+        between_turns_s: Callable[[], Mapping[str, float]],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._servers = servers
+        self._between_turns_s = between_turns_s
+        self._now = now
+        self._at = now()
+        self._known: dict[AskedServer, _Answer | None] = {}
+
+    async def take(self) -> dict[str, float]:
+        """Returns the shares since the last call; nothing the first time."""
+        before, began = self._known, self._at
+        servers = self._servers()
+        answers = await concurrently(self._ask(server) for server in servers)
+        self._at = self._now()
+        passed_s = self._at - began
+        told = dict(zip(servers, answers, strict=True))
+        # Of one without an answer the next share is of a longer time.
+        self._known = {server: answer or before.get(server) for server, answer in told.items()}
+        shares = [
+            _shares(before.get(server), answer, passed_s)
+            for server, answer in told.items()
+            if before.get(server) is not None or _is_new(answer, passed_s)
+        ]
+        # One that has left ended in this time; of those that were not there before it is not known.
+        names = {server.name for server in told}
+        shares += [{"down": 1.0} for server in before if server.name not in names]
+        if not before or not shares:
+            return {}
+        return {
+            f"servers/time_share/{cause}": sum(each.get(cause, 0.0) for each in shares)
+            / len(shares)
+            for cause in SERVER_CAUSES
+        }
+
+    async def _ask(self, server: AskedServer) -> _Answer | None:
+        """Returns what a server tells; None if it gives no answer, or is older than the field."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                info = await server.info()
+        except (WeightSyncError, TimeoutError):
+            return None
+        if not info.HasField("time_use"):
+            return None
+        use = info.time_use
+        return _Answer(
+            seconds={
+                field.name: getattr(use, field.name).ToNanoseconds() / 1e9
+                for field in use.DESCRIPTOR.fields
+            },
+            between_turns_s=self._between_turns_s().get(server.address, 0.0),
+        )
+
+
+def _is_new(answer: _Answer | None, passed_s: float) -> bool:
+    """Returns whether a server that was not known before was started in the time that passed."""
+    return answer is not None and sum(answer.seconds.values()) <= passed_s
+
+
+def _shares(before: _Answer | None, after: _Answer | None, passed_s: float) -> dict[str, float]:
+    """Returns the shares of one server."""
+    if after is None or passed_s <= 0:
+        return {"down": 1.0}
+    if before is None:
+        before = _Answer(seconds={}, between_turns_s=after.between_turns_s)
+    spent = {cause: s - before.seconds.get(cause, 0.0) for cause, s in after.seconds.items()}
+    waiting = spent.pop("waiting")
+    tools = min(waiting, max(0.0, after.between_turns_s - before.between_turns_s))
+    spent |= {"tools": tools, "idle": waiting - tools}
+    spent["down"] = spent.pop("starting") + spent.pop("failed")
+    told_s = sum(spent.values())
+    spent["down"] += max(0.0, passed_s - told_s)
+    whole_s = max(told_s, passed_s)
+    return {cause: seconds / whole_s for cause, seconds in spent.items()}

@@ -1,0 +1,126 @@
+"""The shares of a step add up, whatever happened to the servers."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from treadle.rollout.v1 import server_service_pb2 as pb
+from treadle.trainer.policy.rank_time import CAUSES
+from treadle.trainer.time_shares.ranks import rank_shares
+from treadle.trainer.time_shares.servers import ServerShares
+from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
+
+
+class Told:
+    """A server that tells what a test gives it."""
+
+    def __init__(self, name: str, address: str = "") -> None:
+        self.name = name
+        self.address = address or name
+        self.seconds: dict[str, float] = {}
+        self.answers = True
+
+    async def info(self) -> pb.GetServerInfoResponse:
+        if not self.answers:
+            raise WeightSyncError("gone", Outcome.RESUME)
+        info = pb.GetServerInfoResponse(time_use={})
+        for cause, seconds in self.seconds.items():
+            getattr(info.time_use, cause).FromNanoseconds(round(seconds * 1e9))
+        return info
+
+
+class Run:
+    """Servers, a clock, and what the driver saw of its sessions."""
+
+    def __init__(self, *servers: Told) -> None:
+        self.servers = list(servers)
+        self.now = 0.0
+        self.between_turns: Mapping[str, float] = {}
+        self.shares = ServerShares(
+            lambda: self.servers, lambda: self.between_turns, lambda: self.now
+        )
+        assert asyncio.run(self.shares.take()) == {}
+
+    def step(self, passed_s: float) -> dict[str, float]:
+        """Returns the shares of a step that are not 0."""
+        self.now += passed_s
+        found = asyncio.run(self.shares.take())
+        assert sum(found.values()) == pytest.approx(1.0)
+        assert all(share >= 0 for share in found.values())
+        return {name.rpartition("/")[2]: share for name, share in found.items() if share}
+
+
+def test_shares_are_of_the_step_and_means_over_the_servers() -> None:
+    first, second = Told("a"), Told("b")
+    first.seconds = second.seconds = {"starting": 3.0, "waiting": 5.0}
+    run = Run(first, second)
+    first.seconds = {"starting": 3.0, "waiting": 7.0, "prefill": 2.0, "decode": 4.0}
+    second.seconds = {"starting": 3.0, "waiting": 5.0, "weights": 6.0, "memory": 2.0}
+    assert run.step(8.0) == pytest.approx(
+        {"prefill": 0.125, "decode": 0.25, "idle": 0.125, "weights": 0.375, "memory": 0.125}
+    )
+
+
+def test_waiting_is_for_tools_while_sessions_are_between_turns() -> None:
+    server = Told("a", "host:1")
+    run = Run(server)
+    server.seconds, run.between_turns = {"waiting": 6.0, "decode": 4.0}, {"host:1": 5.0}
+    assert run.step(10.0) == pytest.approx({"tools": 0.5, "idle": 0.1, "decode": 0.4})
+    # Also during an update, which explains itself.
+    server.seconds = {"waiting": 8.0, "decode": 4.0, "weights": 8.0}
+    run.between_turns = {"host:1": 14.0}
+    assert run.step(10.0) == pytest.approx({"tools": 0.2, "weights": 0.8})
+
+
+def test_a_server_that_dies_and_its_successor_were_down_meanwhile() -> None:
+    first, other = Told("a"), Told("b")
+    run = Run(first, other)
+    run.servers = [other]
+    other.seconds = {"decode": 4.0}
+    assert run.step(4.0) == pytest.approx({"down": 0.5, "decode": 0.5})
+    again = Told("a")
+    again.seconds = {"starting": 1.0, "waiting": 1.0}
+    run.servers, other.seconds = [again, other], {"decode": 8.0}
+    assert run.step(4.0) == pytest.approx({"down": 0.375, "idle": 0.125, "decode": 0.5})
+
+
+def test_a_server_without_an_answer_is_down_and_one_that_is_older_than_the_run_is_not_guessed() -> (
+    None
+):
+    server, stranger = Told("a"), Told("b")
+    run = Run(server)
+    server.seconds = {"decode": 500.0}
+    run.step(500.0)
+    server.answers = False
+    stranger.seconds = {"waiting": 1000.0}
+    run.servers.append(stranger)
+    assert run.step(2.0) == {"down": 1.0}
+    server.answers = True
+    server.seconds = {"decode": 501.0, "weights": 3.0}
+    stranger.seconds = {"waiting": 1002.0}
+    assert run.step(2.0) == pytest.approx({"decode": 0.125, "weights": 0.375, "idle": 0.5})
+
+
+def test_clocks_that_differ_leave_the_sum_at_one() -> None:
+    server = Told("a")
+    run = Run(server)
+    server.seconds = {"decode": 3.0, "waiting": 1.0}
+    assert run.step(3.9) == pytest.approx({"decode": 0.75, "idle": 0.25})
+
+
+def test_a_rank_waits_for_what_the_driver_did_meanwhile() -> None:
+    report = {**dict.fromkeys(CAUSES, 0.0), "waiting": 6.0, "train": 3.0, "receive": 1.0}
+    other = {**dict.fromkeys(CAUSES, 0.0), "waiting": 1.0, "train": 9.0}
+    phases = {"time/rollout_s": 4.0, "time/validate_s": 1.0, "time/sync_s": 2.0}
+    shares = rank_shares([report, other], phases)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert {name: share for name, share in shares.items() if share} == pytest.approx(
+        {
+            "policy/time_share/train": 0.6,
+            "policy/time_share/receive": 0.05,
+            "policy/time_share/rollout": 0.25,
+            "policy/time_share/validation": 0.05,
+            "policy/time_share/driver": 0.05,
+        }
+    )
