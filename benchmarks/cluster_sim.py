@@ -10,7 +10,12 @@ the share of server time in which nothing runs (idle), tokens per second that th
 the CPU time of the router's decisions, and the memory of its table. `docs/scaling.md` has results
 and what follows from them.
 
-    python benchmarks/cluster_sim.py [--servers 1024] [--sessions 100000] [--turns 6]
+`--schedules` runs whole trainings instead (`schedule_sim`): the rules of sync, overlap, stream and
+async and their queue, in front of the same router and servers. A step trains on 48 trajectories per
+server, and 98 may be in flight per server.
+
+    python benchmarks/cluster_sim.py [--servers 1024] [--sessions 100000] [--turns 3]
+    python benchmarks/cluster_sim.py --schedules [--servers 1024] [--steps 5] [--train_s 20]
 """
 
 import argparse
@@ -20,9 +25,14 @@ from dataclasses import dataclass
 
 from routing_replay import COST, Ours
 from routing_sim import Replay, Request, Session, Simulation
-from routing_trace import COMMON_TOKENS, make_trace
+from routing_trace import COMMON_TOKENS, GROUP_SIZE, make_trace
+from schedule_sim import SCHEDULES, Training, run_training
 
 from treadle.agent_loop import StickySession
+
+PER_STEP, PER_SERVER = 48, 98
+"""Trajectories per server: of a step, and in flight. 98 would fill the places of a server."""
+SYNC_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +151,66 @@ def short_trace(sessions: int, turns: int) -> list[Session]:
     ]
 
 
+def training(servers: int, *, steps: int, train_s: float) -> Training:
+    """Returns a run of which each server has its share."""
+    return Training(
+        groups=servers * PER_STEP // GROUP_SIZE,
+        steps=steps,
+        train_s=train_s,
+        sync_s=SYNC_S,
+        max_in_flight=servers * PER_SERVER,
+    )
+
+
+def training_trace(run: Training, turns: int) -> list[Session]:
+    """Returns the sessions of a run; groups beyond the last step's are begun and not trained on."""
+    return short_trace(run.groups * (run.steps + 2) * GROUP_SIZE, turns)
+
+
+def print_schedules(servers: int, *, steps: int, train_s: float, turns: int) -> None:
+    """Prints a line for each size and schedule."""
+    print(
+        f"{'servers':>7} {'schedule':>8} {'trajectories/h':>14} {'to sync':>7} {'utilisation':>11} "
+        f"{'idle':>6} {'policy waits':>12} {'staleness':>22} {'held':>7} {'M tokens':>8} "
+        f"{'schedule us':>11} {'router/s':>8}"
+    )
+    for size in dict.fromkeys(size for size in (16, 128, servers) if size <= servers):
+        run = training(size, steps=steps, train_s=train_s)
+        trace = training_trace(run, turns)
+        base: float | None = None
+        for name, rule in SCHEDULES.items():
+            policy = Timed(size)
+            got = run_training(rule(), run, trace, policy, cost=COST, servers=size)
+            base = base or got.trajectories_per_hour
+            ages = " ".join(f"{age}: {share:.1%}" for age, share in got.staleness.items())
+            print(
+                f"{size:7} {name:>8} {got.trajectories_per_hour:14,.0f} "
+                f"{got.trajectories_per_hour / base:7.2f} {got.utilisation:11.1%} {got.idle:6.1%} "
+                f"{got.policy_waits:12.1%} {ages:>22} {got.most_held:7,} "
+                f"{got.most_held_tokens / 1e6:8.0f} {1e6 * got.decision_s / got.decisions:11.1f} "
+                f"{policy.decisions / policy.decision_s:8,.0f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Prints a line for each setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, default=1024)
     parser.add_argument("--sessions", type=int, default=100_000)
-    parser.add_argument("--turns", type=int, default=6, help="turns of a session, at most")
+    parser.add_argument("--turns", type=int, default=3, help="turns of a session, at most")
+    parser.add_argument("--schedules", action="store_true", help="whole trainings, by schedule")
+    parser.add_argument("--steps", type=int, default=6, help="of a training, at least 4")
+    parser.add_argument("--train_s", type=float, default=20.0, help="seconds of an update")
     arguments = parser.parse_args()
+    if arguments.schedules:
+        print_schedules(
+            arguments.servers,
+            steps=arguments.steps,
+            train_s=arguments.train_s,
+            turns=arguments.turns,
+        )
+        return
     print(
         f"{'servers':>7} {'sessions':>9} {'in flight':>9} {'utilisation':>11} {'idle':>6} "
         f"{'tokens/s':>9} {'p90 s':>6} {'full/mean':>9} {'moves':>6} {'decisions/s':>11}"

@@ -13,7 +13,7 @@ Invariant: a replay is a function of trace, policy and cost; no wall clock, no o
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -275,7 +275,7 @@ class Simulation:
         self._common_tokens = common_tokens
         self._now = 0.0
         self._order = itertools.count()
-        self._events: list[tuple[float, int, _Live | _Call]] = []
+        self._events: list[tuple[float, int, _Live | _Call | Callable[[], None]]] = []
         self._parked: dict[int, tuple[_Live, Request, int]] = {}
         self._latencies: list[float] = []
         self._ends: list[float] = []
@@ -292,13 +292,21 @@ class Simulation:
         """Replays the whole trace."""
         for _ in range(self._max_in_flight):
             self._start_next()
+        self._play()
+        return self._replay()
+
+    def _play(self) -> None:
         while self._events:
             when, _, event = heapq.heappop(self._events)
             self._pass_time(when)
             if isinstance(event, _Live):
                 self._send(event)
-            else:
+            elif isinstance(event, _Call):
                 self._complete(event)
+            else:
+                event()
+
+    def _replay(self) -> Replay:
         return Replay(
             latencies_s=tuple(self._latencies),
             ends_s=tuple(self._ends),
@@ -311,12 +319,19 @@ class Simulation:
             idle=self._idle_area / max(1e-9, self._area_s * len(self._engines)),
         )
 
-    def _at(self, when: float, event: _Live | _Call) -> None:
+    def _at(self, when: float, event: "_Live | _Call | Callable[[], None]") -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
     def _start_next(self) -> None:
         if self._waiting:
             self._at(self._now, _Live(self._waiting.popleft(), self._now))
+
+    def _session_ended(self, session: Session) -> None:
+        self._start_next()
+
+    def _is_counted(self) -> bool:
+        """Returns whether the present time counts in the means over time."""
+        return len(self._ends) <= self._count_until
 
     def _send(self, live: _Live) -> None:
         turn = live.session.turns[live.turn]
@@ -412,13 +427,13 @@ class Simulation:
         self._policy.finish(live.session)
         self._latencies.append(self._now - live.started_s)
         self._ends.append(self._now)
-        self._start_next()
+        self._session_ended(live.session)
         for index in sorted(self._parked):
             self._ask(*self._parked[index])
 
     def _pass_time(self, when: float) -> None:
         elapsed = when - self._now
-        if elapsed > 0 and len(self._ends) <= self._count_until:
+        if elapsed > 0 and self._is_counted():
             self._area_s += elapsed
             self._running_area += elapsed * self._num_running
             self._idle_area += elapsed * self._num_idle
