@@ -18,7 +18,8 @@ trained on with a staleness above max_staleness.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from treadle.trainer.training_loop.schedules.group_queue import GroupQueue
@@ -60,8 +61,7 @@ class StreamRule:
 
     def batch(self, queue: GroupQueue) -> Sequence[int] | None:
         """Returns the oldest groups that have ended, if they fill a step."""
-        oldest = queue.by_age(queue.waiting)[: queue.size]
-        return oldest if len(oldest) == queue.size else None
+        return _oldest(queue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,30 @@ class AsyncRule:
 
     def batch(self, queue: GroupQueue) -> Sequence[int] | None:
         """Returns the oldest groups that have ended, unless older ones would become too old."""
-        oldest = queue.by_age(queue.waiting)[: queue.size]
-        if len(oldest) < queue.size:
+        if len(queue.waiting) < queue.size:
             return None
-        births = [queue.waiting[number].birth for number in oldest]
-        others = [*queue.running.values(), *(w.birth for w in queue.waiting.values())]
+        # Counted by birth: there are thousands of groups, and few births. They are sorted once
+        # there is a batch, not for each group that ends before.
+        waiting = Counter(group.birth for group in queue.waiting.values())
+        untrained = Counter(queue.running.values()) + waiting
         for k in range(self.max_staleness + 1):
             # Born by this version: to be trained on by step `next_step + k`.
             last = queue.next_step + k - 1 - self.max_staleness
-            due = sum(birth <= last for birth in others)
+            due = _born_by(last, untrained)
             # A run that is resumed with a lower bound may have more: then a whole batch of them.
             needed = min(queue.size, due - k * queue.size)
-            if sum(birth <= last for birth in births) < needed:
+            if _born_by(last, waiting) < needed:  # the batch has the oldest of them
                 return None
-        return oldest
+        return _oldest(queue)
+
+
+def _oldest(queue: GroupQueue) -> list[int] | None:
+    """Returns the oldest groups that have ended; None if they do not fill a step."""
+    if len(queue.waiting) < queue.size:
+        return None
+    return queue.by_age(queue.waiting)[: queue.size]
+
+
+def _born_by(version: int, births: Mapping[int, int]) -> int:
+    """Returns the number of groups that began with this version or an older one."""
+    return sum(number for birth, number in births.items() if birth <= version)
