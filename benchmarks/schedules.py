@@ -1,29 +1,40 @@
-"""Trajectories per hour of the schedules, with tools that have a long tail.
+"""Trajectories per hour of the schedules, with tools that have a long tail; and what they learn.
 
 Whole runs: driver, policy rank, two servers, gRPC and weight updates are real. The servers run the
 fake engine with a cost per token; a tool takes log-normal seconds, median 1 and 99th percentile 30;
 an update takes the time that `--train_s` says, in which its process sleeps, as the driver of a GPU
 does. All of these times are multiplied by `schedules_subject.SCALE`, and the figures are not::
 
-    ./pants run benchmarks/schedules.py -- --rounds 3 --steps 12
+    ./pants run benchmarks/schedules.py -- --minutes 14
 
-The schedules run in turns. The first step of a run is left out: it warms up, and in it the other
-schedules fill their queue. Beside the rate stands how long the policy waited for groups.
+The schedules run in turns, round after round, until the next round would end after `--minutes`; a
+round has its own seed, and compares schedules within itself only, so that a machine that becomes
+slower slows all of them. The first step of a run is left out: it warms up, and in it the other
+schedules fill their queue. The last steps are not, though they wait for the stragglers. Beside the
+rate stands how long the policy waited for groups.
+
+With `--reward` the schedules train the calculator demo instead, with its torch engine, and the
+final rewards are compared, seed by seed::
+
+    ./pants run benchmarks/schedules.py -- --reward --minutes 14
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learning_matrix import Case, read_curve, train
 from schedules_subject import MEDIAN_S, P99_S, SCALE, TOKENS, TURNS
 
 from treadle.trainer.demo import DEMO
@@ -36,6 +47,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "stream": ("schedule.surplus=1",),
     "async": ("schedule.max_staleness=2",),
 }
+DEFAULT_KINDS = ("sync", "stream", "async")
+_T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Number of values -> 97.5 % quantile of Student's distribution for the interval of their mean."""
 SUBJECT = Path(__file__).with_name("schedules_subject.py")
 
 
@@ -119,22 +133,89 @@ def run(kind: str, *, seed: int, steps: int, train_s: float, decode_s: float) ->
     )
 
 
+def reward(kind: str, *, seed: int, steps: int, directory: Path) -> Mapping[str, float]:
+    """Trains the demo with one schedule; returns what it ended with."""
+    stale = ("sync.in_flight=interrupt", "algorithm.correction.weights=token")
+    case = Case(
+        kind="schedule",
+        name=kind,
+        arguments=(
+            f"schedule.kind={kind}",
+            *KINDS[kind],
+            *(stale if kind != "sync" else ()),
+            "schedule.save_hf=never",
+            "run.trajectories_max_bytes=0",
+        ),
+    )
+    train(case, seed, steps, directory)
+    curve = read_curve(directory / f"{case.key}-{seed}")
+    return {
+        "held-out accuracy": curve.accuracy[-1],
+        "sampled reward, last ten steps": statistics.fmean(curve.rewards[-10:]),
+    }
+
+
+def interval(values: Sequence[float]) -> str:
+    """Returns the mean with its 95 % interval, of up to five values."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:+.3f}"
+    half = _T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+
+
+def rounds(most: int, minutes: float) -> Iterator[int]:
+    """Yields the numbers of rounds, while the next one is likely to end in time."""
+    began = time.monotonic()
+    for number in range(most):
+        yield number
+        passed = time.monotonic() - began
+        if passed + passed / (number + 1) > 60 * minutes:
+            return
+
+
+def compare_rewards(given: argparse.Namespace) -> None:
+    """Trains the demo, and prints for each schedule what it learned and its difference to sync."""
+    found: dict[str, list[Mapping[str, float]]] = {kind: [] for kind in given.kinds}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in rounds(min(given.rounds, max(_T_95)), given.minutes):
+            for kind in given.kinds:
+                got = reward(kind, seed=seed, steps=given.steps, directory=Path(name))
+                found[kind].append(got)
+                shown = ", ".join(f"{what} {value:.3f}" for what, value in got.items())
+                print(f"  seed {seed} {kind:<8} {shown}", flush=True)
+    for kind, ends in found.items():
+        for what in ends[0]:
+            values = [end[what] for end in ends]
+            line = f"{kind:<8} {what}: {interval(values)[1:]}"
+            if kind != "sync" and "sync" in found:
+                pairs = zip(values, (end[what] for end in found["sync"]), strict=True)
+                line += f"; less sync, seed by seed: {interval([a - b for a, b in pairs])}"
+            print(line)
+
+
 def main() -> None:
     """Runs the schedules in turns, and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--reward", action="store_true", help="compare what the demo learns")
+    parser.add_argument("--rounds", type=int, default=3, help="at most; with --reward the seeds")
+    parser.add_argument("--minutes", type=float, default=14.0, help="that all rounds may take")
+    parser.add_argument("--steps", type=int, help="of a run; 7, with --reward 40")
     parser.add_argument("--train_s", type=float, default=20.0, help="seconds of an update")
-    parser.add_argument("--decode_s", type=float, default=0.05, help="seconds of a token")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--decode_s", type=float, default=0.1, help="seconds of a token")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(DEFAULT_KINDS))
     given = parser.parse_args()
+    given.steps = given.steps or (40 if given.reward else 7)
+    if given.reward:
+        compare_rewards(given)
+        return
     print(
         f"{PROMPTS} rows x {SAMPLES}, {TURNS} completions of at most {TOKENS} tokens at "
         f"{given.decode_s:g} s, {TURNS - 1} tools (median {MEDIAN_S:g} s, p99 {P99_S:g} s), update "
         f"{given.train_s:g} s; times multiplied by {SCALE:g}"
     )
     runs: dict[str, list[Measured]] = {kind: [] for kind in given.kinds}
-    for seed in range(given.rounds):
+    for seed in rounds(given.rounds, given.minutes):
         for kind in given.kinds:
             measured = run(
                 kind,

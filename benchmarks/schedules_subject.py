@@ -23,10 +23,10 @@ from treadle.trainer.policy.backend import LossInputs, LossOutput
 MEDIAN_S, P99_S = 1.0, 30.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263
 """Standard deviation of the logarithm of a tool's seconds; 2.3263 is the 99 % normal quantile."""
-SCALE = 0.3
+SCALE = 0.2
 """By which all times of the subject are multiplied."""
 TURNS = 3
-TOKENS = 24
+TOKENS = 12
 """At most, of a completion."""
 
 
