@@ -110,8 +110,9 @@ def test_hotpotqa_with_search_from_the_authors_file(
     )
 
 
-@pytest.mark.parametrize("example", ["math_expression", "multi_trajectory", "train_existing_agent"])
+@pytest.mark.parametrize("example", ["multi_trajectory", "train_existing_agent"])
 def test_an_agent_on_the_expressions(example: str, tmp_path: Path) -> None:
+    """The third, math_expression, learns in langgraph_learning_test."""
     records = _train(tmp_path / "run", [f"{example}/config.yaml"])
     assert all(record["tool/call_rate"] > 0 for record in records)
     draw(records, tmp_path / "curve.png")

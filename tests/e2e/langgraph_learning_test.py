@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from draw_curve import draw
+
+from treadle.trainer.report.metrics import read_metrics
 
 from .testing import Trainer
 
@@ -13,7 +16,7 @@ _CONFIG = Path(__file__).parents[2] / "examples" / "math_expression" / "config.y
 
 
 @pytest.mark.timeout(1200)
-def test_the_example_learns_to_compute_to_the_end(train: Train) -> None:
+def test_the_example_learns_to_compute_to_the_end(train: Train, tmp_path: Path) -> None:
     trainer = train(f"--config={_CONFIG}", "schedule.total_steps=24", base=())
     first, last = range(1, 6), range(20, 25)
     assert trainer.mean("reward/mean", first) <= 0.55
@@ -30,3 +33,5 @@ def test_the_example_learns_to_compute_to_the_end(train: Train) -> None:
         num_calls = roles.count("tool")
         assert roles == ["system", "user", *["assistant", "tool"] * num_calls, "assistant"]
         assert trajectory["num_turns"] == 2 + 2 * num_calls
+    draw(read_metrics(trainer.run_dir / "metrics.jsonl"), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 0
