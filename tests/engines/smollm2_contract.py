@@ -34,6 +34,10 @@ class SmolContract(RemoteContract, ModelContract):
     test_logprobs_are_those_of_the_constrained_distribution = (
         SamplingContract.test_logprobs_are_those_of_the_constrained_distribution
     )
+    test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence = (
+        SamplingContract.test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence
+    )
+    test_a_constraint_holds_over_an_update = SamplingContract.test_a_constraint_holds_over_an_update
     test_a_stop_id_is_the_last_token = SamplingContract.test_a_stop_id_is_the_last_token
     test_cancelling_frees_the_sequence = ControlContract.test_cancelling_frees_the_sequence
     test_a_second_turn_finds_the_first_in_the_cache = (

@@ -11,12 +11,16 @@ from treadle.conformance.contracts.contract_base import ContractBase, skip_unles
 from treadle.conformance.contracts.reader import (
     FEW_CANDIDATES,
     Output,
+    Reader,
+    pause_midway,
     random_prompt,
     request,
     run,
     run_all,
+    stream,
 )
 from treadle.rollout_server.engine import Constraint, ConstraintForm, FinishReason
+from treadle.rollout_server.errors import RolloutServerError
 
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 4},
@@ -141,6 +145,36 @@ class SamplingContract(ContractBase):
         assert total <= 1 + 1e-3
         if len(drawn) == 3 and form is not ConstraintForm.JSON_SCHEMA:
             assert total == pytest.approx(1.0, abs=1e-3)
+
+    async def test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence(self) -> None:
+        async with self.engine() as engine:
+            can = engine.info.capabilities.constrained_sampling
+            skip_unless(can, "this engine does not constrain the sampling")
+            wrong = Constraint(form=ConstraintForm.GRAMMAR, texts=("this is no grammar",))
+            beside = Reader(engine, request())
+            for _ in range(2):  # An engine may know the second one from the first.
+                with pytest.raises(RolloutServerError, match="constraint"):
+                    await run(engine, request(constraint=wrong))
+            output = await beside.output()
+            later = await run(engine, request())
+        assert output.token_ids == later.token_ids
+
+    async def test_a_constraint_holds_over_an_update(self) -> None:
+        async with self.engine() as engine:
+            can = engine.info.capabilities
+            both = can.constrained_sampling and can.in_flight_continue
+            skip_unless(both, "this engine does not constrain the sampling over an update")
+            digits = "".join(map(str, range(100, 150)))  # No text of it has the same rest twice.
+            constraint = Constraint(form=ConstraintForm.REGEX, texts=(digits,))
+            most = len(digits) - 1
+            asked = request(constraint=constraint, temperature=1.0, seed=1, max_tokens=most)
+            reader = await pause_midway(engine, asked)
+            version = engine.weight_version + 1
+            await engine.load_weights(stream(self.weights(0)), version=version)
+            await engine.resume()
+            output, plain = await reader.output(), await run(engine, asked)
+        assert output.token_ids == plain.token_ids
+        assert output.logprobs == pytest.approx(plain.logprobs, abs=self.logprob_tolerance)
 
     @pytest.mark.parametrize("sampling", _SAMPLINGS, ids=["top_k", "cool", "hot top_p"])
     async def test_draws_follow_the_distribution_that_is_reported(

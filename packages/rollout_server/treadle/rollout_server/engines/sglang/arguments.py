@@ -14,6 +14,7 @@ from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
 from treadle.rollout_server.engines.common.arguments import (
     ManagedArgument,
+    has_tokenizer,
     merge_arguments,
     reject_unsupported,
 )
@@ -63,7 +64,19 @@ def server_arguments(
     merged = merge_arguments(
         own, config.engine_args, known=known, argument_class="sglang's ServerArgs"
     )
-    return _defaults(config, cpu=cpu) | merged
+    arguments = _defaults(config, cpu=cpu) | merged
+    if (backend := arguments["grammar_backend"]) not in ("none", "xgrammar"):
+        raise ValueError(
+            f"engine_args.grammar_backend is {backend!r}, which reads other grammars than those of "
+            "the contract: leave it out, or set 'xgrammar' or 'none'"
+        )
+    return arguments
+
+
+def constrains(config: ServerConfig) -> bool:
+    """Returns whether the server constrains the sampling; its workers do so by xgrammar's masks."""
+    default = "xgrammar" if has_tokenizer(config) else "none"
+    return bool(config.engine_args.get("grammar_backend", default) == "xgrammar")
 
 
 def kv_bytes_per_token(directory: Path, element_type: ElementType) -> int:
@@ -160,7 +173,7 @@ def _defaults(config: ServerConfig, *, cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "sleep_on_idle": True,  # Otherwise an idle or paused scheduler keeps a core busy.
         "skip_server_warmup": True,
-        "grammar_backend": "none",
+        "grammar_backend": "xgrammar" if constrains(config) else "none",
     }
     if cpu:
         # The other attention backends have no CPU kernels, and there is no device to overlap with.

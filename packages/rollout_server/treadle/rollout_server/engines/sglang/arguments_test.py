@@ -6,7 +6,11 @@ import pytest
 
 from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
-from treadle.rollout_server.engines.sglang.arguments import kv_bytes_per_token, server_arguments
+from treadle.rollout_server.engines.sglang.arguments import (
+    constrains,
+    kv_bytes_per_token,
+    server_arguments,
+)
 
 MODEL = ModelInfo(architecture="Qwen2ForCausalLM", vocab_size=61, context_length=512)
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -18,6 +22,7 @@ KNOWN = {
     "speculative_algorithm",
     "stream_interval",
     "enable_memory_saver",
+    "grammar_backend",
 }
 
 
@@ -110,3 +115,18 @@ def test_what_a_cpu_does_not_support_is_refused(path: Path, key: str, value: Any
         ValueError, match=rf"model\.{key} is {value}, which engine 'sglang' does not support"
     ):
         arguments(path, **{key: value})
+
+
+def test_constraints_need_a_tokenizer_and_xgrammar(path: Path) -> None:
+    config = ServerConfig(model=ModelConfig(path=path))
+    assert not constrains(config)
+    assert arguments(path)["grammar_backend"] == "none"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text("{}")
+    assert constrains(config)
+    assert arguments(path)["grammar_backend"] == "xgrammar"
+    without = {"grammar_backend": "none"}
+    assert not constrains(config.model_copy(update={"engine_args": without}))
+    assert arguments(path, given=without)["grammar_backend"] == "none"
+    with pytest.raises(ValueError, match="'llguidance', which reads other grammars"):
+        arguments(path, given={"grammar_backend": "llguidance"})

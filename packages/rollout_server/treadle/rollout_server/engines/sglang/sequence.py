@@ -9,13 +9,17 @@ after the next update: `mark` records how many tokens there were before.
 Pure; `engine.py` calls it on the event loop.
 """
 
+import json
 import math
 import secrets
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 from treadle.rollout_server.engine import (
+    Constraint,
+    ConstraintForm,
     EngineEvent,
     EngineRequest,
     Finished,
@@ -31,6 +35,11 @@ SETTINGS_KEY = "treadle"
 """Key of our settings in a request's custom parameters; see `sampling.to_wire`."""
 
 _SEED_BITS = 64
+_FORMS = {
+    ConstraintForm.JSON_SCHEMA: "json_schema",
+    ConstraintForm.REGEX: "regex",
+    ConstraintForm.GRAMMAR: "ebnf",
+}
 
 
 def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
@@ -50,7 +59,16 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sorted(stops),
         "custom_params": {SETTINGS_KEY: to_wire(sampling, seed)},
-    }
+    } | ({} if request.constraint is None else _grammar(request.constraint))
+
+
+def _grammar(constraint: Constraint) -> dict[str, str]:
+    """Returns SGLang's parameter of a constraint; choices become a grammar."""
+    if constraint.form is ConstraintForm.CHOICES:
+        # JSON's escapes are those of the grammar's strings.
+        texts = (json.dumps(text, ensure_ascii=False) for text in constraint.texts)
+        return {"ebnf": f"root ::= {' | '.join(texts)}"}
+    return {_FORMS[constraint.form]: constraint.texts[0]}
 
 
 def logprob_start(request: EngineRequest) -> int:
@@ -108,10 +126,12 @@ class Sequence:
             version: Version of the weights after the last mark.
 
         Raises:
+            InvalidField: SGLang does not know the constraint; it says so before any token.
             RuntimeError: SGLang ended the sequence unexpectedly.
             FloatingPointError: A log-prob is not finite.
         """
         meta = answer["meta_info"]
+        self._check_constraint(meta["finish_reason"])
         if not self._started:
             self._started = True
             # SGLang tells of a sequence with its first token.
@@ -138,6 +158,15 @@ class Sequence:
             self._num_emitted = stop
             shown = logprobs if self.request.logprobs else ()
             yield Tokens(tuple(answer["output_ids"][span]), shown, sampled_by)
+
+    def _check_constraint(self, reason: dict[str, Any] | None) -> None:
+        constraint = self.request.constraint
+        if constraint is None or reason is None or self.interrupted:
+            return
+        # Requests have been checked, so what SGLang refuses is the constraint.
+        if reason["type"] == "abort" and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
+            expected = f"one that SGLang knows ({reason['message']})"
+            raise InvalidField("constraint", f"a {constraint.form.value}", expected)
 
     def _run(self, version: int) -> tuple[int | None, int]:
         """Returns where the run of the next token's version ends, if it has, and that version."""

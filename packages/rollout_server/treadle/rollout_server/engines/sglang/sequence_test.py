@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.engine import (
+    Constraint,
+    ConstraintForm,
     EngineEvent,
     EngineRequest,
     Finished,
@@ -147,3 +149,28 @@ def test_logprobs_of_placeholders_are_refused() -> None:
     check_supported(replace(request(), prompt_logprobs_from=1))
     with pytest.raises(InvalidField, match="prompt_logprobs_from is 4, expected 5 or more"):
         check_supported(replace(seen, prompt_logprobs_from=4))
+
+
+def test_constraints_are_sglangs_parameters_and_choices_a_grammar() -> None:
+    def given(form: ConstraintForm, *texts: str) -> dict[str, Any]:
+        constrained = replace(request(), constraint=Constraint(form=form, texts=texts))
+        return {**sampling_params(constrained, EOS)}
+
+    assert given(ConstraintForm.JSON_SCHEMA, "{}")["json_schema"] == "{}"
+    assert given(ConstraintForm.REGEX, "a")["regex"] == "a"
+    assert given(ConstraintForm.GRAMMAR, "root ::= b")["ebnf"] == "root ::= b"
+    grammar = given(ConstraintForm.CHOICES, 'a"b', "c\\d\n", "\N{SNOWMAN}")["ebnf"]
+    assert grammar == 'root ::= "a\\"b" | "c\\\\d\\n" | "\N{SNOWMAN}"'
+    assert not {"json_schema", "regex", "ebnf"} & sampling_params(request(), EOS).keys()
+
+
+def test_what_sglang_refuses_is_the_constraint() -> None:
+    refused = answer(0, {"type": "abort", "status_code": 400, "message": "bad rule"})
+    constraint = Constraint(form=ConstraintForm.REGEX, texts=("(",))
+    with pytest.raises(InvalidField, match="bad rule"):
+        read(Sequence(replace(request(), constraint=constraint), "1"), refused)
+    with pytest.raises(RuntimeError, match="bad rule"):
+        read(Sequence(request(), "2"), refused)
+    interrupted = Sequence(replace(request(), constraint=constraint), "3")
+    interrupted.interrupted = True
+    assert read(interrupted, refused)[-1] == Finished(FinishReason.INTERRUPTED)

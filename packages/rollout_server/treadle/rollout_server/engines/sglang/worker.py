@@ -21,16 +21,19 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     PauseGenerationReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromIPCReqOutput,
 )
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from transformers import AutoTokenizer
 
 from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import decode_group
@@ -101,6 +104,24 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
         channels = self.ipc_channels
         self.ipc_channels = replace(channels, send_to_detokenizer=channels.send_to_tokenizer)
 
+    def init_grammar_manager(self) -> None:
+        """Compiles constraints, which SGLang does only where it also tokenizes prompts.
+
+        The masks are applied before the sampler, whose log-probs are thus those of the constrained
+        distribution.
+        """
+        super().init_grammar_manager()
+        arguments = self.server_args
+        if arguments.grammar_backend == "none":
+            return
+        self.grammar_manager.grammar_backend = XGrammarGrammarBackend(
+            AutoTokenizer.from_pretrained(
+                arguments.model_path, trust_remote_code=arguments.trust_remote_code
+            ),
+            vocab_size=self.model_config.vocab_size,
+            model_eos_token_ids=sorted(self.model_config.hf_eos_token_id or ()),
+        )
+
     def init_request_dispatcher(self) -> None:
         """Receives our commands in a message type of SGLang that is otherwise unused."""
         super().init_request_dispatcher()
@@ -118,6 +139,19 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
         self.output_streamer.stream_output(owing, return_logprob=True)
         for req, interval in zip(owing, intervals, strict=True):
             req.sampling_params.stream_interval = interval
+        self._compile_grammars()
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        """Aborts requests, also such whose grammar is not compiled yet."""
+        if self._engine_paused:
+            self._compile_grammars()
+        super().abort_request(recv_req)
+
+    def _compile_grammars(self) -> None:
+        """Waits for the grammars of new requests, which SGLang would read only once it resumes."""
+        while self.grammar_manager.has_waiting_grammars():
+            for req in self.grammar_manager.get_ready_grammar_requests():
+                self._add_request_to_queue(req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
         super()._record_scheduler_state_for_paused_engine()
@@ -172,6 +206,7 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
         self._runner.weight_updater.end_weight_update(run_post_load=False)
         if mm_schedule.embedding_cache is not None:
             mm_schedule.embedding_cache.clear()  # Of images, by the old vision tower.
+        self._compile_grammars()
         if not self.flush_cache(empty_cache=False):
             raise RuntimeError("sequences are using the KV cache, so it cannot be flushed")
 

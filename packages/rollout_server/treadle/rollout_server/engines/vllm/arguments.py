@@ -4,10 +4,8 @@ Invariant: pure, and does not import vLLM. The library's defaults hold unless on
 `engine_args` sets an argument, except for the arguments listed here, each with its reason.
 """
 
-from pathlib import Path
-
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.engines.common.arguments import ManagedArgument
+from treadle.rollout_server.engines.common.arguments import ManagedArgument, has_tokenizer
 
 WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
 
@@ -53,7 +51,7 @@ def managed_arguments(
     }
     fixed: dict[str, object] = {
         # Token ids in, token ids out; only constraints are of text.
-        "skip_tokenizer_init": not constrains(config),
+        "skip_tokenizer_init": not has_tokenizer(config),
         "scheduling_policy": "priority",
         "generation_config": "vllm",  # Requests carry all their settings.
         "worker_extension_cls": WORKER_EXTENSION,
@@ -72,10 +70,3 @@ def managed_arguments(
         **{name: ManagedArgument(value=value, key=key) for name, (key, value) in by_key.items()},
         **{name: ManagedArgument(value=value) for name, value in fixed.items()},
     }
-
-
-def constrains(config: ServerConfig) -> bool:
-    """Returns whether the model has the tokenizer that constrained sampling needs."""
-    path = config.model.path
-    names = ("tokenizer.json", "tokenizer_config.json")
-    return path is not None and all((Path(path) / name).is_file() for name in names)

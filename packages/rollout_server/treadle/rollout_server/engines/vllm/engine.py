@@ -42,6 +42,7 @@ from treadle.rollout_server.engine import (
     NamedTensor,
     TensorSpec,
 )
+from treadle.rollout_server.engines.common.arguments import has_tokenizer
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
 from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
@@ -50,7 +51,6 @@ from treadle.rollout_server.engines.common.staging import staging
 from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
 from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup
-from treadle.rollout_server.engines.vllm.arguments import constrains
 from treadle.rollout_server.engines.vllm.memory import DeviceMemory
 from treadle.rollout_server.engines.vllm.sampling import sampling_params, structured_outputs
 from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
@@ -135,7 +135,7 @@ class VllmEngine:
                 images=images is not None,
                 collective=True,
                 prompt_logprobs=True,
-                constrained_sampling=constrains(config),
+                constrained_sampling=has_tokenizer(config),
             ),
             model=held,
             parameters=parameters,
