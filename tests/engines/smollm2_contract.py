@@ -34,6 +34,9 @@ class SmolContract(RemoteContract, ModelContract):
     test_logprobs_are_those_of_the_constrained_distribution = (
         SamplingContract.test_logprobs_are_those_of_the_constrained_distribution
     )
+    test_required_tags_are_all_that_is_sampled = (
+        SamplingContract.test_required_tags_are_all_that_is_sampled
+    )
     test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence = (
         SamplingContract.test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence
     )

@@ -244,6 +244,40 @@ class ConstraintForm(enum.Enum):
     """A context-free grammar in EBNF whose start symbol is `root`."""
     CHOICES = "choices"
     """Texts to choose from."""
+    TAGGED = "tagged"
+    """Text with tagged parts; see `TaggedText`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """One kind of tagged part: `begin`, JSON of the schema, `end`.
+
+    Attributes:
+        begin: Begins with the trigger.
+        json_schema: A JSON Schema, as JSON.
+        end: Not empty.
+    """
+
+    begin: str
+    json_schema: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedText:
+    """Any text, except that where the trigger stands one of the tags follows, whole.
+
+    Attributes:
+        tags: At least one.
+        trigger: What each tag begins with; not empty.
+        required: Whether the text begins with a tag; else there may be none.
+        single: Whether the text ends with its first tag; else text and tags may follow.
+    """
+
+    tags: tuple[Tag, ...]
+    trigger: str
+    required: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +290,13 @@ class Constraint:
 
     Attributes:
         form: What `texts` describe it by.
-        texts: The choices, at least one; else the one description.
+        texts: The choices, at least one; of TAGGED, none; else the one description.
+        tagged: The description of TAGGED; else None.
     """
 
     form: ConstraintForm
-    texts: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    tagged: TaggedText | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,16 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
 def _encode_constraint(constraint: Constraint | None) -> gen.Constraint | None:
     if constraint is None:
         return None
+    if (tagged := constraint.tagged) is not None:
+        tags = (
+            gen.Tag(begin=tag.begin, json_schema=tag.json_schema, end=tag.end)
+            for tag in tagged.tags
+        )
+        return gen.Constraint(
+            tagged=gen.TaggedText(
+                tags=tags, trigger=tagged.trigger, required=tagged.required, single=tagged.single
+            )
+        )
     if constraint.form is ConstraintForm.CHOICES:
         return gen.Constraint(choices=gen.Choices(texts=constraint.texts))
     fields: dict[str, Any] = {constraint.form.value: constraint.texts[0]}

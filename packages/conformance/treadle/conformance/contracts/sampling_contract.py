@@ -19,7 +19,7 @@ from treadle.conformance.contracts.reader import (
     run_all,
     stream,
 )
-from treadle.rollout_server.engine import Constraint, ConstraintForm, FinishReason
+from treadle.rollout_server.engine import Constraint, ConstraintForm, FinishReason, Tag, TaggedText
 from treadle.rollout_server.errors import RolloutServerError
 
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -34,6 +34,7 @@ _ONE_TEXT = {
     ConstraintForm.GRAMMAR: ('root ::= "7"',),
     ConstraintForm.CHOICES: ("7",),
 }
+"""Form -> texts; all but TAGGED, whose texts are longer."""
 _THREE_TEXTS = {
     ConstraintForm.JSON_SCHEMA: ('{"enum": ["1", "2", "3"]}',),
     ConstraintForm.REGEX: ("[123]",),
@@ -114,7 +115,7 @@ class SamplingContract(ContractBase):
             assert told == pytest.approx(expected, abs=self.logprob_tolerance), first
             assert output.token_ids == plain.token_ids[:1]
 
-    @pytest.mark.parametrize("form", ConstraintForm)
+    @pytest.mark.parametrize("form", _ONE_TEXT)
     async def test_logprobs_are_those_of_the_constrained_distribution(
         self, form: ConstraintForm
     ) -> None:
@@ -145,6 +146,29 @@ class SamplingContract(ContractBase):
         assert total <= 1 + 1e-3
         if len(drawn) == 3 and form is not ConstraintForm.JSON_SCHEMA:
             assert total == pytest.approx(1.0, abs=1e-3)
+
+    async def test_required_tags_are_all_that_is_sampled(self) -> None:
+        """Of two texts that differ in one character; the log-probs add up to 1 over both."""
+        tagged = TaggedText(
+            tags=tuple(Tag(begin=f"<{n}", json_schema='{"const": 7}', end=">") for n in "12"),
+            trigger="<",
+            required=True,
+            single=True,
+        )
+        constraint = Constraint(form=ConstraintForm.TAGGED, tagged=tagged)
+        async with self.engine() as engine:
+            can = engine.info.capabilities.constrained_sampling
+            skip_unless(can, "this engine does not constrain the sampling")
+            asked = [
+                request(constraint=constraint, temperature=1.0, seed=seed, ignore_eos=False)
+                for seed in range(24)
+            ]
+            outputs = await run_all(engine, asked)
+        drawn = {output.token_ids: sum(output.logprobs) for output in outputs}
+        assert {output.reason for output in outputs} == {FinishReason.STOP}
+        total = sum(math.exp(logprob) for logprob in drawn.values())
+        assert total <= 1 + 1e-3
+        assert max(len(ids) for ids in drawn) <= len("<17>") + 1
 
     async def test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence(self) -> None:
         async with self.engine() as engine:

@@ -27,6 +27,8 @@ from treadle.rollout_server.engine import (
     ModelInfo,
     PromptImage,
     Sampling,
+    Tag,
+    TaggedText,
     TensorSpec,
 )
 from treadle.rollout_server.errors import (
@@ -155,6 +157,9 @@ def _decode_constraint(request: gen.GenerateRequest, info: EngineInfo) -> Constr
     named = request.constraint.WhichOneof("form")
     if named is None:
         raise InvalidField("constraint", "without a form", "one of its forms")
+    if named == "tagged":
+        tagged = _decode_tagged(request.constraint.tagged)
+        return Constraint(form=ConstraintForm.TAGGED, tagged=tagged)
     if named == "choices":
         check_count("constraint.choices", request.constraint.choices.texts, at_most=_MAX_CHOICES)
         texts = tuple(request.constraint.choices.texts)
@@ -163,6 +168,25 @@ def _decode_constraint(request: gen.GenerateRequest, info: EngineInfo) -> Constr
     if not texts or not all(texts):
         raise InvalidField(f"constraint.{named}", list(texts), "texts that are not empty")
     return Constraint(form=ConstraintForm(named), texts=texts)
+
+
+def _decode_tagged(message: gen.TaggedText) -> TaggedText:
+    check_count("constraint.tagged.tags", message.tags, at_most=_MAX_CHOICES)
+    tags = tuple(
+        Tag(begin=tag.begin, json_schema=tag.json_schema, end=tag.end) for tag in message.tags
+    )
+    if not tags or not message.trigger:
+        raise InvalidField("constraint.tagged", "incomplete", "at least one tag, and a trigger")
+    for index, tag in enumerate(tags):
+        if not tag.begin.startswith(message.trigger):
+            expected = f"a text that begins with the trigger {message.trigger!r}"
+            raise InvalidField(f"constraint.tagged.tags[{index}].begin", tag.begin, expected)
+        if not tag.json_schema or not tag.end:
+            expected = "a schema and an end that are not empty"
+            raise InvalidField(f"constraint.tagged.tags[{index}]", "incomplete", expected)
+    return TaggedText(
+        tags=tags, trigger=message.trigger, required=message.required, single=message.single
+    )
 
 
 def decode_in_flight(value: int, *, field: str = "in_flight") -> InFlightPolicy:

@@ -14,6 +14,8 @@ from treadle.rollout_server.engine import (
     EngineCapabilities,
     EngineInfo,
     MemoryKind,
+    Tag,
+    TaggedText,
 )
 from treadle.rollout_server.errors import CapabilityMissing, InvalidField
 from treadle.rollout_server.services import codec
@@ -85,3 +87,26 @@ def test_a_constraint_has_one_form_that_is_not_empty() -> None:
     assert read == Constraint(form=ConstraintForm.JSON_SCHEMA, texts=("{}",))
     with pytest.raises(CapabilityMissing, match="constrained_sampling"):
         decode_generate(request, INFO)
+
+
+def test_tagged_text_is_complete() -> None:
+    able = EngineCapabilities(sampled_logprobs=True, constrained_sampling=True)
+    info = replace(INFO, capabilities=able)
+    whole = gen.Tag(begin="<a", json_schema="{}", end=">")
+    request = want()
+    for tags, trigger, problem in (
+        ([], "<", "at least one tag"),
+        ([whole], "", "a trigger"),
+        ([whole, gen.Tag(begin="a", json_schema="{}", end=">")], "<", r"tags\[1\].begin"),
+        ([gen.Tag(begin="<", end=">")], "<", "not empty"),
+        ([gen.Tag(begin="<", json_schema="{}")], "<", "not empty"),
+    ):
+        request.constraint.tagged.CopyFrom(gen.TaggedText(tags=tags, trigger=trigger))
+        with pytest.raises(InvalidField, match=problem):
+            decode_generate(request, info)
+    request.constraint.tagged.CopyFrom(gen.TaggedText(tags=[whole], trigger="<", single=True))
+    read = decode_generate(request, info).constraint
+    tagged = TaggedText(
+        tags=(Tag(begin="<a", json_schema="{}", end=">"),), trigger="<", single=True
+    )
+    assert read == Constraint(form=ConstraintForm.TAGGED, tagged=tagged)

@@ -8,7 +8,6 @@ and must not be managed by the server.
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -75,13 +74,6 @@ def merge_arguments(
             raise ValueError(f"engine_args.{name} is set by this server: {fix}")
     ours = {name: own.value for name, own in managed.items() if own.value is not None}
     return ours | dict(given)
-
-
-def has_tokenizer(config: ServerConfig) -> bool:
-    """Returns whether the model has the tokenizer that constrained sampling needs."""
-    path = config.model.path
-    names = ("tokenizer.json", "tokenizer_config.json")
-    return path is not None and all((Path(path) / name).is_file() for name in names)
 
 
 def _value(config: ServerConfig, key: str) -> object:

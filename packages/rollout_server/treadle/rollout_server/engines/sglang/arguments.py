@@ -14,10 +14,10 @@ from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
 from treadle.rollout_server.engines.common.arguments import (
     ManagedArgument,
-    has_tokenizer,
     merge_arguments,
     reject_unsupported,
 )
+from treadle.rollout_server.engines.constraints import has_tokenizer
 
 CONTEXT_MARGIN = 8
 """SGLang ends sequences up to seven tokens before its context is full; ours may fill it."""

@@ -28,6 +28,7 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
+from treadle.rollout_server.engines.constraints import structural_tag
 from treadle.rollout_server.engines.sglang.sampling import to_wire
 from treadle.rollout_server.errors import InvalidField
 
@@ -64,6 +65,8 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
 
 def _grammar(constraint: Constraint) -> dict[str, str]:
     """Returns SGLang's parameter of a constraint; choices become a grammar."""
+    if constraint.tagged is not None:
+        return {"structural_tag": structural_tag(constraint.tagged)}
     if constraint.form is ConstraintForm.CHOICES:
         # JSON's escapes are those of the grammar's strings.
         texts = (json.dumps(text, ensure_ascii=False) for text in constraint.texts)

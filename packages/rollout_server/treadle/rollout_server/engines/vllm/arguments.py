@@ -5,7 +5,8 @@ Invariant: pure, and does not import vLLM. The library's defaults hold unless on
 """
 
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.engines.common.arguments import ManagedArgument, has_tokenizer
+from treadle.rollout_server.engines.common.arguments import ManagedArgument
+from treadle.rollout_server.engines.constraints import has_tokenizer
 
 WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
 

@@ -42,12 +42,12 @@ from treadle.rollout_server.engine import (
     NamedTensor,
     TensorSpec,
 )
-from treadle.rollout_server.engines.common.arguments import has_tokenizer
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
 from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.common.staging import staging
+from treadle.rollout_server.engines.constraints import has_tokenizer
 from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
 from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup

@@ -11,6 +11,7 @@ import secrets
 from typing import Any
 
 from treadle.rollout_server.engine import Constraint, ConstraintForm, EngineRequest, Sampling
+from treadle.rollout_server.engines.constraints import structural_tag
 
 EXTRA_ARGS_KEY = "treadle"
 """Our key in ``SamplingParams.extra_args``."""
@@ -54,6 +55,8 @@ def structured_outputs(constraint: Constraint) -> dict[str, Any]:
     vLLM masks the logits before `sampler.py` draws, so our log-probabilities are those of the
     constrained distribution.
     """
+    if constraint.tagged is not None:
+        return {"structural_tag": structural_tag(constraint.tagged)}
     if constraint.form is ConstraintForm.CHOICES:
         return {"choice": list(constraint.texts)}
     return {_FORMS[constraint.form]: constraint.texts[0]}

@@ -1,11 +1,23 @@
+import json
+from dataclasses import replace
 from typing import Any
 
-from treadle.rollout_server.engine import Constraint, ConstraintForm, EngineRequest, Sampling
+import pytest
+
+from treadle.rollout_server.engine import (
+    Constraint,
+    ConstraintForm,
+    EngineRequest,
+    Sampling,
+    Tag,
+    TaggedText,
+)
 from treadle.rollout_server.engines.vllm.sampling import (
     sampling_of,
     sampling_params,
     structured_outputs,
 )
+from treadle.rollout_server.errors import InvalidField
 
 EOS = frozenset({3, 4})
 
@@ -58,3 +70,26 @@ def test_each_form_of_a_constraint_has_its_argument() -> None:
     assert told == [{"json": "a"}, {"regex": "a"}, {"grammar": "a"}]
     choices = Constraint(form=ConstraintForm.CHOICES, texts=("a", "b"))
     assert structured_outputs(choices) == {"choice": ["a", "b"]}
+
+
+def test_tagged_text_is_a_structural_tag() -> None:
+    tag = Tag(begin="<f ", json_schema='{"type": "object"}', end=">")
+    tagged = TaggedText(tags=(tag,), trigger="<f", required=True)
+    told = structured_outputs(Constraint(form=ConstraintForm.TAGGED, tagged=tagged))
+    assert json.loads(told["structural_tag"])["format"] == {
+        "type": "triggered_tags",
+        "triggers": ["<f"],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<f ",
+                "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+                "end": ">",
+            }
+        ],
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+    broken = replace(tagged, tags=(replace(tag, json_schema="{"),))
+    with pytest.raises(InvalidField, match=r"a JSON Schema"):
+        structured_outputs(Constraint(form=ConstraintForm.TAGGED, tagged=broken))
