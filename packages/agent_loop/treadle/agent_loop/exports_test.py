@@ -141,6 +141,8 @@ PUBLIC = [
     "Span",
     "StickySession",
     "StopReason",
+    "Tag",
+    "TagConstraint",
     "TextCodec",
     "TokenChunk",
     "TokenGenerator",

@@ -200,6 +200,40 @@ class JsonConstraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """One kind of tagged part of a text: `begin`, JSON of the schema, `end`.
+
+    Attributes:
+        begin: Begins with the trigger.
+        schema: JSON Schema, as JSON.
+        end: Not empty.
+    """
+
+    begin: str
+    schema: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagConstraint:
+    """Samples any text, except that where the trigger stands one of the tags follows, whole.
+
+    The log-probabilities are as those of `JsonConstraint`.
+
+    Attributes:
+        tags: At least one.
+        trigger: What each tag begins with; not empty.
+        required: Whether the text begins with a tag; else there may be none.
+        single: Whether the text ends with its first tag; else text and tags may follow.
+    """
+
+    tags: tuple[Tag, ...]
+    trigger: str
+    required: bool = False
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one completion is sampled. None leaves the choice to the server.
 
@@ -228,7 +262,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    constraint: JsonConstraint | None = None
+    constraint: JsonConstraint | TagConstraint | None = None
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")

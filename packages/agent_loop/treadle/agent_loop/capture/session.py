@@ -35,6 +35,7 @@ them to be rendered, one at a time, and for the generator.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ from treadle.agent_loop.types import (
 )
 from treadle.tracing import Metric, Reduce, span
 
+_log = logging.getLogger(__name__)
 _LONG = 1 << 16
 """Number of characters from which on a request is rendered beside the event loop."""
 _COUNTS = (
@@ -84,6 +86,7 @@ _COUNTS = (
     "refused",
     "tokens_past_stop",
     "constrained_tokens",
+    "all_constrained",
 )
 
 
@@ -460,9 +463,11 @@ class CapturedSession:
             if not b.by_ids
         ]
         drift = measure_drift(recorded, self._services.renderer)
+        samples = self.samples()
+        self._note_untrained(samples)
         return Trajectory(
             task=self._task,
-            samples=self.samples(),
+            samples=samples,
             messages=tuple(branches[-1].messages),
             stop=stop or self._natural_stop(branches[-1]),
             assistant_turns=self._assistant_turns,
@@ -471,6 +476,19 @@ class CapturedSession:
             metrics=(*self._metrics(), *drift.metrics, *metrics),
             findings=(*self._findings, *drift.findings),
         )
+
+    def _note_untrained(self, samples: Sequence[Tokens]) -> None:
+        """Says so if all turns were sampled under constraints."""
+        tokens = self._counts["constrained_tokens"]
+        if not tokens or any(sample.num_sampled_tokens for sample in samples):
+            return
+        self._counts["all_constrained"] = 1
+        text = (
+            f"all {self._assistant_turns} turns ({tokens} tokens) were sampled under a constraint: "
+            "nothing of this trajectory is trained on"
+        )
+        self._findings.append(Finding(kind="all_constrained", text=text))
+        _log.warning("session %s: %s", self.session_id, text)
 
     def _by_age(self) -> list[Branch]:
         return sorted(self._branches, key=lambda branch: branch.last_request)

@@ -32,8 +32,8 @@ from treadle.agent_loop.parsers import (
     parser_for_template,
     parser_named,
 )
-from treadle.agent_loop.parsers.base import StreamingParser
-from treadle.agent_loop.tokens.renderer import ParsedCompletion, Rendering
+from treadle.agent_loop.parsers.base import FramingParser, StreamingParser
+from treadle.agent_loop.tokens.renderer import CallFrame, ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
 
 if TYPE_CHECKING:
@@ -210,6 +210,10 @@ class HfRenderer:
             return "", ""
         so_far = self.parser.settled(text, prompt_end=self.decode(prompt[-_PROMPT_END:]))
         return so_far.reasoning, so_far.content
+
+    def call_frame(self, name: str) -> CallFrame | None:
+        """As in `FramingRenderer`."""
+        return self.parser.call_frame(name) if isinstance(self.parser, FramingParser) else None
 
     def bounded(self, max_tokens: int) -> "HfRenderer":
         """Returns this renderer with a bound on the ids of one text.

@@ -111,13 +111,15 @@ class Services:
 class AgentLoop(Protocol):
     """Runs one task to its end; one object may run many tasks at once.
 
-    Two things are optional, and loops without them stay as they are:
+    Three things are optional, and loops without them stay as they are:
 
     - `async def __aenter__(self)` and `__aexit__`: open and close what all tasks share. A run opens
       its loops once per process before the first task, and closes them when it ends, also after
       errors and interrupts (`LoopRegistry.opened`).
     - `scores_itself = True`: every trajectory of the loop that ends well has its reward, so a run
       needs no reward function for its rows (`scores_itself`).
+    - `required_capabilities`: what servers must be able to do for it, by the contract's names; a
+      run refuses others before it starts (`LoopRegistry.required_capabilities`).
     """
 
     async def run(self, task: AgentTask, services: Services) -> Trajectory:

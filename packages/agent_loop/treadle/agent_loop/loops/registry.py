@@ -86,6 +86,18 @@ class LoopRegistry:
             self._imported[name] = _import_loop(target, shown)
         return self._imported[name]
 
+    def required_capabilities(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns what servers must be able to do for loops, named as in the contract.
+
+        Args:
+            names: Of the loops that will run.
+
+        Raises:
+            UnknownLoopError: There is no such loop.
+        """
+        loops = map(self.resolve, names)
+        return frozenset[str]().union(*(getattr(o, "required_capabilities", ()) for o in loops))
+
     @asynccontextmanager
     async def opened(self, names: Iterable[str]) -> AsyncIterator[None]:
         """Opens the loops that are async context managers, and closes them in reverse order.

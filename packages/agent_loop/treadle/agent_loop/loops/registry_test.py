@@ -19,6 +19,7 @@ from treadle.agent_loop import (
     UnknownLoopError,
     default_loops,
 )
+from treadle.agent_loop.proxy import AgentConstraints, ProxyAgentLoop
 
 
 class OpenedLoop:
@@ -215,3 +216,10 @@ def test_installed_packages_offer_loops(tmp_path: Path, monkeypatch: pytest.Monk
         SetupError, match=r"greedy offers an agent loop: .*'tool_agent' is already reg"
     ):
         default_loops()
+
+
+def test_a_run_needs_what_its_loops_need() -> None:
+    enforcing = ProxyAgentLoop(["true"], constraints=AgentConstraints.ENFORCE)
+    loops = default_loops().adding("free", ProxyAgentLoop(["true"])).adding("e", enforcing)
+    assert loops.required_capabilities(["free", "tool_agent"]) == frozenset()
+    assert loops.required_capabilities(["free", "e"]) == {"constrained_sampling"}

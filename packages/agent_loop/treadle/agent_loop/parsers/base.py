@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from treadle.agent_loop.tokens.renderer import MalformedCall
+from treadle.agent_loop.tokens.renderer import CallFrame, MalformedCall
 from treadle.agent_loop.types import ToolCall, ToolSpec
 
 
@@ -101,4 +101,13 @@ class StreamingParser(ToolCallParser, Protocol):
             text: The beginning of a decoded completion.
             prompt_end: As in `ToolCallParser.parse`; "" settles no reasoning.
         """
+        ...
+
+
+@runtime_checkable
+class FramingParser(ToolCallParser, Protocol):
+    """A parser that may know the frame of a call, so that servers can enforce its arguments."""
+
+    def call_frame(self, name: str) -> CallFrame | None:
+        """Returns how a call of a tool is written; None if its arguments are not one JSON text."""
         ...

@@ -12,6 +12,7 @@ from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.parsers.thinking import Thinking
+from treadle.agent_loop.tokens.renderer import CallFrame
 from treadle.agent_loop.types import ToolCall, ToolSpec
 
 
@@ -48,6 +49,15 @@ class MarkedFormat(CallFormat, Protocol):
     """What a call, or a mark around calls or content, begins with; at least one."""
     leads: tuple[str, ...]
     """What begins a call only at the beginning of the content."""
+
+
+@runtime_checkable
+class FramedFormat(CallFormat, Protocol):
+    """A format whose calls have their arguments as one JSON text."""
+
+    def frame(self, name: str) -> CallFrame:
+        """Returns how a call of a tool is written."""
+        ...
 
 
 class FormatParser:
@@ -106,6 +116,10 @@ class FormatParser:
         found = [at for mark in marks if (at := text.find(mark, start)) >= 0]
         before = text[start : min(found)] if found else without_partial(text[start:], *marks)
         return Settled(reasoning, before.rstrip())
+
+    def call_frame(self, name: str) -> CallFrame | None:
+        """As in `FramingParser`."""
+        return self._format.frame(name) if isinstance(self._format, FramedFormat) else None
 
     def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
         """As in `ToolCallParser`."""

@@ -16,6 +16,7 @@ from treadle.agent_loop.parsers.format_parser import FormatParser, counted_id
 from treadle.agent_loop.parsers.json_text import CallError, read_call, read_json, write_json
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.tokens.renderer import CallFrame
 from treadle.agent_loop.types import ToolCall
 
 _OPEN = "<tool_call>"
@@ -55,6 +56,11 @@ class HermesFormat:
                 scan.malformed(start, place, reason=str(error), name=named)
             else:
                 scan.call(start, place, name=name, arguments=arguments)
+
+    def frame(self, name: str) -> CallFrame:
+        """As in `FramedFormat`; what `write` writes."""
+        begin = f'{_OPEN}\n{{"name": {write_json(name)}, "arguments": '
+        return CallFrame(trigger=_OPEN, begin=begin, end=f"}}\n{_CLOSE}")
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`."""

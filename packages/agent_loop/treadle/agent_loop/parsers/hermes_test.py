@@ -1,10 +1,14 @@
 """Tests of the hermes parser."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.agent_loop import HermesParser, ToolCall
+from treadle.agent_loop.parsers.base import FramingParser
+from treadle.agent_loop.parsers.names import parser_named
 
 PARSER = HermesParser()
 text = st.text(st.characters(codec="utf-8"))
@@ -131,3 +135,15 @@ def test_what_is_nested_and_not_too_deeply_is_read() -> None:
     deep = "[" * 62 + "]" * 62
     call = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>' % deep  # noqa: UP031
     assert str(HermesParser().parse(call).calls[0].arguments["a"]) == deep
+
+
+def test_a_frame_is_what_is_written_around_the_arguments() -> None:
+    frame = HermesParser().call_frame('a"b')
+    assert frame is not None
+    arguments = {"x": "é"}
+    call = ToolCall(id="1", name='a"b', arguments=arguments)
+    written = frame.begin + json.dumps(arguments, ensure_ascii=False) + frame.end
+    assert written == HermesParser().render("", [call])
+    assert written.startswith(frame.trigger)
+    other = parser_named("qwen3_coder")
+    assert isinstance(other, FramingParser) and other.call_frame("f") is None

@@ -93,7 +93,12 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
     parser = None if arguments.parser is None else parser_named(arguments.parser)
     renderer = HfRenderer.from_directory(arguments.tokenizer, parser=parser)
-    needs = Requirements(tokenizer_sha256=renderer.tokenizer_sha256, vocab_size=renderer.vocab_size)
+    needs = Requirements(
+        tokenizer_sha256=renderer.tokenizer_sha256,
+        vocab_size=renderer.vocab_size,
+        capabilities=Requirements().capabilities
+        | arguments.agent_constraints.required_capabilities,
+    )
     given = os.environ.get("TREADLE_PROXY_KEY")
     key = given or secrets.token_urlsafe(24)
     security = ChannelSecurity(tls=arguments.replica_tls, root_certificates=roots, token=token)

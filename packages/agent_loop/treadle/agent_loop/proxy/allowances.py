@@ -3,12 +3,13 @@
 Invariant: whatever is let pass here is counted, and the trajectory says so. Agent frameworks ask
 for constraints by default (`strict` schemas, `tool_choice="required"`), and send back keys that
 other providers gave their messages. The trainer would treat constrained tokens as the policy's own,
-so a constraint is either refused or not enforced.
+so a constraint is refused, or not enforced, or enforced in a turn that is not trained on.
 """
 
 import enum
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from treadle.agent_loop.proxy.errors import unsupported
 from treadle.agent_loop.trajectory import Finding
@@ -24,12 +25,38 @@ class AgentConstraints(enum.StrEnum):
     """Sample without the constraint, and count it. The agent sees what the policy said, as with a
     provider that does not guarantee the constraint."""
     ENFORCE = "enforce"
-    """Sample response formats under their constraint, if every server can (`constrained_sampling`);
-    the others as IGNORE. A turn that is sampled so is context only: nothing of it is trained on."""
+    """Sample response formats, and calls in a format whose arguments are JSON, under their
+    constraint; every server must be able to (`constrained_sampling`). The others as IGNORE. A turn
+    that is sampled so is context only: nothing of it is trained on."""
+
+    @property
+    def required_capabilities(self) -> frozenset[str]:
+        """What servers must be able to do, named as in the contract."""
+        return frozenset({"constrained_sampling"} if self is AgentConstraints.ENFORCE else ())
 
 
 CONSTRAINTS = ("parallel_tool_calls", "response_format", "strict", "tool_choice")
 """The parameters of requests that constrain the sampling, as they are counted."""
+
+
+@dataclass(slots=True)
+class CallRules:
+    """What a request wants of the model's calls, where it is enforced.
+
+    Attributes:
+        strict: Names of the tools whose arguments follow their schemas.
+        required: Whether the turn is a call.
+        only: The tool that is called, if the request names it.
+        single: Whether there is at most one call.
+    """
+
+    strict: set[str] = field(default_factory=set)
+    required: bool = False
+    only: str | None = None
+    single: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.strict) or self.required or self.single
 
 
 class Allowances:
@@ -37,10 +64,21 @@ class Allowances:
 
     Args:
         constraints: What to do with a request to constrain the sampling.
+        calls_enforced: Whether constraints of calls are enforced, and not let pass.
+
+    Attributes:
+        calls: Filled by the readers of requests; empty if calls are not enforced.
     """
 
-    def __init__(self, constraints: AgentConstraints = AgentConstraints.REFUSE) -> None:
+    def __init__(
+        self,
+        constraints: AgentConstraints = AgentConstraints.REFUSE,
+        *,
+        calls_enforced: bool = False,
+    ) -> None:
         self.constraints = constraints
+        self.calls_enforced = calls_enforced
+        self.calls = CallRules()
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
 
@@ -65,6 +103,10 @@ class Allowances:
     def unread_key(self, place: str) -> None:
         """Lets a key of a request or of a message pass that nothing reads."""
         self._count("ignored_keys", place)
+
+    def for_request(self) -> "Allowances":
+        """Returns those of the session's next request."""
+        return Allowances(self.constraints, calls_enforced=self.calls_enforced)
 
     def add(self, request: "Allowances") -> None:
         """Adds what a request was allowed."""

@@ -127,7 +127,7 @@ class _Endpoint:
             )
             # Only now: agents that send slowly take no place of the others.
             slots.enter_context(self._sessions.slot())
-            allowed = Allowances(session.allowed.constraints)
+            allowed = session.allowed.for_request()
             asked = await _read(session, partial(api.read, body, allowed, session), len(body))
             answer = api.answer(asked, session, self._model)
             gone = partial(_disconnected, request)
@@ -154,7 +154,7 @@ class _Endpoint:
             body = await session.while_open(
                 self._bodies.read(request, max_bytes=self._max_body_bytes)
             )
-            allowed = Allowances(session.allowed.constraints)
+            allowed = session.allowed.for_request()
             asked = await _read(
                 session, partial(_ANTHROPIC.read, body, allowed, session), len(body)
             )

@@ -82,6 +82,9 @@ class ProxyAgentLoop:
         insecure_allow_plaintext_beyond_loopback: Listen beyond loopback without TLS. Anyone on
             the way can then read the sessions' keys.
 
+    Attributes:
+        required_capabilities: See `AgentLoop`.
+
     Raises:
         ValueError: A bound is below 1, `api_key` has fewer than 16 characters, or `host` is an
             address that agents cannot use, or one beyond loopback without TLS.
@@ -131,6 +134,7 @@ class ProxyAgentLoop:
         self._on_crash = OnCrash(on_crash)
         self._sampling = AgentSampling(sampling)
         self._constraints = AgentConstraints(constraints)
+        self.required_capabilities = self._constraints.required_capabilities
         self._model = model
         self._host = host
         self._told_host = host if told_host is None else told_host

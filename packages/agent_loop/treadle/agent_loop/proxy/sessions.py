@@ -24,6 +24,7 @@ from treadle.agent_loop.errors import AgentLoopError, GenerationError, PromptToo
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
 from treadle.agent_loop.proxy.apis.common import AgentRequest
+from treadle.agent_loop.proxy.call_constraint import call_constraint, frames_calls
 from treadle.agent_loop.proxy.errors import ApiError, answer_to, bad_value, busy, unsupported
 from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import JsonConstraint, Message, SamplingParams, StopReason
@@ -84,7 +85,10 @@ class EndpointSession:
         self.reward: float | None = None
         self.failure: GenerationError | None = None
         self.refused: LimitReachedError | None = None
-        self.allowed = Allowances(constraints)
+        enforce = constraints is AgentConstraints.ENFORCE
+        self.allowed = Allowances(
+            constraints, calls_enforced=enforce and frames_calls(services.renderer)
+        )
         self.answered: dict[str, tuple[Message, ...]] = {}
         self._base = services.sampling
         self._sampling = sampling
@@ -125,6 +129,9 @@ class EndpointSession:
         params = self._params(request)
         if request.response_schema is not None:
             params = replace(params, constraint=JsonConstraint(schema=request.response_schema))
+        if request.calls:
+            constraint = call_constraint(request.tools, request.calls, self.renderer)
+            params = replace(params, constraint=constraint)
         if request.prompt_ids:
             stops = (*params.stop_token_ids, *request.stop_token_ids)
             turns = self.captured.continue_ids(

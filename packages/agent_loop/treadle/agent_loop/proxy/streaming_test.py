@@ -3,14 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from treadle.agent_loop import (
     AgentTask,
+    ChatRenderer,
     Completion,
     EngineFailedError,
     FinishReason,
@@ -23,9 +27,10 @@ from treadle.agent_loop import (
     TokenChunk,
     Trajectory,
 )
+from treadle.agent_loop.parsers import parser_named
 from treadle.agent_loop.proxy import AgentConstraints, AgentSession, ProxyAgentLoop
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
-from treadle.agent_loop.types import JsonConstraint
+from treadle.agent_loop.types import JsonConstraint, Tag, TagConstraint
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,7 +79,11 @@ class SteppedGenerator:
 
 
 async def run(
-    generator: Any, script: Callable[[AsyncOpenAI], Awaitable[None]], **options: Any
+    generator: Any,
+    script: Callable[[AsyncOpenAI], Awaitable[None]],
+    *,
+    renderer: ChatRenderer | None = None,
+    **options: Any,
 ) -> Trajectory:
     async def agent(session: AgentSession) -> None:
         async with AsyncOpenAI(
@@ -87,7 +96,7 @@ async def run(
 
     services = Services(
         generator=generator,
-        renderer=ByteRenderer(),
+        renderer=renderer or ByteRenderer(),
         limits=LoopLimits(max_response_tokens=2000),
         sampling=SamplingParams(max_tokens=500, temperature=1.0),
     )
@@ -282,4 +291,85 @@ async def test_6_an_enforced_format_goes_to_the_server_and_its_tokens_are_not_tr
     assert first.endswith('<user>As JSON.<end><assistant>{"a":1}<end>')
     values = {metric.name: metric.value for metric in trajectory.metrics}
     assert values["capture/constrained_tokens"] == 8 + 5
+    assert values["capture/all_constrained"] == 0
     assert values["proxy/unenforced_response_format"] == 1
+
+
+def _tool(name: str, *, strict: bool = True) -> Any:
+    parameters = {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": parameters, "strict": strict},
+    }
+
+
+def _tag(name: str, schema: str) -> Tag:
+    begin = f'<tool_call>\n{{"name": "{name}", "arguments": '
+    return Tag(begin=begin, schema=schema, end="}\n</tool_call>")
+
+
+async def test_7_enforced_calls_go_to_the_server_as_the_models_own_format() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"f": "x"}}\n</tool_call>'
+    generator = ScriptedGenerator([call] * 5)
+    tools = [_tool("f"), _tool("g", strict=False)]
+
+    async def script(client: AsyncOpenAI) -> None:
+        ask = partial(client.chat.completions.create, model="x", messages=ASK["messages"])
+        done = await ask(tools=tools)
+        (called,) = done.choices[0].message.tool_calls or ()
+        assert isinstance(called, ChatCompletionMessageFunctionToolCall)
+        assert json.loads(called.function.arguments) == {"f": "x"}
+        await ask(tools=tools[1:], tool_choice="required", parallel_tool_calls=False)
+        named: Any = {"type": "function", "function": {"name": "g"}}
+        await ask(tools=tools, tool_choice=named)
+        flat = [{"type": "function", **tool["function"]} for tool in tools]
+        await client.responses.create(
+            model="x", input="u", tools=flat, tool_choice={"type": "function", "name": "f"}
+        )
+        anthropic = {
+            "model": "x",
+            "max_tokens": 99,
+            "messages": ASK["messages"],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
+        await client.post("/messages", body=anthropic, cast_to=object)
+        named["function"]["name"] = "h"
+        with pytest.raises(openai.BadRequestError, match="no tool with the name"):
+            await ask(tools=tools, tool_choice=named)
+
+    trajectory = await run(generator, script, constraints=AgentConstraints.ENFORCE)
+    schema = json.dumps(tools[0]["function"]["parameters"])
+    free = json.dumps({"type": "object"})
+    plain = TagConstraint(tags=(_tag("f", schema), _tag("g", free)), trigger="<tool_call>")
+    assert [request.params.constraint for request in generator.requests] == [
+        plain,
+        replace(plain, tags=(_tag("g", free),), required=True, single=True),
+        replace(plain, tags=(_tag("g", free),), required=True),
+        replace(plain, tags=(_tag("f", schema),), required=True),
+        replace(plain, tags=(_tag("f", free),), required=True, single=True),
+    ]
+    assert not any(any(sample.loss_mask) for sample in trajectory.samples)
+    values = {metric.name: metric.value for metric in trajectory.metrics}
+    assert values["capture/all_constrained"] == 1
+    assert "all_constrained" in {finding.kind for finding in trajectory.findings}
+    assert all(values[f"proxy/unenforced_{name}"] == 0 for name in ("strict", "tool_choice"))
+
+
+async def test_8_a_format_that_cannot_be_enforced_is_sampled_freely_and_counted() -> None:
+    generator = ScriptedGenerator(["text"])
+
+    async def script(client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(
+            **ASK, tools=[_tool("f")], tool_choice="required", parallel_tool_calls=False
+        )
+
+    renderer = ByteRenderer(parser_named("qwen3_coder"))
+    trajectory = await run(
+        generator, script, constraints=AgentConstraints.ENFORCE, renderer=renderer
+    )
+    assert generator.requests[0].params.constraint is None
+    assert any(trajectory.samples[0].loss_mask)
+    values = {metric.name: metric.value for metric in trajectory.metrics}
+    names = ("strict", "tool_choice", "parallel_tool_calls")
+    assert [values[f"proxy/unenforced_{name}"] for name in names] == [1, 1, 1]

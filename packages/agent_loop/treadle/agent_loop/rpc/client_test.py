@@ -20,6 +20,8 @@ from treadle.agent_loop import (
     RequestRejectedError,
     SamplingParams,
     SetupError,
+    Tag,
+    TagConstraint,
 )
 from treadle.agent_loop.rpc import (
     ChannelSecurity,
@@ -180,6 +182,18 @@ async def test_a_constrained_completion_is_not_resumed() -> None:
         with pytest.raises(ReplicaUnavailableError, match="interrupted after 1 tokens"):
             await ask(generator, params)
     assert [sent.constraint.json_schema for sent in server.requests] == ["{}", "{}"]
+
+
+async def test_a_constraint_of_tags_is_sent_whole() -> None:
+    server = ScriptedServer(says(STARTED, tokens(4), finished(1)))
+    tag = Tag(begin="<f ", schema="{}", end=">")
+    constraint = TagConstraint(tags=(tag,), trigger="<", required=True)
+    async with serving(server) as addresses, connect(addresses) as generator:
+        await ask(generator, replace(PARAMS, constraint=constraint))
+    wanted = pb.Tag(begin="<f ", json_schema="{}", end=">")
+    assert server.requests[0].constraint.tagged == pb.TaggedText(
+        tags=[wanted], trigger="<", required=True
+    )
 
 
 async def test_endless_interruptions_are_an_error() -> None:

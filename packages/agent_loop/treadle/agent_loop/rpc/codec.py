@@ -10,7 +10,7 @@ from treadle.agent_loop.errors import ContractError, ImageRejectedError
 from treadle.agent_loop.generator import RequestContext
 from treadle.agent_loop.rpc.handshake import ServerInfo
 from treadle.agent_loop.tokens.renderer import PlacedImage
-from treadle.agent_loop.types import FinishReason, SamplingParams
+from treadle.agent_loop.types import FinishReason, JsonConstraint, SamplingParams, TagConstraint
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import server_service_pb2 as server_pb2
 
@@ -53,10 +53,31 @@ def encode_request(
         batched=True,
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
-        constraint=None
-        if params.constraint is None
-        else generation_pb2.Constraint(json_schema=params.constraint.schema),
+        constraint=_encode_constraint(params.constraint),
     )
+
+
+def _encode_constraint(
+    constraint: JsonConstraint | TagConstraint | None,
+) -> generation_pb2.Constraint | None:
+    match constraint:
+        case None:
+            return None
+        case JsonConstraint(schema=schema):
+            return generation_pb2.Constraint(json_schema=schema)
+        case TagConstraint():
+            tags = (
+                generation_pb2.Tag(begin=tag.begin, json_schema=tag.schema, end=tag.end)
+                for tag in constraint.tags
+            )
+            return generation_pb2.Constraint(
+                tagged=generation_pb2.TaggedText(
+                    tags=tags,
+                    trigger=constraint.trigger,
+                    required=constraint.required,
+                    single=constraint.single,
+                )
+            )
 
 
 def check_size(message: generation_pb2.GenerateRequest, server: ServerInfo) -> None:

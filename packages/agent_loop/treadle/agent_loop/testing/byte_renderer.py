@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 
 from treadle.agent_loop.parsers import HermesParser, ToolCallParser
-from treadle.agent_loop.parsers.base import StreamingParser
-from treadle.agent_loop.tokens.renderer import ParsedCompletion, PlacedImage, Rendering
+from treadle.agent_loop.parsers.base import FramingParser, StreamingParser
+from treadle.agent_loop.tokens.renderer import CallFrame, ParsedCompletion, PlacedImage, Rendering
 from treadle.agent_loop.types import Image, Message, ToolSpec
 
 END = 256
@@ -93,6 +93,10 @@ class ByteRenderer:
             return "", ""
         so_far = self._parser.settled(text, prompt_end=decode(prompt[-16:]))
         return so_far.reasoning, so_far.content
+
+    def call_frame(self, name: str) -> CallFrame | None:
+        """As in `FramingRenderer`."""
+        return self._parser.call_frame(name) if isinstance(self._parser, FramingParser) else None
 
     def _write(self, before: Sequence[int], messages: Sequence[Message]) -> Rendering:
         ids, images = list(before), list[PlacedImage]()

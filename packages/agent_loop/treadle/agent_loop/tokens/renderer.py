@@ -125,6 +125,21 @@ class ParsedCompletion:
         return tuple(request for _, request in sorted(found, key=lambda pair: pair[0]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFrame:
+    """How a format writes a call of one tool whose arguments are JSON.
+
+    Attributes:
+        trigger: What every call begins with, of any tool; no other text has it.
+        begin: What stands before the arguments; begins with the trigger.
+        end: What stands after them.
+    """
+
+    trigger: str
+    begin: str
+    end: str
+
+
 class ChatRenderer(Protocol):
     """The chat format of one model family."""
 
@@ -229,4 +244,13 @@ class StreamingRenderer(ChatRenderer, Protocol):
             text: The beginning of the decoded completion.
             prompt: As in `parse`.
         """
+        ...
+
+
+@runtime_checkable
+class FramingRenderer(ChatRenderer, Protocol):
+    """A renderer that may know the frame of a call, so that servers can enforce its arguments."""
+
+    def call_frame(self, name: str) -> CallFrame | None:
+        """Returns how a call of a tool is written; None if its arguments are not one JSON text."""
         ...

@@ -119,7 +119,8 @@ def _requirements(checked: CheckedEvaluation) -> Requirements:
         tokenizer_sha256=renderer.tokenizer_sha256,
         vocab_size=renderer.vocab_size,
         context_length=checked.config.rollout.context_length,
-        capabilities=frozenset({"sampled_logprobs", *(("images",) if shown else ())}),
+        capabilities=frozenset({"sampled_logprobs", *(("images",) if shown else ())})
+        | checked.inputs.rules.loops.required_capabilities(checked.inputs.loops),
     )
 
 

@@ -202,7 +202,8 @@ async def build_context(
                 vocab_size=inputs.renderer.vocab_size,
                 context_length=config.rollout.context_length,
                 capabilities=required_capabilities(config)
-                | ({"images"} if inputs.images else frozenset()),
+                | ({"images"} if inputs.images else frozenset())
+                | inputs.rules.loops.required_capabilities(inputs.loops),
             )
         )
         if checkpoint is not None:

@@ -23,6 +23,7 @@ from treadle.agent_loop.proxy.apis.common import (
     read_tool,
     read_tools,
     show,
+    single_call,
     stop_strings,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
@@ -64,6 +65,7 @@ def read_anthropic_request(body: bytes, allowed: Allowances) -> AgentRequest:
         temperature=number(given, "temperature", low=0.0, high=100.0),
         top_p=number(given, "top_p", low=0.0, high=1.0, open_low=True),
         stop=stop_strings(given.get("stop_sequences", []), "stop_sequences"),
+        calls=allowed.calls,
         stream=flag(given, "stream"),
     )
 
@@ -113,15 +115,17 @@ def _check_tool_choice(choice: object, tools: Sequence[ToolSpec], allowed: Allow
     if not isinstance(choice, dict) or kind not in ("auto", "any", "tool", "none"):
         raise bad_value("tool_choice", "its type must be auto, any, tool or none")
     if choice.get("disable_parallel_tool_use"):
-        allowed.constraint(
-            "parallel_tool_calls",
+        single_call(
+            allowed,
             "tool_choice.disable_parallel_tool_use",
             "true would constrain the sampling; leave it out",
+            tools=tools,
         )
     if kind == "auto" or (kind == "none" and not tools):
         return
     hint = "leave the tools out" if kind == "none" else 'set its type to "auto"'
-    constrained_choice(choice, hint, allowed)
+    name = choice.get("name") if kind == "tool" else None
+    constrained_choice(choice, hint, allowed, tools, required=kind != "none", name=name)
 
 
 def _messages(given: Mapping[str, object], allowed: Allowances) -> tuple[Message, ...]:

@@ -6,7 +6,7 @@ own definition (`model`, `user`, `metadata`), or has the value that means the sa
 it. null means absent. No address in a message is ever fetched.
 
 - `tool_choice` other than "auto", `strict`, `parallel_tool_calls: false` and response formats would
-  constrain the sampling. They are refused, or not enforced.
+  constrain the sampling. They are refused, or not enforced, or enforced (`AgentConstraints`).
 - `developer` messages are system messages. Texts in parts are joined without separator.
 - Reasoning may come back as `reasoning_content` or `reasoning`.
 - `model` may be any name: the session's address determines the model.
@@ -29,6 +29,7 @@ from treadle.agent_loop.proxy.apis.common import (
     response_schema,
     same,
     show,
+    single_call,
     stop_strings,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
@@ -97,6 +98,7 @@ def read_request(body: bytes, allowed: Allowances) -> AgentRequest:
         logprobs=flag(given, "logprobs"),
         n=integer(given, "n", low=1, high=MAX_CHOICES) or 1,
         response_schema=schema,
+        calls=allowed.calls,
         stream=stream,
         include_usage=_include_usage(given.get("stream_options"), stream=stream),
     )
@@ -116,7 +118,7 @@ def _check_names(given: Mapping[str, object], allowed: Allowances) -> str | None
             if not _is_constraint(name, value):
                 raise unsupported(name, problem)
             if name != "response_format":
-                allowed.constraint(name, name, problem)
+                single_call(allowed, name, problem, tools=given.get("tools"))
                 continue
             inner = value.get("json_schema") if isinstance(value, dict) else None
             given_schema = inner.get("schema") if isinstance(inner, dict) else None

@@ -7,11 +7,11 @@ turns; nothing else of the endpoint knows which API an agent speaks.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.capture import CapturedTurn, TurnDelta
-from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances
+from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances, CallRules
 from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.types import Message, ToolSpec
 
@@ -34,6 +34,7 @@ class AgentRequest:
         num_instructions: Number of leading messages that a later request does not continue, because
             it brings its own (instructions of the Responses API).
         response_schema: JSON Schema of the text, as JSON, where it is to be enforced.
+        calls: What is to be enforced of the calls.
         prompt_ids: The prompt as ids, instead of messages.
         stop_token_ids: Ids that end the completion, besides the renderer's.
         store: Whether a later request may continue this one by its id.
@@ -53,6 +54,7 @@ class AgentRequest:
     include_usage: bool = False
     num_instructions: int = 0
     response_schema: str | None = None
+    calls: CallRules = field(default_factory=CallRules)
     prompt_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     store: bool = False
@@ -134,7 +136,8 @@ def read_tool(
         allowed: Takes `strict`, if it is let pass.
         schema: Under which name it has the JSON Schema of its arguments.
     """
-    if value.get("strict"):
+    strict = bool(value.get("strict"))
+    if strict and not allowed.calls_enforced:
         allowed.constraint(
             "strict",
             f"{place}.strict",
@@ -144,6 +147,8 @@ def read_tool(
     parameters = value.get(schema)
     if not isinstance(name, str) or not name:
         raise bad_value(f"{place}.name", "it must be a string")
+    if strict and allowed.calls_enforced:
+        allowed.calls.strict.add(name)
     if not isinstance(description, str):
         raise bad_value(f"{place}.description", "it must be a string")
     if parameters is None:
@@ -161,11 +166,42 @@ def check_tool_choice(choice: object, tools: Sequence[ToolSpec], allowed: Allowa
     if choice not in ("none", "required") and not named:
         raise bad_value("tool_choice", "it must be auto, none, required or a function")
     hint = "leave the tools out" if choice == "none" else 'set it to "auto"'
-    constrained_choice(choice, hint, allowed)
+    # Chat completions have the name below "function", the Responses API beside it.
+    inner = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    constrained_choice(choice, hint, allowed, tools, required=choice != "none", name=name)
 
 
-def constrained_choice(choice: object, hint: str, allowed: Allowances) -> None:
-    """Refuses a choice of tools that would constrain the sampling, or lets it pass."""
+def constrained_choice(
+    choice: object,
+    hint: str,
+    allowed: Allowances,
+    tools: Sequence[ToolSpec],
+    *,
+    required: bool,
+    name: object,
+) -> None:
+    """Enforces a choice of tools that constrains the sampling, or lets it pass, or refuses it.
+
+    Args:
+        choice: As the request has it.
+        hint: What to do where it is refused.
+        allowed: Takes it.
+        tools: Those of the request.
+        required: Whether the choice is that the model calls; else that it does not.
+        name: The tool that the model is to call; None for any.
+
+    Raises:
+        ApiError: It is refused, or cannot be enforced because there is no such tool.
+    """
+    if allowed.calls_enforced and required:
+        if not tools:
+            raise bad_value("tool_choice", f"it is {show(choice)}, and there are no tools")
+        if name is not None and name not in {tool.name for tool in tools}:
+            raise bad_value("tool_choice", f"there is no tool with the name {show(name)}")
+        allowed.calls.required = True
+        allowed.calls.only = name if isinstance(name, str) else None
+        return
     allowed.constraint(
         "tool_choice",
         "tool_choice",
@@ -260,3 +296,21 @@ def response_schema(
     if schema is not None and not isinstance(schema, dict):
         raise bad_value(place, f"it must have a JSON Schema: {show(form)}")
     return json.dumps({"type": "object"} if schema is None else schema)
+
+
+def single_call(allowed: Allowances, param: str, problem: str, *, tools: object) -> None:
+    """Enforces that there is at most one call, or lets it pass.
+
+    Args:
+        allowed: Takes it.
+        param: Its place in the request.
+        problem: What is wrong with it where it is refused.
+        tools: Those of the request.
+
+    Raises:
+        ApiError: It is refused.
+    """
+    if allowed.calls_enforced and tools:
+        allowed.calls.single = True
+    else:
+        allowed.constraint("parallel_tool_calls", param, problem)

@@ -27,6 +27,7 @@ from treadle.agent_loop.proxy.apis.common import (
     response_schema,
     same,
     show,
+    single_call,
 )
 from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.proxy.messages import (
@@ -101,6 +102,7 @@ def read_responses_request(
         top_p=number(given, "top_p", low=0.0, high=1.0, open_low=True),
         logprobs=_include(given.get("include", []), allowed),
         response_schema=schema,
+        calls=allowed.calls,
         stream=flag(given, "stream"),
     )
 
@@ -120,7 +122,7 @@ def _check_names(given: Mapping[str, object], allowed: Allowances) -> None:
             problem = f"{show(value)} is not supported; leave it out, or set {accepted}"
             if name != "parallel_tool_calls" or value is not False:
                 raise unsupported(name, problem)
-            allowed.constraint(name, name, problem)
+            single_call(allowed, name, problem, tools=given.get("tools"))
 
 
 def _text_schema(value: object, allowed: Allowances, tools: object) -> str | None:
