@@ -16,6 +16,7 @@ from types import TracebackType
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from treadle.agent_loop.aio import run_shielded
 from treadle.agent_loop.errors import SetupError
@@ -23,6 +24,60 @@ from treadle.agent_loop.loopback import is_loopback
 
 _GRACE_S = 1  # for in-flight answers; uvicorn requires an integer
 _STOP_S = 10.0
+HEAD_S = 60.0
+"""Seconds in which the head of a request must arrive."""
+
+
+class HeadProtocol(H11Protocol):
+    """HTTP/1.1 whose heads have limits of size (64 KiB, of h11; httptools has none) and of time.
+
+    Invariant: no head is waited for longer than `HEAD_S`, from the connection's start or, on a
+    connection that is kept alive, from the first byte after the last answer. Then the client gets
+    a 408 and is disconnected.
+    """
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(  # type: ignore[override]  # as uvicorn's
+        self, transport: asyncio.Transport
+    ) -> None:
+        """Starts to wait for the first head."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Waits for a head until it is complete."""
+        if self._waiting is None and not self._answering:
+            self._wait()
+        super().data_received(data)
+        if self._answering:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first head.
+        return cycle is not None and not cycle.response_complete
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _give_up(self) -> None:
+        text = f"the head of the request did not arrive in {HEAD_S:g} s; send it again, faster"
+        self.transport.write(
+            b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: text/plain\r\n"
+            + f"content-length: {len(text)}\r\n\r\n{text}".encode()
+        )
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -111,7 +166,7 @@ class SharedServer:
     def _start(self) -> None:
         config = uvicorn.Config(
             self._app,
-            http="h11",  # It bounds the head of a request, 64 KiB; httptools does not.
+            http=HeadProtocol,
             log_config=None,
             access_log=False,
             log_level="warning",

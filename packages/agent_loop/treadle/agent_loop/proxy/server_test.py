@@ -4,7 +4,11 @@ import socket
 
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from treadle.agent_loop.proxy import server
 from treadle.agent_loop.proxy.server import SharedServer
 
 
@@ -45,3 +49,45 @@ async def test_a_head_without_end_is_refused(head: bytes) -> None:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+@pytest.mark.asyncio
+async def test_a_head_that_does_not_arrive_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the first one, byte by byte or not at all, nor one after an answer."""
+    async with SharedServer(Starlette(), host="127.0.0.1", port=0) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        for begun in (b"", b"G", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"):
+            monkeypatch.setattr(server, "HEAD_S", 0.2)
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(begun)
+            async with asyncio.timeout(20):
+                if begun.endswith(b"\r\n\r\n"):
+                    await reader.readuntil(b"\r\n\r\nNot Found")
+                    writer.write(b"GET /")
+                else:
+                    for byte in begun:
+                        writer.write(bytes([byte]))
+                assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+                assert b"did not arrive in 0.2 s" in await reader.read()
+            writer.close()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.05)
+
+    async def slow(_: Request) -> Response:
+        await asyncio.sleep(0.2)  # Longer than the limit, which is what is tested.
+        return Response("done")
+
+    app = Starlette(routes=[Route("/", slow)])
+    async with SharedServer(app, host="127.0.0.1", port=0) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            await reader.readuntil(b"done")
+        writer.close()

@@ -27,6 +27,7 @@ from typing import Literal
 import uvicorn
 
 from treadle.agent_loop import SetupError
+from treadle.agent_loop.proxy.server import HeadProtocol
 from treadle.tools.sandbox.app import make_app
 from treadle.tools.sandbox.limits import SandboxLimits
 from treadle.tools.sandbox.local import LocalSandbox
@@ -110,7 +111,7 @@ async def _serve(sandbox: LocalSandbox, arguments: argparse.Namespace) -> None:
         async with sandbox:
             config = uvicorn.Config(
                 make_app(sandbox),
-                http="h11",  # It bounds the head of a request, 64 KiB; httptools does not.
+                http=HeadProtocol,
                 lifespan="off",
                 log_config=None,
                 log_level="warning",
