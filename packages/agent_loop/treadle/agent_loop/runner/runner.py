@@ -3,16 +3,17 @@
 Invariants:
 
 1. The sink gets exactly one trajectory per task taken, in the order in which they end.
-2. At most `max_in_flight` tasks are in flight. A task counts until the sink has taken its
-   trajectory, so a slow sink stops the intake. This is the backpressure.
+2. A task is taken only while fewer than `max_in_flight` are in flight. A task counts until the
+   sink has taken its trajectory, so a slow sink stops the intake. This is the backpressure. The
+   bound may change meanwhile; where it falls, tasks in flight end, and none takes their places.
 3. The sink is called by one task at a time.
 4. A failed attempt does not affect other tasks; the failure policy decides whether it ends the
    run. The deadline covers all attempts of a task; a task that passes it is cancelled and fails.
 5. When `run` returns or raises, none of its tasks is left, also after a cancellation.
 6. A trajectory in which nothing happens for `watchdog_s` is reported and continues (`watchdog`).
 
-Who waits: the intake for a free slot (woken when the sink returns), attempts for their generator
-and tools (bounded by the deadline), finished attempts for the sink.
+Who waits: the intake for a free slot (woken when the sink returns, or the bound rises), attempts
+for their generator and tools (bounded by the deadline), finished attempts for the sink.
 """
 
 import asyncio
@@ -106,6 +107,7 @@ class RolloutRunner:
         self._loops = loops
         self._services = services
         self._max_in_flight = max_in_flight
+        self._running: set[_Places] = set()  # of each run
         self._deadline_s = deadline_s
         self._failure_policy = failure_policy
         if watchdog_s is not None and not watchdog_s > 0:
@@ -113,6 +115,20 @@ class RolloutRunner:
         self._watchdog_s = watchdog_s
         self._clock = clock
         self._span_attributes = span_attributes
+
+    def set_max_in_flight(self, max_in_flight: int) -> None:
+        """Changes the bound of each call of `run`; 0 lets no task begin.
+
+        To be called on the event loop of the calls that are under way.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        if max_in_flight < 0:
+            raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 0")
+        self._max_in_flight = max_in_flight
+        for places in self._running:
+            places.set_limit(max_in_flight)
 
     async def run(
         self,
@@ -131,7 +147,7 @@ class RolloutRunner:
             Exception: The sink or the source of tasks raised it.
         """
         counts, watchdog = _Counts(), Watchdog(self._watchdog_s, clock=self._clock)
-        places = asyncio.Semaphore(self._max_in_flight)
+        places = _Places(self._max_in_flight)
         sink_lock = asyncio.Lock()
 
         async def attempt_and_deliver(task: AgentTask) -> None:
@@ -143,6 +159,7 @@ class RolloutRunner:
             finally:
                 places.release()
 
+        self._running.add(places)
         try:
             async with AsyncExitStack() as stack, watchdog, asyncio.TaskGroup() as group:
                 source = await _open_source(tasks, stack)
@@ -150,12 +167,17 @@ class RolloutRunner:
                     await places.acquire()
                     try:
                         task = await anext(source)
-                    except StopAsyncIteration:
-                        break
+                    except BaseException as error:
+                        places.release()
+                        if isinstance(error, StopAsyncIteration):
+                            break
+                        raise
                     group.create_task(attempt_and_deliver(task), name=f"task {task.task_id}")
         except BaseExceptionGroup as failures:
             first = sole_cause(failures)
             raise first from first.__cause__  # `from None` would cut off what caused it
+        finally:
+            self._running.discard(places)
         return counts.report()
 
     async def _settle(self, task: AgentTask, counts: "_Counts", watchdog: Watchdog) -> Trajectory:
@@ -287,6 +309,29 @@ async def _open_source(
 async def _each(tasks: Iterable[AgentTask]) -> AsyncIterator[AgentTask]:
     for task in tasks:
         yield task
+
+
+class _Places:
+    """A semaphore whose number of places may change. For one task that acquires."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._changed = asyncio.Event()
+
+    def set_limit(self, limit: int) -> None:
+        self._limit = limit
+        self._changed.set()
+
+    async def acquire(self) -> None:
+        while self._taken >= self._limit:
+            self._changed.clear()
+            await self._changed.wait()
+        self._taken += 1
+
+    def release(self) -> None:
+        self._taken -= 1
+        self._changed.set()
 
 
 @dataclass(slots=True, kw_only=True)

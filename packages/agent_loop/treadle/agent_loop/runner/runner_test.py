@@ -178,6 +178,27 @@ async def test_at_most_max_in_flight_run_and_the_source_is_taken_as_places_come_
     assert len(sink.trajectories) == 10
 
 
+async def test_the_bound_follows_what_it_is_set_to_while_tasks_run() -> None:
+    loop, three, ended = GatedLoop(), asyncio.Event(), list[Trajectory]()
+
+    async def sink(trajectory: Trajectory) -> None:
+        ended.append(trajectory)
+        if len(ended) == 3:
+            three.set()
+
+    running = runner(loop, max_in_flight=1)
+    run = asyncio.create_task(running.run([task(n, "gated") for n in range(4)], sink))
+    await loop.until_running(1)
+    running.set_max_in_flight(3)
+    await loop.until_running(3)
+    running.set_max_in_flight(0)
+    loop.gate.set()
+    await three.wait()
+    assert loop.attempts.total() == 3
+    running.set_max_in_flight(1)
+    assert (await run).num_tasks == 4
+
+
 async def test_a_slow_sink_stops_the_intake_and_is_called_by_one_task_at_a_time() -> None:
     taken: list[int] = []
     gate, entered, inside = asyncio.Event(), asyncio.Event(), Counter[str]()
