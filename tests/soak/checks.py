@@ -65,6 +65,52 @@ def check_trajectories(reference: Path, run: Path) -> list[str]:
     return problems
 
 
+def check_groups(run: Path, *, steps: int, per_step: int, max_staleness: int | None) -> list[str]:
+    """Checks a run that sampled beside training: each task once, and tokens of allowed versions.
+
+    Such a run depends on which trajectory ends first, so no other run is equal to it.
+
+    Args:
+        run: The run directory.
+        steps: Of the run.
+        per_step: Trajectories that a step trains on.
+        max_staleness: Of a group, in versions; None: it has no bound.
+    """
+    problems = []
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if [line["step"] for line in lines] != list(range(steps + 1)):
+        problems.append(f"{run.name}: the steps are {[line['step'] for line in lines]}")
+    if lost := sum(line.get("sampling/groups_failed", 0.0) for line in lines):
+        problems.append(f"{run.name}: {lost:.0f} groups were lost")
+    found = _trajectories(run)
+    of_rows = Counter((task, index) for (phase, _, task, index), _ in found if phase == "train")
+    problems += [
+        f"{run.name}: trajectory {task} was trained on {number} times"
+        for task, number in of_rows.items()
+        if number != 1
+    ]
+    of_steps = Counter(step for (phase, step, *_), _ in found if phase == "train")
+    problems += [
+        f"{run.name}: step {step} trained on {of_steps[step]} trajectories, not {per_step}"
+        for step in range(1, steps + 1)
+        if of_steps[step] != per_step
+    ]
+    for (phase, step, *task), line in found:
+        newest = step if phase == "val" else step - 1
+        oldest = newest if phase == "val" else max(0, newest - (max_staleness or newest))
+        for sample in line["samples"]:
+            versions = [s["weight_version"] for s in sample["spans"] if s["origin"] == "sampled"]
+            if versions != sorted(versions) or not all(oldest <= v <= newest for v in versions):
+                problems.append(
+                    f"{run.name}: {phase} {task} of step {step} has tokens of versions {versions}, "
+                    f"not from {oldest} to {newest} in order"
+                )
+    problems += [
+        f"{run.name}: group {path.name} was left behind" for path in (run / "groups").glob("*")
+    ]
+    return problems
+
+
 _Key = tuple[str, int, str, int]
 
 

@@ -29,15 +29,16 @@ class Kind:
 
     Attributes:
         name: For people.
-        target: Whom it hits; "server" is one of them by chance.
-        signal: What is sent; SIGSTOP is followed by SIGCONT.
+        target: What it hits; "server" is one of them by chance, "connections" are those of one.
+        signal: What is sent; SIGSTOP is followed by SIGCONT. Of the disk, SIGSTOP says that it
+            stands still, and SIGKILL that it is full.
         stopped_s: The least and the most seconds between SIGSTOP and SIGCONT.
         exit: The driver's exit status if the run ends by the fault; None: it must go on.
         says: What the driver then prints.
     """
 
     name: str
-    target: Literal["server", "all servers", "rank", "driver"]
+    target: Literal["server", "all servers", "connections", "rank", "driver", "disk"]
     signal: signal.Signals
     stopped_s: tuple[float, float] = (0.0, 0.0)
     exit: int | None = None
@@ -59,6 +60,14 @@ KINDS = (
         target="all servers",
         signal=signal.SIGSTOP,
         stopped_s=_LONG,
+    ),
+    Kind(name="the connections of a server cut", target="connections", signal=signal.SIGUSR1),
+    Kind(name="the connections of a server delayed", target="connections", signal=signal.SIGUSR2),
+    Kind(
+        name="the connections of a server frozen",
+        target="connections",
+        signal=signal.SIGSTOP,
+        stopped_s=(1.0, 12.0),
     ),
     Kind(name="the rank stopped", target="rank", signal=signal.SIGSTOP, stopped_s=(1.0, 12.0)),
     Kind(
@@ -85,6 +94,18 @@ KINDS = (
         says="to go on: run.dir=",
     ),
 )
+DISK_KINDS = (
+    Kind(name="the disk stood still", target="disk", signal=signal.SIGSTOP, stopped_s=(1.0, 12.0)),
+    Kind(
+        name="the disk full",
+        target="disk",
+        signal=signal.SIGKILL,
+        exit=1,
+        says="No space left on device",
+    ),
+)
+"""Only where a file system can be mounted."""
+SCHEDULES = ("sync", "stream", "async")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +140,23 @@ class Fault:
                 return servers
             case "server":
                 return servers and [servers[int(self.choice * len(servers))]]
+            case "connections":
+                proxies = trainer.proxies
+                return proxies and [proxies[int(self.choice * len(proxies))]]
+            case "disk":
+                raise AssertionError("no process is the disk")
 
 
-def draw_faults(seed: int, steps: int, each: int) -> Iterator[list[Fault]]:
+def draw_schedules(seed: int) -> Iterator[str]:
+    """Yields the schedule of each round; all of them come before one comes again."""
+    rng = random.Random(f"{seed}/schedules")
+    while True:
+        yield from rng.sample(SCHEDULES, len(SCHEDULES))
+
+
+def draw_faults(
+    seed: int, steps: int, each: int, *, kinds: Sequence[Kind] = KINDS
+) -> Iterator[list[Fault]]:
     """Yields the faults of each round, in order.
 
     All pairs of kind and moment are drawn before one comes again.
@@ -130,6 +165,7 @@ def draw_faults(seed: int, steps: int, each: int) -> Iterator[list[Fault]]:
         seed: Of the soak.
         steps: Of a round.
         each: Number of faults of a round.
+        kinds: Those that are drawn from.
     """
     rng = random.Random(seed)
     deck: list[tuple[Kind, Moment]] = []
@@ -137,7 +173,7 @@ def draw_faults(seed: int, steps: int, each: int) -> Iterator[list[Fault]]:
         faults = []
         for step in sorted(rng.randint(1, steps) for _ in range(each)):
             if not deck:
-                deck = list(product(KINDS, MOMENTS))
+                deck = list(product(kinds, MOMENTS))
                 rng.shuffle(deck)
             kind, moment = deck.pop()
             # A checkpoint follows each second step.

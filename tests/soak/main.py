@@ -1,16 +1,21 @@
 """Runs the main job under faults for some minutes, and checks that nothing comes of them.
 
 `./pants run tests/soak:main -- --minutes 60`. An undisturbed run is made first. Then the same run
-is made again and again, while its servers, its policy rank and its driver are killed and stopped at
-moments that a seed chooses, also inside updates and checkpoints, and while bad requests are sent to
-its servers, to a proxy endpoint and to a sandbox server. A driver that ended is started again with
-the same command, as a user would.
+is made again and again, with a schedule that the seed chooses, while its servers, its policy rank
+and its driver are killed and stopped, the connections of its servers are cut, delayed and frozen,
+and its disk is full or stands still, at moments that the seed chooses, also inside updates and
+checkpoints, and while bad requests are sent to its servers, to a proxy endpoint and to a sandbox
+server. A driver that ended is started again with the same command, as a user would.
 
-Each run must learn the same as the undisturbed one, bit for bit; each task ends once in each step,
-with tokens of the right version; memory and descriptors stay flat; nothing is left behind. The exit
-status is 1 if anything of this did not hold, or if it took longer than `--at-most` minutes. Who
-waits sees how far a run is, every half minute. `--seed S --first-round N` makes a round again. The
-directory that is named first keeps the log (`soak.jsonl`) and the runs that went wrong.
+Each run with `schedule.kind=sync` must learn the same as the undisturbed one, bit for bit; in every
+run each task ends once, with tokens of the right version; memory and descriptors stay flat; nothing
+is left behind. The exit status is 1 if anything of this did not hold, or if it took longer than
+`--at-most` minutes. Who waits sees how far a run is, every half minute. `--seed S --first-round N`
+makes a round again. The directory that is named first keeps the log (`soak.jsonl`) and the runs
+that went wrong.
+
+The disk is a file system of its own (`disk.py`). Where none may be mounted, its faults are left out
+and the log says so.
 
 What another program leaves in /dev/shm meanwhile is reported too: on a machine that is shared, use
 `unshare --mount` and an own /dev/shm.
@@ -22,16 +27,33 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
 from soak.bad_requests import BadRequests, Target, check_good_requests
-from soak.checks import FilesLeft, ProcessTable, check_metrics, check_trajectories
-from soak.faults import Fault, MomentWatch, Stopped, draw_faults, partial_files
+from soak.checks import (
+    FilesLeft,
+    ProcessTable,
+    check_groups,
+    check_metrics,
+    check_trajectories,
+)
+from soak.disk import Disk, mounted_disk
+from soak.faults import (
+    DISK_KINDS,
+    KINDS,
+    Fault,
+    MomentWatch,
+    Stopped,
+    draw_faults,
+    draw_schedules,
+    partial_files,
+)
 from soak.log import Log
 from soak.services import Service, services
-from soak.trainer import Trainer, settings
+from soak.trainer import MAX_STALENESS, PROMPTS, SAMPLES, Trainer, settings
 
 _STALL_S = 400.0
 _ORPHANS_S = 120.0
@@ -43,6 +65,7 @@ class Round:
 
     Args:
         run: The run directory.
+        output: The file that gets what the driver prints; not on the disk that gets full.
         arguments: Of the driver's command line.
         faults: In the order of their steps.
         step_s: How long a step takes, about.
@@ -50,11 +73,13 @@ class Round:
         log: Gets faults and violations.
         processes: Samples the processes, and finds those left behind.
         environment: Variables of the driver beside those of this process.
+        disk: On which the run directory is; None: a file system that is left alone.
     """
 
     def __init__(
         self,
         run: Path,
+        output: Path,
         arguments: Sequence[str],
         faults: Sequence[Fault] = (),
         *,
@@ -63,7 +88,11 @@ class Round:
         log: Log,
         processes: ProcessTable,
         environment: Mapping[str, str],
+        disk: Disk | None = None,
     ) -> None:
+        self._disk = disk
+        self._thaw_at: float | None = None
+        self._output = output
         self._arguments = arguments
         self._faults = list(faults)
         self._step_s = step_s
@@ -83,7 +112,7 @@ class Round:
     def _start(self, run: Path) -> Trainer:
         self._may_exit = {}
         self._log.say(f"{run.name}: a driver starts")
-        trainer = Trainer(run, self._arguments, self._environment)
+        trainer = Trainer(run, self._output, self._arguments, self._environment)
         self._processes.keep(trainer.process.pid)
         return trainer
 
@@ -107,7 +136,7 @@ class Round:
             while True:
                 status = self.trainer.process.poll()
                 if status is None:
-                    self._stopped.continue_due()
+                    self._continue_due()
                     self._inject()
                     self._sample(also)
                     if self._is_over_time():
@@ -115,6 +144,7 @@ class Round:
                     # A moment in a step may be over in a tenth of a second.
                     time.sleep(_POLL_S if self._armed_at is None else _WATCH_S)
                     continue
+                self._continue_due(everything=True)  # the next driver finds its disk as it was
                 if not self._ended_well(status):
                     return False
                 if status == 0:
@@ -123,6 +153,7 @@ class Round:
                 self.trainer = self._start(self.trainer.run)
                 self._progress = (-2, time.monotonic())
         finally:
+            self._continue_due(everything=True)
             self.trainer.end()
             self._stopped.continue_due(everything=True)
             for problem in self._processes.check_orphans(_ORPHANS_S):
@@ -132,6 +163,29 @@ class Round:
             if status == 0:
                 for name in partial_files(self.trainer.run):
                     self._log.violation(f"{self.trainer.run.name}: {name} was left behind")
+
+    def _continue_due(self, *, everything: bool = False) -> None:
+        """Continues what was stopped and whose time has come, or all; then frees the disk too."""
+        self._stopped.continue_due(everything=everything)
+        if self._disk is None:
+            return
+        if everything or (self._thaw_at is not None and time.monotonic() >= self._thaw_at):
+            self._disk.thaw()
+            self._thaw_at = None
+        if everything:
+            self._disk.free()
+
+    def _hit(self, fault: Fault, targets: Sequence[int]) -> list[int]:
+        """Does what the fault says; returns the pids that it hit."""
+        if fault.kind.target != "disk":
+            return self._stopped.send(targets, fault)
+        assert self._disk is not None, "faults of the disk are drawn only with one"
+        if fault.kind.signal is signal.SIGKILL:
+            self._disk.fill()
+        elif self._thaw_at is None:
+            self._thaw_at = time.monotonic() + fault.stopped_s
+            self._disk.freeze()
+        return []
 
     def _ended_well(self, status: int) -> bool:
         if status == 0:
@@ -152,7 +206,10 @@ class Round:
         if not self._faults:
             return
         fault, now, done = self._faults[0], time.monotonic(), self.trainer.last_step
-        if done < fault.step - 1 or not (targets := fault.targets(self.trainer)):
+        if done < fault.step - 1 or self._thaw_at is not None:  # nothing is seen on a frozen disk
+            return
+        targets: Sequence[int] = ()
+        if fault.kind.target != "disk" and not (targets := fault.targets(self.trainer)):
             return
         if self._armed_at is None:
             self._armed_at = now
@@ -169,7 +226,7 @@ class Round:
             self._may_exit[fault.kind.exit] = fault.kind.says
             if "run directory" not in self.trainer.output:  # it is still being loaded
                 self._may_exit[-fault.kind.signal] = ""
-        hit = self._stopped.send(targets, fault)
+        hit = self._hit(fault, targets)
         moment = "at any time" if missed else fault.moment
         self._log.write(
             "fault",
@@ -223,9 +280,19 @@ class Soak:
         steps: Of each run.
         seed: Of the faults and of the bad requests.
         at_most: Minutes, after which a run that has not ended is a violation.
+        disk: For the runs; None: they are in the directory, and the disk is left alone.
     """
 
-    def __init__(self, directory: Path, log: Log, *, steps: int, seed: int, at_most: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        log: Log,
+        *,
+        steps: int,
+        seed: int,
+        at_most: float,
+        disk: Disk | None = None,
+    ) -> None:
         self._began = time.monotonic()
         self._end = self._began + 60 * at_most
         self._directory = directory
@@ -237,7 +304,10 @@ class Soak:
         # What torch compiled is kept for the next process: no file that was left behind.
         cache = str(directory / "torch-cache")
         self._environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": cache}
-        self._reference = directory / "undisturbed"
+        self._disk = disk
+        self._runs = directory if disk is None else disk.path
+        self._kinds = KINDS if disk is None else KINDS + DISK_KINDS
+        self._reference = self._runs / "undisturbed"
         self._step_s = 0.0
         self._processes = ProcessTable()
         self._files = FilesLeft(temporary)
@@ -260,55 +330,74 @@ class Soak:
         with services(self._directory / "services.log", self._environment) as standing:
             for service in standing.values():
                 self._processes.keep(service.pid)
-            rounds = enumerate(draw_faults(self._seed, self._steps, each))
-            for number, faults in islice(rounds, first_round, None):
+            drawn = zip(
+                draw_schedules(self._seed),
+                draw_faults(self._seed, self._steps, each, kinds=self._kinds),
+                strict=True,
+            )
+            for number, (schedule, faults) in islice(enumerate(drawn), first_round, None):
                 if number > first_round and time.monotonic() > self._began + 60 * minutes:
                     break
-                self._disturbed(number, faults, standing)
+                self._disturbed(number, schedule, faults, standing)
         self._check(self._processes.check_orphans(_ORPHANS_S))
         self._judge_processes(but=())
         self._check_files()
 
-    def _begin(self, run: Path, faults: Sequence[Fault] = ()) -> Round:
+    def _begin(self, run: Path, faults: Sequence[Fault] = (), *, schedule: str = "sync") -> Round:
         return Round(
             run,
-            settings(self._steps),
+            self._output_of(run),
+            settings(self._steps, schedule),
             faults,
             step_s=self._step_s,
             end=self._end,
             log=self._log,
             processes=self._processes,
             environment=self._environment,
+            disk=self._disk,
         )
 
     def _disturbed(
-        self, number: int, faults: Sequence[Fault], standing: Mapping[str, Service]
+        self, number: int, schedule: str, faults: Sequence[Fault], standing: Mapping[str, Service]
     ) -> None:
         """Makes one round, and keeps its run directory if something was wrong."""
         before, began = len(self._log.violations), time.monotonic()
-        run = self._directory / f"round-{number}"
+        run = self._runs / f"round-{number}-{schedule}"
         targets = {name: one.target for name, one in standing.items() if one.target is not None}
         pids = {name: service.pid for name, service in standing.items()}
-        made = self._begin(run, faults)
+        made = self._begin(run, faults, schedule=schedule)
         seed = f"{self._seed}/{number}"
         with BadRequests(targets, self._log, made.targets, seed=seed):
             ended = made.finish(pids)
-        if ended:
+        if ended and schedule == "sync":
             self._check(check_metrics(self._reference, run))
             self._check(check_trajectories(self._reference, run))
+        elif ended:
+            self._check(
+                check_groups(
+                    run,
+                    steps=self._steps,
+                    per_step=PROMPTS * SAMPLES,
+                    max_staleness=MAX_STALENESS if schedule == "async" else None,
+                )
+            )
         self._check(check_good_requests(targets))
         self._judge_processes(but=pids.values())
         wrong = len(self._log.violations) - before
         self._log.write(
             "round",
-            "as the undisturbed one" if not wrong else "NOT as the undisturbed one",
+            "as it must be" if not wrong else "NOT as it must be",
             number=number,
+            schedule=schedule,
             seconds=round(time.monotonic() - began, 1),
             violations=wrong,
         )
         if not wrong:
             shutil.rmtree(run)
-            run.with_name(f"{run.name}.output").unlink()
+            self._output_of(run).unlink()
+
+    def _output_of(self, run: Path) -> Path:
+        return self._directory / f"{run.name}.output"
 
     def _judge_processes(self, *, but: Collection[int]) -> None:
         for series in self._processes.take_series(but=but):
@@ -323,6 +412,18 @@ class Soak:
     def _check(self, problems: Sequence[str]) -> None:
         for problem in problems:
             self._log.violation(problem)
+
+
+@contextmanager
+def _disk(directory: Path, log: Log) -> Iterator[Disk | None]:
+    """Mounts the disk of the runs; where that may not be done, says so and yields None."""
+    with ExitStack() as stack:
+        disk = None
+        try:
+            disk = stack.enter_context(mounted_disk(directory))
+        except PermissionError as error:
+            log.write("left out", f"full disks and disks that stand still: {error}")
+        yield disk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -345,17 +446,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = Log(directory / "soak.jsonl")
     log.write("soak", str(directory), seed=arguments.seed, minutes=arguments.minutes)
     at_most = arguments.at_most
-    soak = Soak(
-        directory.resolve(),
-        log,
-        steps=arguments.steps,
-        seed=arguments.seed,
-        at_most=4 * arguments.minutes + 40 if at_most is None else at_most,
-    )
     try:
-        soak.run(
-            minutes=arguments.minutes, first_round=arguments.first_round, each=arguments.faults
-        )
+        with _disk(directory.resolve(), log) as disk:
+            Soak(
+                directory.resolve(),
+                log,
+                steps=arguments.steps,
+                seed=arguments.seed,
+                at_most=4 * arguments.minutes + 40 if at_most is None else at_most,
+                disk=disk,
+            ).run(
+                minutes=arguments.minutes, first_round=arguments.first_round, each=arguments.faults
+            )
+            if disk is not None and log.violations:
+                shutil.copytree(disk.path, directory / "runs", dirs_exist_ok=True)
     finally:
         sys.stdout.write(log.summary() + "\n")
         log.close()

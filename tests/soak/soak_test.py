@@ -1,5 +1,6 @@
 """The soak notices what it looks for: each check fails where what it checks does not hold."""
 
+import asyncio
 import ctypes
 import json
 import os
@@ -18,12 +19,24 @@ from soak.checks import (
     FilesLeft,
     ProcessTable,
     Series,
+    check_groups,
     check_metrics,
     check_trajectories,
 )
-from soak.faults import KINDS, MOMENTS, Fault, Stopped, draw_faults, partial_files
+from soak.disk import mounted_disk
+from soak.faults import (
+    KINDS,
+    MOMENTS,
+    SCHEDULES,
+    Fault,
+    Stopped,
+    draw_faults,
+    draw_schedules,
+    partial_files,
+)
 from soak.log import Log
 from soak.main import main
+from soak.proxied_server import DELAY_S, Proxy
 
 Lines = list[dict[str, Any]]
 
@@ -178,11 +191,114 @@ def test_what_a_run_left_in_its_directory_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_faults_follow_from_the_seed_and_all_come() -> None:
-    rounds = list(islice(draw_faults(1, 12, 11), 3))
-    assert rounds == list(islice(draw_faults(1, 12, 11), 3))
-    assert rounds != list(islice(draw_faults(2, 12, 11), 3))
+    rounds = list(islice(draw_faults(1, 12, 14), 3))
+    assert rounds == list(islice(draw_faults(1, 12, 14), 3))
+    assert rounds != list(islice(draw_faults(2, 12, 14), 3))
     drawn = {(fault.kind.name, fault.moment) for faults in rounds for fault in faults}
-    assert len(drawn) == len(KINDS) * len(MOMENTS) == 33
+    assert len(drawn) == len(KINDS) * len(MOMENTS) == 42
+
+
+def test_every_schedule_comes_in_three_rounds() -> None:
+    drawn = list(islice(draw_schedules(7), 6))
+    assert drawn == list(islice(draw_schedules(7), 6))
+    assert set(drawn[:3]) == set(drawn[3:]) == set(SCHEDULES)
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A run that sampled beside training: one trajectory in each of two steps."""
+    run = tmp_path / "round-1-async"
+    (run / "groups").mkdir(parents=True)
+    _write(run / "metrics.jsonl", [{"step": step} for step in range(3)])
+    trajectories = [_trajectory("train", step=s, index=s, version=0) for s in (1, 2)]
+    _write(run / "trajectories.jsonl", trajectories)
+    return run
+
+
+def _problems(run: Path) -> list[str]:
+    return check_groups(run, steps=2, per_step=1, max_staleness=1)
+
+
+def test_a_run_beside_training_that_is_whole_has_no_problem(beside: Path) -> None:
+    assert _problems(beside) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "says"),
+    [
+        ("metrics", lambda lines: lines.pop(1), "the steps are [0, 2]"),
+        ("metrics", lambda lines: lines[1].update({"sampling/groups_failed": 1.0}), "1 groups wer"),
+        ("trajectories", lambda lines: lines[1].update(rollout_index=1), "was trained on 2 times"),
+        ("trajectories", lambda lines: lines.pop(), "step 2 trained on 0 trajectories, not 1"),
+        (
+            "trajectories",
+            lambda lines: lines[0]["samples"][0]["spans"][1].update(weight_version=1),
+            "of step 1 has tokens of versions [1], not from 0 to 0 in order",
+        ),
+        (
+            "trajectories",
+            lambda lines: lines[1]["samples"][0]["spans"].insert(
+                1, {"origin": "sampled", "weight_version": 1}
+            ),
+            "of step 2 has tokens of versions [1, 0], not from 0 to 1 in order",
+        ),
+    ],
+)
+def test_what_a_run_beside_training_must_not_do_is_noticed(
+    beside: Path, file: str, edit: Callable[[Lines], object], says: str
+) -> None:
+    _edit(beside / f"{file}.jsonl", edit)
+    assert any(says in problem for problem in _problems(beside))
+
+
+def test_the_disk_gets_full_and_stands_still(tmp_path: Path) -> None:
+    try:
+        with mounted_disk(tmp_path) as disk:
+            disk.fill()
+            with pytest.raises(OSError, match="No space left"):
+                (disk.path / "file").write_bytes(bytes(1 << 16))
+            disk.free()
+            (disk.path / "file").write_bytes(bytes(1 << 16))
+            disk.freeze()
+            written = threading.Event()
+
+            def write() -> None:
+                (disk.path / "file").write_bytes(b"late")
+                written.set()
+
+            writer = threading.Thread(target=write)
+            writer.start()
+            assert not written.wait(0.2)
+            disk.thaw()
+            assert written.wait(30)
+            writer.join()
+    except PermissionError as error:
+        pytest.skip(str(error))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_the_proxy_cuts_and_delays_what_it_forwards() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(100):
+            writer.write(piece)
+
+    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+        proxy = Proxy("127.0.0.1", server.sockets[0].getsockname()[1])
+        async with await asyncio.start_server(proxy.forward, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"at once")
+            assert await reader.readexactly(7) == b"at once"
+            proxy.delay()
+            began = asyncio.get_running_loop().time()
+            writer.write(b"late")
+            assert await reader.readexactly(4) == b"late"
+            assert asyncio.get_running_loop().time() - began >= DELAY_S
+            proxy.cut()
+            with pytest.raises(ConnectionResetError):
+                await reader.readexactly(1)
+            writer.close()
 
 
 def test_a_stopped_process_goes_on_when_its_time_has_come() -> None:

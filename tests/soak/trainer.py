@@ -1,5 +1,6 @@
 """The main job of a soak: the calculator demo, small, with two servers, and its processes."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,19 +10,37 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from soak.proxied_server import proxy_file
+
 from treadle.trainer.launch.process import child_python_path
 
 PROMPTS, SAMPLES, VALIDATION_ROWS, REPLICAS = 4, 4, 16, 2
 UNRESPONSIVE_S = 6.0
 
 
-def settings(steps: int) -> tuple[str, ...]:
+MAX_STALENESS = 1
+_BESIDE_TRAINING = ("sync.in_flight=interrupt", "algorithm.correction.weights=token")
+_SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "sync": (),
+    "stream": ("schedule.surplus=1", *_BESIDE_TRAINING),
+    "async": (f"schedule.max_staleness={MAX_STALENESS}", *_BESIDE_TRAINING),
+}
+
+
+def settings(steps: int, schedule: str = "sync") -> tuple[str, ...]:
     """Returns the configuration of the run.
+
+    Servers are started behind proxies, through which the network is disturbed.
 
     The times are shorter than their defaults so that an hour sees many of their ends. The chunks of
     an update are small so that it takes long enough to be hit. All trajectories are logged.
     """
+    # The trainer passes no import path to a command.
+    server = ("env", f"PYTHONPATH={child_python_path()}", sys.executable)
     return (
+        f"rollout.server_command={json.dumps([*server, '-m', 'soak.proxied_server'])}",
+        f"schedule.kind={schedule}",
+        *_SCHEDULES[schedule],
         f"schedule.total_steps={steps}",
         "schedule.save_every=2",
         "schedule.val_every=6",
@@ -41,26 +60,31 @@ def settings(steps: int) -> tuple[str, ...]:
 
 
 class Trainer:
-    """A driver as a user starts it; its output is appended to a file beside the run directory.
+    """A driver as a user starts it.
 
     Args:
         run: The run directory. If it holds a run already, that run is resumed.
+        output: The file to which it appends what it prints.
         arguments: Of the command line.
         environment: Variables beside those of this process.
     """
 
     def __init__(
-        self, run: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        run: Path,
+        output: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.run = run
-        self._output = run.with_name(f"{run.name}.output")
+        self._output = output
         self._began_at = self._output.stat().st_size if self._output.exists() else 0
-        with self._output.open("ab") as output:
+        with self._output.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "treadle.trainer.main", f"run.dir={run}", *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=file,
+                stderr=file,
                 env={**os.environ, "PYTHONPATH": child_python_path(), **(environment or {})},
             )
 
@@ -87,6 +111,17 @@ class Trainer:
     def servers(self) -> Mapping[str, tuple[int, str]]:
         """The pid and the address of each rollout server that serves, by name."""
         return self._ready("rollout-*.ready")
+
+    @property
+    def proxies(self) -> list[int]:
+        """The pids of the proxies of the rollout servers that serve, by name."""
+        found = []
+        for name, (pid, _) in self.servers.items():
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                said = json.loads(proxy_file(self.run / "logs" / f"{name}.ready").read_text())
+                if said["server"] == pid:  # not of an earlier server of this name
+                    found.append(said["pid"])
+        return found
 
     @property
     def rank(self) -> int | None:
