@@ -140,10 +140,13 @@ def reward(kind: str, *, seed: int, steps: int, directory: Path) -> Mapping[str,
         kind="schedule",
         name=kind,
         arguments=(
-            f"schedule.kind={kind}",
+            f"schedule.kind={kind}",  # it resets the section, also what `train` says of it
             *KINDS[kind],
             *(stale if kind != "sync" else ()),
-            "schedule.save_hf=never",
+            f"schedule.total_steps={steps}",
+            f"schedule.val_every={steps}",
+            "schedule.save_every=null",
+            "schedule.save_last=false",
             "run.trajectories_max_bytes=0",
         ),
     )
