@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import transformers  # noqa: F401  # before a dry run in this process keeps torch out of it
 from safetensors.torch import load_file, save_file
 
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.demo import MODELS
+from treadle.trainer.main import main
 
 from .testing import StartTrainer, Trainer
 
@@ -57,12 +59,11 @@ def test_servers_stand_in_for_the_reference_of_the_ranks(
 
 
 def test_servers_that_cannot_score_are_refused_before_the_start(
-    start_trainer: StartTrainer, servers: tuple[str, str]
+    capsys: pytest.CaptureFixture[str], servers: tuple[str, str]
 ) -> None:
     def said(*arguments: str) -> str:
-        trainer = start_trainer("--dry-run", "algorithm.loss=distillation", *arguments)
-        assert trainer.wait() == 2, trainer.output
-        return trainer.output
+        assert main(["--dry-run", "algorithm.loss=distillation", *arguments]) == 2
+        return capsys.readouterr().err
 
     nobody = said("algorithm.reference_addresses=[127.0.0.1:1]")
     assert "algorithm.reference_addresses=['127.0.0.1:1']" in nobody
