@@ -1,15 +1,16 @@
 """Bad input that only a started run can detect: one message, and an unchanged run directory."""
 
-import contextlib
 import json
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers  # noqa: F401  # before a check in this process keeps torch out of it
 
-from .testing import StartTrainer, Trainer
+from treadle.trainer.main import main
+
+from .testing import SMALL, StartTrainer, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,35 +28,43 @@ def _end(trainer: Trainer, status: int) -> str:
     return trainer.output
 
 
-def test_a_run_directory_belongs_to_one_trainer_and_one_run(start_trainer: StartTrainer) -> None:
+def test_a_run_directory_belongs_to_one_trainer_and_one_run(
+    start_trainer: StartTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str) -> str:
+        """Starts another trainer in this process, which must refuse before it starts others."""
+        assert main([f"run.dir={first.run_dir}", *SMALL, *_ONE_STEP, *arguments]) == 2
+        return capsys.readouterr().err
+
     first = start_trainer(*_ONE_STEP)
     first.read_until("run directory")
     first.process.send_signal(signal.SIGSTOP)  # It must not end before the second one starts.
-    said = _end(start_trainer(*_ONE_STEP), 2)
+    said = refused()
     first.process.send_signal(signal.SIGCONT)
     assert f"is in use by another trainer (pid {first.process.pid})" in said
     _end(first, 0)
     kept = first.metrics()
-    assert "run.seed was 0 and is 5" in _end(start_trainer(*_ONE_STEP, "run.seed=5"), 2)
-    assert "already holds a run" in _end(start_trainer(*_ONE_STEP, "run.resume=never"), 2)
-    assert "kept no checkpoint to go on from" in _end(start_trainer(*_ONE_STEP), 2)
+    assert "run.seed was 0 and is 5" in refused("run.seed=5")
+    assert "already holds a run" in refused("run.resume=never")
+    assert "kept no checkpoint to go on from" in refused()
     assert first.metrics() == kept
 
 
 def test_a_full_disk_ends_the_run_and_the_previous_checkpoint_stays(
     start_trainer: StartTrainer,
 ) -> None:
-    every = "schedule.save_every=1"
-    _end(start_trainer(*_ONE_STEP, every, name="full"), 0)
-    with _files_of_at_most(4 << 20):  # a checkpoint is larger, everything else is smaller
-        trainer = start_trainer(*_ONE_STEP, every, "schedule.total_steps=2", name="full")
+    trainer = start_trainer(*_ONE_STEP, "schedule.save_every=1", "schedule.total_steps=1000")
+    trainer.read_until("1/1000")
+    for name in ("policy-0", None):  # a checkpoint is larger, everything else is smaller
+        pid = trainer.process.pid if name is None else trainer.pid_of(name)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
     said = _end(trainer, 2)
-    assert f"cannot write {trainer.run_dir / 'checkpoints'}" in said
-    assert "MiB are free there" in said
     checkpoints = trainer.run_dir / "checkpoints"
-    assert (checkpoints / "latest").read_text() == "step-00000001\n"
-    assert (checkpoints / "step-00000001" / "state.json").exists()
-    assert [line["step"] for line in trainer.metrics()] == [1]
+    assert f"cannot write {checkpoints}" in said
+    assert "MiB are free there" in said
+    last = trainer.metrics()[-1]["step"]
+    assert (checkpoints / "latest").read_text() == f"step-{last:08d}\n"
+    assert (checkpoints / f"step-{last:08d}" / "state.json").exists()
 
 
 def test_an_error_in_the_users_reward_is_told_with_file_and_line(
@@ -74,14 +83,3 @@ def test_an_error_in_the_users_reward_is_told_with_file_and_line(
     record = json.loads((trainer.run_dir / "trajectories.jsonl").read_text().splitlines()[0])
     assert "return undefined_name" in record["traceback"]
     assert "return undefined_name" in (trainer.run_dir / "report.html").read_text()
-
-
-@contextlib.contextmanager
-def _files_of_at_most(size: int) -> Iterator[None]:
-    """Limits the size of files that processes started inside, and their children, can write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
