@@ -1,6 +1,7 @@
 """A custom loop whose trajectories have two samples, in a whole run and a resumed one."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,7 +79,10 @@ def test_every_sample_is_trained_on_and_a_resumed_run_learns_the_same(
     assert first["actor/reward_kl_penalty_coeff"] == 0.5
     assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.45)
 
-    train(*arguments, "schedule.total_steps=1", name="parts")
+    folder = whole.run_dir.with_name("parts")  # the run as it is after its first step
+    shutil.copytree(whole.run_dir, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000002")
+    (folder / "checkpoints" / "latest").write_text("step-00000001")
     parts = train(*arguments, name="parts")
     assert "resuming after step 1" in parts.output
     for one, two in zip(whole.metrics(), parts.metrics(), strict=True):
