@@ -27,6 +27,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
+# What every rank imports: the policy, and what that imports when it is built and first trained.
+_PRELOADED: Final = (
+    "treadle.trainer.policy.megatron.backend",
+    "transformers.models.auto.configuration_auto",
+    "torch._dynamo",
+)
+
 # Eight ranks on two busy cores take minutes; without a limit a hang would show nothing.
 _TIMEOUT_S: Final = 900.0
 
@@ -88,7 +95,7 @@ def run_ranks(function: str, num_ranks: int, argument: Any) -> list[Any]:
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["treadle.trainer.policy.megatron.backend"])
+    context.set_forkserver_preload([*_PRELOADED])
     # CPython 3.11 does not give the server our sys.path; it reads the environment.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
