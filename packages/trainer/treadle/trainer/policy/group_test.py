@@ -105,7 +105,7 @@ class _Continue(logging.Handler):
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_stands_still_is_named_and_waited_for(
+async def test_a_rank_that_stands_still_is_waited_for_and_what_fails_later_has_its_traceback(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PolicyGroup, "_PATIENCE_S", 0.05)
@@ -120,6 +120,10 @@ async def test_a_rank_that_stands_still_is_named_and_waited_for(
         finally:
             os.kill(pid, signal.SIGCONT)
             logger.removeHandler(handler)
+        half = (*_sequences()[:1], replace(_sequences()[1], rollout_logprobs=None))
+        with pytest.raises(PolicyError, match=r"(?s)1 of 2 .*Traceback") as failed:
+            await group.call(_update(half))
+    assert not failed.value.from_input
     assert "no answer to Specs for 0.05 s: policy rank 0 is at " in handler.said[0]
     assert f"policy rank 0 (pid {pid} on " in handler.said[-1]
     assert ") has given no sign of life for " in handler.said[-1]
@@ -132,13 +136,12 @@ async def test_a_rank_without_a_sign_of_life_is_dead_and_named(
 ) -> None:
     parallel = ParallelConfig(data=2)
     async with _group(tmp_path, model_path, parallel, unresponsive_s=3.0) as (group, launcher):
+        await _check_that_ranks_answer_alike(group)
         pid = launcher.processes["policy-1"].pid
         os.kill(pid, signal.SIGSTOP)
         await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(PolicyError) as error:
-            await group.call(
-                Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
-            )
+            await group.call(_update())
     text = str(error.value)
     assert f"policy rank 1 (pid {pid} on {platform.node()}) stands still: it was given " in text
     assert "it was given Update 3" in text
@@ -155,13 +158,13 @@ async def test_ranks_that_wait_for_each_other_for_ever_live_until_the_limit_of_t
     tmp_path: Path, model_path: Path
 ) -> None:
     """Rank 0 waits in a collective operation to which rank 1 never comes, and both are well."""
-    parallel = ParallelConfig(data=2)
+    parallel = ParallelConfig(tensor=2)
     limits = {"unresponsive_s": 4.0, "collective_timeout_s": 15.0}
     async with _group(tmp_path, model_path, parallel, **limits) as (group, _):
+        await _check_that_ranks_answer_alike(group)
         began = asyncio.get_running_loop().time()
-        update = Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
         with pytest.raises(PolicyError, match="policy rank 0 failed: ") as error:
-            await group._exchange([update, None])
+            await group._exchange([_update(), None])
         assert asyncio.get_running_loop().time() - began >= limits["collective_timeout_s"]
     assert "policy.collective_timeout_s=15" in str(error.value)
 
@@ -178,27 +181,27 @@ def _sequences() -> tuple[TrainSequence, ...]:
     )
 
 
+def _update(sequences: tuple[TrainSequence, ...] | None = None) -> Update:
+    return Update(sequences=sequences or _sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+
+
+async def _check_that_ranks_answer_alike(group: PolicyGroup) -> None:
+    """For two ranks; each way to split a model over them is that of one test here."""
+    first, second = await group.call(_update())
+    assert isinstance(first, UpdateStats)
+    assert first.steps[0].loss == second.steps[0].loss
+    assert first.steps[0].num_computed == 4
+    assert len({len(specs) for specs in await group.call(Specs())}) == 1
+
+
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("along", ["data", "tensor", "pipeline"])
-async def test_all_ranks_answer_alike_and_a_killed_one_is_named(
-    tmp_path: Path, model_path: Path, along: str
-) -> None:
-    parallel = ParallelConfig.model_validate({along: 2})
-    async with _group(tmp_path, model_path, parallel) as (group, launcher):
-        first, second = await group.call(
-            Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
-        )
-        assert isinstance(first, UpdateStats)
-        assert first.steps[0].loss == second.steps[0].loss
-        assert first.steps[0].num_computed == 4
-        assert len({len(specs) for specs in await group.call(Specs())}) == 1
-
+async def test_a_killed_rank_is_named(tmp_path: Path, model_path: Path) -> None:
+    async with _group(tmp_path, model_path, ParallelConfig(pipeline=2)) as (group, launcher):
+        await _check_that_ranks_answer_alike(group)
         os.kill(launcher.processes["policy-1"].pid, signal.SIGKILL)
         with pytest.raises(PolicyError, match=r"(?s)policy rank 1 was ended by SIGKILL"):
-            await group.call(
-                Update(sequences=_sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
-            )
+            await group.call(_update())
     assert await wait_until_ended(launcher.processes["policy-0"], 0) is not None
 
 
@@ -213,18 +216,6 @@ async def test_what_a_rank_cannot_write_is_the_users_to_mend(
             await group.call(Save(directory=tmp_path / "file" / "checkpoint"))
     assert error.value.from_input
     assert "checkpoint" in str(error.value)
-
-
-@pytest.mark.asyncio
-@pytest.mark.timeout(120)
-async def test_what_fails_in_training_is_shown_with_its_traceback(
-    tmp_path: Path, model_path: Path
-) -> None:
-    half = (*_sequences()[:1], replace(_sequences()[1], rollout_logprobs=None))
-    async with _group(tmp_path, model_path) as (group, _):
-        with pytest.raises(PolicyError, match=r"(?s)1 of 2 .*Traceback") as error:
-            await group.call(Update(sequences=half, algorithm=AlgorithmConfig(), temperature=1.0))
-    assert not error.value.from_input
 
 
 @pytest.mark.asyncio
