@@ -14,6 +14,7 @@ from treadle.tracing.service_sink import service_sink
 from treadle.tracing.sink import Fanout, MemorySink, NullSink, TraceSink
 from treadle.tracing.span import (
     SpanHandle,
+    current_attributes,
     current_sink,
     current_span,
     record_span,
@@ -44,6 +45,7 @@ __all__ = [
     "TraceSampler",
     "TraceSink",
     "aggregate",
+    "current_attributes",
     "current_sink",
     "current_span",
     "extract",

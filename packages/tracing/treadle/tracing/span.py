@@ -181,6 +181,11 @@ def current_span() -> SpanContext | None:
     return _parent.get()
 
 
+def current_attributes() -> Mapping[str, object]:
+    """Returns what `use_attributes` adds to the spans here."""
+    return _shared.get()
+
+
 class _NullSpan:
     """The one span handed out while nothing records. Stateless, so it may be entered many times."""
 
