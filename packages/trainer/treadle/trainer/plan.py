@@ -100,6 +100,12 @@ class Plan:
             f"{rollout.num_replicas} x {rollout.name}, {rollout.max_in_flight} completions at a "
             f"time each, {rollout.dtype}",
         )
+        if workers := config.agent.num_workers:
+            yield (
+                "loop workers",
+                f"{workers} processes, 1 thread each, and a router: loops, tools and rewards run "
+                "there",
+            )
         yield "server command", self._server_command()
         if settings := engine_settings(rollout):
             yield "engine", ", ".join(f"{key}={value}" for key, value in settings.items())

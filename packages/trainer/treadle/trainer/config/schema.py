@@ -186,6 +186,12 @@ class AgentConfig(Section):
     outage_s: Seconds = 600.0
     """How long the run waits for what is down, trying one trajectory now and then. After that it
     ends; the same command continues from the latest checkpoint."""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Number of processes that run the agent loops, with their tools and rewards; Ray spreads them
+    over its nodes. 0: the trainer's own process runs them (docs/workers.md)."""
+    max_worker_restarts: Annotated[int, Field(ge=0)] = 8
+    """Maximum number of restarts per run of loop workers that died, and of the router that they
+    share. After that the run continues with the remaining workers, and ends when none remains."""
 
     @field_validator("parser")
     @classmethod

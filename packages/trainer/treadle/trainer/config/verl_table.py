@@ -44,6 +44,7 @@ RENAMED = {
     "actor_rollout_ref.ref.fsdp_config.param_offload": "policy.offload.reference",
     "actor_rollout_ref.ref.megatron.param_offload": "policy.offload.reference",
     "actor_rollout_ref.rollout.agent.default_agent_loop": "agent.default_loop",
+    "actor_rollout_ref.rollout.agent.num_workers": "agent.num_workers",
     "actor_rollout_ref.rollout.data_parallel_size": "rollout.data_parallel_size",
     "actor_rollout_ref.rollout.dtype": "rollout.dtype",
     "actor_rollout_ref.rollout.enable_prefix_caching": "rollout.enable_prefix_caching",
@@ -228,7 +229,6 @@ NOTED = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _PACKED,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _PACKED,
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _PACKED,
-    "actor_rollout_ref.rollout.agent.num_workers": "one event loop runs all trajectories",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": (
         "see sync.transport.bucket_bytes"
     ),

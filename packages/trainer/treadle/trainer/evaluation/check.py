@@ -22,8 +22,9 @@ from treadle.trainer.data.load_data import (
 from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.evaluation.source import Source
 from treadle.trainer.model_source import resolve_model, with_model
+from treadle.trainer.own_code import NOTHING
 from treadle.trainer.preflight.model_checks import check_config_file, check_weights
-from treadle.trainer.preflight.process_checks import check_launcher
+from treadle.trainer.preflight.process_checks import check_launcher, check_workers
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.server_process import check_server_command
@@ -140,6 +141,8 @@ class _Checks:
                 check_server_command(self.config)
             with self.problems.collected():
                 check_launcher(self.config)
+        with self.problems.collected():
+            check_workers(self.config, NOTHING)
         check_tracing(self.config, self.problems)
 
     def inputs(self) -> Inputs:

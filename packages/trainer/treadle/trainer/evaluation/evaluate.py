@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from treadle.agent_loop import SetupError, Trajectory
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint.run_directory import RunDirectory, write_json
+from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import enter_reward
 from treadle.trainer.evaluation.check import CheckedEvaluation
 from treadle.trainer.evaluation.group_log import GroupLog
 from treadle.trainer.evaluation.results import RESULTS, Results, make_results
 from treadle.trainer.launch.make_launcher import make_launcher
+from treadle.trainer.launch.process import Launcher
 from treadle.trainer.report import (
     MetricsLog,
     NotesLog,
@@ -33,6 +35,7 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import with_own_token
+from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
 from treadle.trainer.tracing.run_tracing import run_tracing, span_attributes
 from treadle.trainer.training_loop.context import Timer
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
@@ -66,16 +69,24 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
             stack.enter_context(run_log(out / "logs" / "evaluation.log", display))
             await stack.enter_async_context(run_tracing(config, out, progress.note))
             await stack.enter_async_context(live_report(out, curves=False))
-            await enter_reward(stack, checked.inputs.reward)
-            loops = checked.inputs.rules.loops
-            await stack.enter_async_context(loops.opened(checked.inputs.loops))
-            servers = attached or await _start(stack, checked)
+            if not config.agent.num_workers:  # which open their own
+                await enter_reward(stack, checked.inputs.reward)
+                loops = checked.inputs.rules.loops
+                await stack.enter_async_context(loops.opened(checked.inputs.loops))
+            launcher = make_launcher(config, out / "logs")
+            if attached is None or config.agent.num_workers:
+                await stack.enter_async_context(launcher)
+            secured = config
+            if attached is None:
+                secured = stack.enter_context(with_own_token(config, out))
+            servers = attached or await _start(stack, checked, launcher, secured)
+            workers = await _start_workers(stack, checked, launcher, secured, servers)
         for line in _plan(checked, servers):
             progress.note(line)
         step = source.step if source.step is not None else _weight_version(servers)
         timer = Timer()
         with timer.phase("validate"):
-            trajectories = await _sample(checked, servers, progress, step=step)
+            trajectories = await _sample(checked, servers, workers, progress, step=step)
         results = make_results(
             config, source, trajectories, servers=servers.generator.servers, began=began
         )
@@ -103,14 +114,41 @@ async def _attach(
     return server
 
 
-async def _start(stack: contextlib.AsyncExitStack, checked: CheckedEvaluation) -> ServerPool:
-    launcher = make_launcher(checked.config, checked.out / "logs")
-    await stack.enter_async_context(launcher)
-    secured = stack.enter_context(with_own_token(checked.config, checked.out))
+async def _start(
+    stack: contextlib.AsyncExitStack,
+    checked: CheckedEvaluation,
+    launcher: Launcher,
+    secured: Config,
+) -> ServerPool:
     traces = server_traces(checked.config, checked.out)
     servers = await stack.enter_async_context(ServerPool(launcher, secured, traces=traces))
     await servers.connect(_requirements(checked))
     return servers
+
+
+async def _start_workers(
+    stack: contextlib.AsyncExitStack,
+    checked: CheckedEvaluation,
+    launcher: Launcher,
+    secured: Config,
+    servers: AttachedServer | ServerPool,
+) -> LoopWorkers | None:
+    """Returns the loop workers; None if there are none."""
+    if not secured.agent.num_workers:
+        return None
+    workers, router = await stack.enter_async_context(
+        loop_workers(
+            launcher,
+            secured,
+            servers=servers.live,
+            requirements=_requirements(checked),
+            loops=checked.inputs.loops,
+            images=checked.inputs.images,
+        )
+    )
+    if isinstance(servers, ServerPool):
+        servers.notify(router.set_replicas)
+    return workers
 
 
 def _requirements(checked: CheckedEvaluation) -> Requirements:
@@ -127,6 +165,7 @@ def _requirements(checked: CheckedEvaluation) -> Requirements:
 async def _sample(
     checked: CheckedEvaluation,
     servers: AttachedServer | ServerPool,
+    workers: LoopWorkers | None,
     progress: Progress,
     *,
     step: int,
@@ -141,6 +180,7 @@ async def _sample(
         renderer=inputs.renderer,
         rules=inputs.rules,
         reward=inputs.reward,
+        workers=workers,
     )
     path, decode = checked.out / "trajectories.jsonl", inputs.renderer.decode
     with TrajectoryLog(path, decode=decode) as log:

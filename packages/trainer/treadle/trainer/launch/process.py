@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from treadle.trainer.launch.topology import Devices
 
@@ -53,6 +53,8 @@ class ProcessSpec:
         env: Additional environment variables.
         devices: Its GPUs; None: GPUs are not assigned.
         gpus: Number of GPUs that Ray reserves, where they are not assigned.
+        placement: Where Ray starts it, unless its GPUs say so: on any node, spread over the nodes,
+            or on the driver's.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     devices: Devices | None = None
     gpus: float = 0.0
+    placement: Literal["any", "spread", "driver"] = "any"
 
 
 class Process(Protocol):

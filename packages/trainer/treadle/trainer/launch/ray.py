@@ -420,11 +420,15 @@ class RayLauncher:
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """See `Launcher.start`."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         placed: dict[str, Any] = {"num_gpus": spec.gpus}
+        if spec.placement == "spread":
+            placed["scheduling_strategy"] = "SPREAD"
+        elif spec.placement == "driver":
+            node = ray.get_runtime_context().get_node_id()
+            placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         if spec.devices is not None:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
             node, names = self._nodes[spec.devices.node]
             shown = {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in spec.devices.indices)}
             spec = replace(spec, devices=None, env={**shown, **spec.env})

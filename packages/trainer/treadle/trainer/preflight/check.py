@@ -72,6 +72,7 @@ from treadle.trainer.preflight.process_checks import (
     check_launcher,
     check_loggers,
     check_rows_left,
+    check_workers,
 )
 from treadle.trainer.preflight.without_torch import transformers_without_torch
 from treadle.trainer.problems import Problems
@@ -312,6 +313,8 @@ class _Checks:
                 self._server_answer = ask_server_command(config)
         with self._check():
             check_launcher(config)
+        with self._check():
+            check_workers(config, self._own)
         check_loggers(config, self._problems)
         check_tracing(config, self._problems)
 

@@ -8,6 +8,7 @@ from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError, PromptSet
 from treadle.trainer.loggers.named import ALWAYS, check_logger
+from treadle.trainer.own_code import OwnCode
 from treadle.trainer.problems import Problems
 
 __all__ = ["check_estimator", "check_launcher", "check_loggers", "check_rows_left"]
@@ -60,6 +61,34 @@ def check_launcher(config: AnyConfig) -> None:
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             'launch.kind=ray needs Ray, which is not installed: pip install "treadle-trainer[ray]"'
+        )
+
+
+def check_workers(config: Config, own: OwnCode) -> None:
+    """Rejects loop workers that could not do what the trainer's own process does.
+
+    Raises:
+        ConfigError: A script's objects are in this process only, or the router's library is not
+            installed.
+    """
+    if not (count := config.agent.num_workers):
+        return
+    given = [
+        *(["the reward"] if own.reward is not None else []),
+        *(f"the tool {name!r}" for name in own.tools),
+        *(f"the agent loop {name!r}" for name in own.loops),
+    ]
+    if given:
+        raise ConfigError(
+            f"agent.num_workers={count} runs loops, tools and rewards in other processes, which "
+            f"cannot get {', '.join(given)} that train was given: put it into a file and "
+            "name it by reward.name, agent.tool_catalogue or agent.loops, or set "
+            "agent.num_workers=0"
+        )
+    if importlib.util.find_spec("grpc_health") is None:
+        raise ConfigError(
+            f"agent.num_workers={count} needs the routing service, whose library is not installed: "
+            'pip install "treadle-agent-loop[router]"'
         )
 
 

@@ -43,6 +43,7 @@ from treadle.trainer.rollout.make_runner import (
 )
 from treadle.trainer.rollout.open_sessions import OpenSessions
 from treadle.trainer.rollout.outages import OutageError, Outages, failed_source
+from treadle.trainer.rollout.workers.pool import LoopWorkers
 
 __all__ = [
     "Rollout",
@@ -94,6 +95,7 @@ class Rollout:
         rules: Have the loops, tools and interactions.
         reward: Scores each trajectory.
         outages: What else trajectories need, and how it is.
+        workers: Run the tasks, with their own loops, tools and rewards; None: this process does.
     """
 
     _FIRST_PAUSE_S: ClassVar[float] = 1.0
@@ -105,6 +107,7 @@ class Rollout:
     rules: PromptRules
     reward: RewardFn
     outages: Outages = field(default_factory=Outages)
+    workers: LoopWorkers | None = None
 
     async def run(
         self,
@@ -234,6 +237,10 @@ class Rollout:
         await keep(served[0])
         return True
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns metrics of the loop workers since the last call; without workers, none."""
+        return {} if self.workers is None else self.workers.take_metrics()
+
     async def run_until_lost(
         self,
         tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
@@ -265,11 +272,15 @@ class Rollout:
         """Returns what runs tasks with this rollout's loops and limits.
 
         Args:
-            generator: Samples the completions.
+            generator: Samples the completions, unless there are workers, which have their own.
             settings: Of the tasks.
             span_attributes: See `RolloutRunner`.
         """
         max_in_flight = self.config.rollout.max_in_flight * len(self.servers.live)
+        if self.workers is not None:
+            return self.workers.runner(
+                settings, max_in_flight=max_in_flight, span_attributes=span_attributes
+            )
         return make_runner(
             self.config,
             settings,

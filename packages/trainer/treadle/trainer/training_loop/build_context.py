@@ -43,6 +43,7 @@ from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
+from treadle.trainer.rollout.workers.pool import loop_workers
 from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.training_loop.context import TrainingContext, group_tasks
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
@@ -88,8 +89,9 @@ async def build_context(
     """
     checkpoint, resume_after = resume.checkpoint, resume.after
     async with contextlib.AsyncExitStack() as stack:
-        await enter_reward(stack, inputs.reward)
-        await stack.enter_async_context(inputs.rules.loops.opened(inputs.loops))
+        if not config.agent.num_workers:  # which open their own
+            await enter_reward(stack, inputs.reward)
+            await stack.enter_async_context(inputs.rules.loops.opened(inputs.loops))
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
         secured = stack.enter_context(with_own_token(config, run_dir))
@@ -155,6 +157,29 @@ async def build_context(
             checkpoint=0 if checkpoint is None else checkpoint.step,
             new=resume_after is None,
         )
+        requirements = Requirements(
+            tokenizer_sha256=inputs.renderer.tokenizer_sha256,
+            vocab_size=inputs.renderer.vocab_size,
+            context_length=config.rollout.context_length,
+            capabilities=required_capabilities(config)
+            | ({"images"} if inputs.images else frozenset())
+            | inputs.rules.loops.required_capabilities(inputs.loops),
+        )
+        await servers.connect(requirements)
+        workers = None
+        if config.agent.num_workers:
+            with progress.phase("start"):
+                workers, router = await stack.enter_async_context(
+                    loop_workers(
+                        launcher,
+                        secured,
+                        servers=servers.live,
+                        requirements=requirements,
+                        loops=inputs.loops,
+                        images=inputs.images,
+                    )
+                )
+            servers.notify(router.set_replicas)
         context = TrainingContext(
             config=config,
             train=inputs.train,
@@ -173,6 +198,7 @@ async def build_context(
                 renderer=inputs.renderer,
                 rules=inputs.rules,
                 reward=inputs.reward,
+                workers=workers,
             ),
             reference=reference,
             memory_offload=_memory_offload(config, servers),
@@ -195,16 +221,6 @@ async def build_context(
             kl_coef=coefficient_after(
                 config.algorithm.reward_kl, {} if checkpoint is None else checkpoint.metrics
             ),
-        )
-        await servers.connect(
-            Requirements(
-                tokenizer_sha256=inputs.renderer.tokenizer_sha256,
-                vocab_size=inputs.renderer.vocab_size,
-                context_length=config.rollout.context_length,
-                capabilities=required_capabilities(config)
-                | ({"images"} if inputs.images else frozenset())
-                | inputs.rules.loops.required_capabilities(inputs.loops),
-            )
         )
         if checkpoint is not None:
             if offloaded:  # the policy needs its memory to send the weights

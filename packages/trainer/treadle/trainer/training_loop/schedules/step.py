@@ -45,7 +45,8 @@ async def validate_before_training(context: TrainingContext, *, first_step: int)
     if first_step == 1 and context.val and context.config.schedule.val_before_train:
         timer = Timer()
         metrics = await validate(context, step=0, timer=timer)
-        await context.step_done(0, {**metrics, **context.servers.take_metrics(), **timer.seconds})
+        metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
+        await context.step_done(0, {**metrics, **timer.seconds})
 
 
 async def train_step(
@@ -142,7 +143,7 @@ async def train_step(
     # Validation
     if context.val and _due(config.schedule.val_every, step, or_now=last):
         metrics |= await validate(context, step=step, timer=timer)
-    metrics |= context.servers.take_metrics()
+    metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
 
     # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
     if saved:

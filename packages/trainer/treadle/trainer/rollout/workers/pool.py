@@ -1,0 +1,505 @@
+"""The loop workers of a run: they ask for tasks, and give trajectories.
+
+Invariants:
+
+1. Each task that a run took ends once, with one trajectory, whichever workers die meanwhile. The
+   tasks of a worker that died are given to another, at most `agent.max_attempts` times in all; then
+   they fail with `WorkerLostError`.
+2. At most `max_in_flight` tasks of a run are in flight, over all workers; a task counts until the
+   sink has taken its trajectory. No worker has more than it asked for. So nothing here grows
+   without a bound: what is held is what is in flight.
+3. A worker whose connection ends, or that gives no sign of life for `rollout.unresponsive_s`, is
+   lost. It is ended and started again in the background, as often as `agent.max_worker_restarts`
+   allows in all. When none is left, the runs end with `NoWorkerLeftError`.
+4. When a run has ended, however, no worker has a task of it: it is told so, and cancels them.
+
+Who waits: a run's intake for a free place; its delivery for a trajectory; tasks that no worker has
+asked for wait for one that does, or that is started again. One task looks for signs of life.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+from treadle.agent_loop import AgentTask, Trajectory
+from treadle.agent_loop.aio import concurrently
+from treadle.agent_loop.rpc import Requirements
+from treadle.tracing import (
+    TraceSink,
+    current_attributes,
+    current_sink,
+    current_span,
+    plain,
+)
+from treadle.trainer.config.schema import Config
+from treadle.trainer.launch.process import Launcher, ProcessError
+from treadle.trainer.policy.signs_of_life import Silence
+from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
+from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.workers.messages import (
+    Asks,
+    Begin,
+    End,
+    Ended,
+    FromWorker,
+    Give,
+    GivenTask,
+    RunFailed,
+    Setup,
+    WorkerLostError,
+    unpack_spans,
+    unpack_trajectory,
+)
+from treadle.trainer.rollout.workers.router import RunRouter
+from treadle.trainer.rollout.workers.worker_process import LoopWorker, start_worker
+
+__all__ = ["LoopWorkers", "NoWorkerLeftError", "loop_workers"]
+
+_log = logging.getLogger(__name__)
+_KILL_S = 0.5
+
+
+class NoWorkerLeftError(RuntimeError):
+    """No loop worker is left; the message says how each ended."""
+
+
+class WorkerRunError(RuntimeError):
+    """A worker cannot carry out a run; the message has its traceback."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A task that was taken and has not ended."""
+
+    given: GivenTask
+    worker: LoopWorker | None = None
+    num_lost: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One call of `run` in progress.
+
+    Attributes:
+        begin: What workers are told.
+        sink: Takes its spans.
+        held: By number.
+        waiting: Numbers of those that no worker has.
+        ended: Number and trajectory of what the caller's sink has not taken yet; None: look whether
+            the source has ended, or the run failed.
+        failure: What ends the run.
+    """
+
+    begin: Begin
+    sink: TraceSink
+    held: dict[int, _Held] = field(default_factory=dict)
+    waiting: deque[int] = field(default_factory=deque)
+    ended: "asyncio.Queue[tuple[int, Trajectory] | None]" = field(default_factory=asyncio.Queue)
+    failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Ends the run with an error."""
+        self.failure = self.failure or error
+        self.ended.put_nowait(None)
+
+
+class LoopWorkers:
+    """Starts the workers of a run, gives them tasks, and ends them.
+
+    Args:
+        launcher: Starts the processes.
+        config: Of the run, with the files that secure its servers.
+        requirements: What the servers must offer.
+        loops: Names of the loops that run the rows.
+        images: Whether rows may have images.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        config: Config,
+        *,
+        requirements: Requirements,
+        loops: frozenset[str],
+        images: bool,
+    ) -> None:
+        self._launcher = launcher
+        self._config = config
+        self._requirements = requirements
+        self._loops = loops
+        self._images = images
+        self._key = secrets.token_bytes(32)
+        self._setup: Setup | None = None
+        self._live: dict[str, LoopWorker] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._runs: dict[int, _Run] = {}
+        self._num_runs = self._num_started = self._num_restarts = 0
+        self._ends: dict[str, str] = {}
+        self._failure: Exception | None = None
+        self._outbox: dict[tuple[LoopWorker, int], list[GivenTask]] = {}
+        self._flush_due = False
+        self._num_lost = self._num_restarted = 0  # both since `take_metrics`
+        self._closing = False
+
+    async def start(self, router: str) -> None:
+        """Starts all workers at once.
+
+        Args:
+            router: host:port of the routing service.
+
+        Raises:
+            ProcessError: One did not start, or cannot be set up.
+        """
+        self._setup = Setup(
+            config=self._config,
+            router=router,
+            security=ServerSecurity.of(self._config.rollout),
+            requirements=self._requirements,
+            loops=self._loops,
+            images=self._images,
+            directory=Path.cwd(),
+        )
+        names = [f"worker-{number}" for number in range(self._config.agent.num_workers)]
+        await concurrently(self._start(name, name) for name in names)
+        self._watching = asyncio.create_task(self._watch(), name="watch the loop workers")
+
+    async def __aenter__(self) -> Self:
+        """Starts nothing yet."""
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Ends all workers."""
+        self._closing = True
+        tasks = [*self._starting.values()]
+        if self._watching is not None:
+            tasks.append(self._watching)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in self._live.values()))
+        self._live = {}
+
+    def runner(
+        self,
+        settings: RunnerSettings,
+        *,
+        max_in_flight: int,
+        span_attributes: SpanAttributes | None = None,
+    ) -> "_WorkersRunner":
+        """Returns what runs tasks on the workers.
+
+        Args:
+            settings: Of the tasks.
+            max_in_flight: Maximum number of tasks in flight, over all workers.
+            span_attributes: Gives attributes to all spans of a task; None: nothing.
+        """
+        return _WorkersRunner(self, settings, max_in_flight, span_attributes)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the number of workers now, and of losses and restarts since the last call."""
+        taken = {
+            "workers/live": float(len(self._live)),
+            "workers/lost": float(self._num_lost),
+            "workers/restarted": float(self._num_restarted),
+        }
+        self._num_lost = self._num_restarted = 0
+        return taken
+
+    def fail(self, error: Exception) -> None:
+        """Ends all runs, now and later, with an error."""
+        self._failure = self._failure or error
+        for run in self._runs.values():
+            run.fail(self._failure)
+
+    async def run(
+        self,
+        runner: "_WorkersRunner",
+        tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
+        sink: Sink,
+    ) -> None:
+        """Runs the tasks of a runner; see `_WorkersRunner.run`."""
+        if self._failure is not None:
+            raise self._failure
+        run = self._begin(runner)
+        places = asyncio.Semaphore(runner.max_in_flight)
+
+        async def take() -> None:
+            number = 0
+            async with aclosing(_each(tasks)) as source:
+                while True:
+                    await places.acquire()
+                    try:
+                        task = await anext(source)
+                    except StopAsyncIteration:
+                        return
+                    number += 1
+                    attributes = runner.span_attributes
+                    given = {} if attributes is None else dict(attributes(task))
+                    run.held[number] = _Held(GivenTask(number, task, given))
+                    run.waiting.append(number)
+                    self._give(run)
+
+        intake = asyncio.create_task(take(), name=f"intake of run {run.begin.run}")
+        intake.add_done_callback(lambda _: run.ended.put_nowait(None))
+        try:
+            while not intake.done() or run.held:
+                if (ended := await run.ended.get()) is not None:
+                    number, trajectory = ended
+                    await sink(trajectory)
+                    del run.held[number]
+                    places.release()
+                if run.failure is not None:
+                    raise run.failure
+                if intake.done():
+                    intake.result()
+        finally:
+            intake.cancel()
+            await asyncio.wait({intake})
+            self._end(run)
+
+    def _begin(self, runner: "_WorkersRunner") -> _Run:
+        self._num_runs += 1
+        sink = current_sink()
+        run = _Run(
+            begin=Begin(
+                run=self._num_runs,
+                settings=runner.settings,
+                # Each may have all of them: the others may die.
+                max_in_flight=runner.max_in_flight,
+                recording=sink.recording,
+                parent=current_span(),
+                attributes={key: plain(value) for key, value in current_attributes().items()},
+            ),
+            sink=sink,
+        )
+        self._runs[run.begin.run] = run
+        for worker in self._live.values():
+            worker.send(run.begin)
+        return run
+
+    def _end(self, run: _Run) -> None:
+        del self._runs[run.begin.run]
+        for worker in self._live.values():
+            worker.open_asks.pop(run.begin.run, None)
+            worker.send(End(run.begin.run))
+
+    def _give(self, run: _Run) -> None:
+        """Gives waiting tasks to workers that ask for some: first to the one with the fewest."""
+        while run.waiting:
+            asking = [w for w in self._live.values() if w.open_asks[run.begin.run] > 0]
+            if not asking:
+                return
+            worker = max(asking, key=lambda each: each.open_asks[run.begin.run])
+            worker.open_asks[run.begin.run] -= 1
+            held = run.held[run.waiting.popleft()]
+            held.worker = worker
+            self._outbox.setdefault((worker, run.begin.run), []).append(held.given)
+            if not self._flush_due:
+                self._flush_due = True
+                asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Sends what was given in this turn of the event loop, a message for each worker."""
+        outbox, self._outbox, self._flush_due = self._outbox, {}, False
+        for (worker, run), tasks in outbox.items():
+            worker.send(Give(run, tuple(tasks)))
+
+    def _take(self, worker: LoopWorker, message: FromWorker) -> None:
+        if isinstance(message, Asks | Ended | RunFailed):
+            run = self._runs.get(message.run)
+            if run is None or worker.lost:  # it has ended here; the worker was told
+                return
+            match message:
+                case Asks():
+                    worker.open_asks[message.run] += message.count
+                case Ended():
+                    for span in unpack_spans(message.spans):
+                        run.sink.record(span)
+                    held = run.held[message.number]
+                    held.worker = None
+                    trajectory = unpack_trajectory(message.trajectory, held.given.task)
+                    run.ended.put_nowait((message.number, trajectory))
+                    worker.open_asks[message.run] += message.asks
+                case RunFailed():
+                    run.fail(
+                        WorkerRunError(
+                            f"loop worker {worker.name} ({worker.place}) failed: "
+                            f"{message.message}\n{message.traceback.rstrip()}"
+                        )
+                    )
+            self._give(run)
+
+    # The processes
+
+    async def _start(self, name: str, process_name: str) -> None:
+        assert self._setup is not None, "start comes first"
+        self._num_started += 1
+        worker = await start_worker(
+            self._launcher,
+            self._setup,
+            name=name,
+            number=self._num_started,
+            process_name=process_name,
+            key=self._key,
+            on_message=self._take,
+            on_end=self._lost,
+        )
+        self._live[name] = worker
+        for run in self._runs.values():
+            worker.send(run.begin)
+
+    def _lost(self, worker: LoopWorker, problem: str | None) -> None:
+        """Gives the tasks of a worker to others, and starts it again."""
+        if worker.lost or self._closing or self._live.get(worker.name) is not worker:
+            return
+        worker.lost = True
+        del self._live[worker.name]
+        self._num_lost += 1
+        lost = [
+            (run, number)
+            for run in self._runs.values()
+            for number, held in run.held.items()
+            if held.worker is worker
+        ]
+        for run, number in lost:
+            run.held[number].worker = None
+            run.held[number].num_lost += 1
+        replacing = asyncio.create_task(self._replace(worker, problem, lost))
+        self._starting[worker.name] = replacing
+
+    async def _replace(
+        self, worker: LoopWorker, problem: str | None, lost: Sequence[tuple[_Run, int]]
+    ) -> None:
+        end = await worker.describe_end(problem)
+        _log.warning("%s\n%d trajectories of it are attempted again", end, len(lost))
+        self._ends[worker.name] = end
+        for run, number in lost:
+            self._attempt_again(run, number, end)
+        await worker.stop(_KILL_S)
+        while self._num_restarts < self._config.agent.max_worker_restarts:
+            self._num_restarts += 1
+            try:
+                await self._start(worker.name, f"{worker.name}-restart-{self._num_restarts}")
+            except ProcessError as error:
+                self._ends[worker.name] = str(error)
+                _log.warning("loop worker did not start again: %s", error)
+                continue
+            self._num_restarted += 1
+            _log.warning("started again: loop worker %s", worker.name)
+            break
+        del self._starting[worker.name]
+        if not self._live and not self._starting:
+            limit = self._config.agent.max_worker_restarts
+            self.fail(
+                NoWorkerLeftError(
+                    f"no loop worker is left, after {self._num_restarts} restarts "
+                    f"(agent.max_worker_restarts={limit}):\n" + "\n".join(self._ends.values())
+                )
+            )
+
+    def _attempt_again(self, run: _Run, number: int, end: str) -> None:
+        """Lets a task of a lost worker wait for another one, or fail."""
+        held = run.held.get(number)
+        if held is None:  # its run has ended meanwhile
+            return
+        limit = self._config.agent.max_attempts
+        if held.num_lost < limit:
+            run.waiting.appendleft(number)
+            self._give(run)
+            return
+        task = held.given.task
+        error = WorkerLostError(
+            f"task {task.task_id!r}, rollout {task.rollout_index}, lost its loop worker "
+            f"{held.num_lost} times (agent.max_attempts={limit}); the last time, {end}"
+        )
+        run.ended.put_nowait((number, Trajectory.failed(task, error)))
+
+    async def _watch(self) -> None:
+        """Looks for workers that give no sign of life."""
+        limit_s = self._config.rollout.unresponsive_s
+        silence = Silence(limit_s)
+        while True:
+            await asyncio.sleep(silence.look_s)
+            by_number = {worker.number: worker for worker in self._live.values()}
+            for number in silence.look((w.number, w.heard) for w in by_number.values()):
+                worker = by_number[number]
+                at = "" if worker.sign is None else f"; it gave the last one at {worker.sign.place}"
+                self._lost(
+                    worker,
+                    f"stands still: it has given no sign of life for {limit_s:g} s "
+                    f"(rollout.unresponsive_s){at}",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkersRunner:
+    """A `Runner` on the workers."""
+
+    workers: LoopWorkers
+    settings: RunnerSettings
+    max_in_flight: int
+    span_attributes: SpanAttributes | None
+
+    async def run(self, tasks: AsyncIterable[AgentTask] | Iterable[AgentTask], sink: Sink) -> None:
+        """See `Runner.run`.
+
+        Raises:
+            NoWorkerLeftError: No worker is left.
+            RouterLostError: The router is gone.
+            WorkerRunError: A task names a loop that does not exist, or the worker has a bug.
+            Exception: The source or the sink raised it.
+        """
+        await self.workers.run(self, tasks, sink)
+
+
+async def _each(
+    tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
+) -> AsyncGenerator[AgentTask, None]:
+    if isinstance(tasks, AsyncIterable):
+        async for task in tasks:
+            yield task
+    else:
+        for task in tasks:
+            yield task
+
+
+class _Addressed(Protocol):
+    @property
+    def address(self) -> str: ...
+
+
+@asynccontextmanager
+async def loop_workers(
+    launcher: Launcher,
+    config: Config,
+    *,
+    servers: Sequence[_Addressed],
+    requirements: Requirements,
+    loops: frozenset[str],
+    images: bool,
+) -> AsyncIterator[tuple[LoopWorkers, RunRouter]]:
+    """Runs the loop workers of a run, and the router that they share, while the block runs.
+
+    Args:
+        launcher: Starts the processes.
+        config: Of the run, with the files that secure its servers.
+        servers: What the router begins with.
+        requirements: What the servers must offer.
+        loops: Names of the loops that run the rows.
+        images: Whether rows may have images.
+
+    Raises:
+        ProcessError: One of the processes did not start, or a worker cannot be set up.
+    """
+    workers = LoopWorkers(launcher, config, requirements=requirements, loops=loops, images=images)
+    async with RunRouter(launcher, config, on_lost=workers.fail) as router, workers:
+        await router.start([server.address for server in servers])
+        await workers.start(router.address)
+        yield workers, router

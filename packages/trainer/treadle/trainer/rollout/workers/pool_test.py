@@ -1,0 +1,419 @@
+"""Tests of the loop workers' bookkeeping; a test scripts the workers, over real connections."""
+
+import asyncio
+import os
+import platform
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import pytest_asyncio
+
+from treadle.agent_loop import (
+    AgentTask,
+    LoopError,
+    Message,
+    SamplingParams,
+    StopReason,
+    ToolError,
+    Trajectory,
+)
+from treadle.agent_loop.rpc import Requirements
+from treadle.tracing import FinishedSpan, MemorySink, use_attributes, use_sink
+from treadle.trainer.config.load import load_config
+from treadle.trainer.launch.process import ProcessError, ProcessSpec
+from treadle.trainer.policy.driver_connection import accept_driver
+from treadle.trainer.rollout.make_runner import RunnerSettings
+from treadle.trainer.rollout.workers.link import Link
+from treadle.trainer.rollout.workers.messages import (
+    Alive,
+    Asks,
+    Begin,
+    End,
+    Ended,
+    Give,
+    GivenTask,
+    Ready,
+    Refused,
+    RunFailed,
+    Setup,
+    Stop,
+    WorkerLostError,
+    WorkerTraceback,
+    pack_spans,
+    pack_trajectory,
+    unpack_trajectory,
+)
+from treadle.trainer.rollout.workers.pool import LoopWorkers, NoWorkerLeftError, WorkerRunError
+
+pytestmark = pytest.mark.asyncio
+
+SETTINGS = RunnerSettings(sampling=SamplingParams(max_tokens=1), min_weight_version=3)
+
+
+def task(index: int) -> AgentTask:
+    return AgentTask(
+        task_id="train/0",
+        sample_index=0,
+        rollout_index=index,
+        loop="loop",
+        messages=(Message(role="user", content="hi"),),
+        seed=index,
+    )
+
+
+def finished(of: AgentTask) -> Trajectory:
+    answer = Message(role="assistant", content=str(of.seed))
+    return Trajectory(
+        task=of, samples=(), messages=(*of.messages, answer), stop=StopReason.FINISHED
+    )
+
+
+@dataclass
+class Program:
+    """A worker's process as the driver sees it, and the worker as the test scripts it."""
+
+    name: str
+    refusal: str | None
+    number: int
+    got: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue)
+    link: Link | None = None
+    given: dict[tuple[int, int], GivenTask] = field(default_factory=dict)
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+    ends_all: bool = False
+
+    async def ready(self, deadline_s: float) -> str:
+        return self.address
+
+    async def wait(self) -> int:
+        await self.dead.wait()
+        return -signal.SIGKILL
+
+    async def log_tail(self, lines: int = 20) -> str:
+        return f"the last line of {self.name}"
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        self.die()
+
+    def listen(self, key: bytes) -> None:
+        listener = Listener(("127.0.0.1", 0), backlog=8)
+        host, port = listener.address
+        self.address = f"{host}:{port}"
+        loop = asyncio.get_running_loop()
+
+        def accept() -> None:
+            connection = accept_driver(listener, key)
+            listener.close()
+            loop.call_soon_threadsafe(self._serve, connection)
+
+        loop.run_in_executor(None, accept)
+
+    def _serve(self, connection: Any) -> None:
+        self.link = Link(
+            connection, on_message=self._take, on_end=lambda _: self.got.put_nowait(None)
+        )
+        self.link.send(Alive(pid=os.getpid(), node=platform.node(), place="here:1, in f"))
+
+    def _take(self, message: object) -> None:
+        assert self.link is not None
+        if isinstance(message, Setup):
+            self.link.send(Ready() if self.refusal is None else Refused(self.refusal))
+        elif isinstance(message, Give):
+            for given in message.tasks:
+                self.given[message.run, given.number] = given
+            if self.ends_all:
+                self.end_all()
+        elif isinstance(message, Stop):
+            self.die()
+        if not isinstance(message, Setup):
+            self.got.put_nowait(message)
+
+    def die(self) -> None:
+        self.dead.set()
+        if self.link is not None:
+            self.link.close()
+
+    async def next(self, kind: type[Any]) -> Any:
+        while not isinstance(message := await self.got.get(), kind):
+            pass
+        return message
+
+    async def given_of(self, run: int) -> Give:
+        while (give := await self.next(Give)).run != run:
+            pass
+        assert isinstance(give, Give)
+        return give
+
+    async def asks(self, count: int) -> Begin:
+        begin: Begin = await self.next(Begin)
+        assert self.link is not None
+        self.link.send(Asks(begin.run, count))
+        return begin
+
+    def end_all(self) -> None:
+        """Ends what it has, and from now on what it is given."""
+        self.ends_all = True
+        for run, number in list(self.given):
+            self.end(run, number)
+
+    def end(self, run: int, number: int, *, spans: Sequence[FinishedSpan] = ()) -> None:
+        assert self.link is not None
+        given = self.given.pop((run, number))
+        packed = pack_trajectory(finished(given.task), given.task)
+        self.link.send(Ended(run, number, packed, pack_spans(spans), 1))
+
+
+@dataclass
+class Machine:
+    """A launcher of scripted workers."""
+
+    refusals: list[str | None] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
+    started: "asyncio.Queue[Program]" = field(default_factory=asyncio.Queue)
+
+    async def start(self, spec: ProcessSpec) -> Program:
+        refusal = self.refusals.pop(0) if self.refusals else None
+        program = Program(spec.name, refusal, len(self.programs))
+        program.listen(bytes.fromhex(spec.env["TREADLE_AUTHKEY"]))
+        self.programs.append(program)
+        self.started.put_nowait(program)
+        return program
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+
+@dataclass
+class Bench:
+    machine: Machine
+    workers: LoopWorkers
+    ended: list[Trajectory] = field(default_factory=list)
+    taken: "asyncio.Queue[Trajectory]" = field(default_factory=asyncio.Queue)
+
+    async def sink(self, trajectory: Trajectory) -> None:
+        self.ended.append(trajectory)
+        self.taken.put_nowait(trajectory)
+
+    def run(self, count: int, *, max_in_flight: int = 8) -> "asyncio.Task[None]":
+        runner = self.workers.runner(SETTINGS, max_in_flight=max_in_flight)
+        return asyncio.create_task(runner.run([task(i) for i in range(count)], self.sink))
+
+
+Start = Callable[..., Awaitable[Bench]]
+
+
+@pytest_asyncio.fixture(name="start")
+async def _start(tmp_path: Path) -> Any:
+    opened: list[LoopWorkers] = []
+
+    async def start(count: int = 2, *settings: str, refusals: Sequence[str | None] = ()) -> Bench:
+        given = ["model.path=/m", "data.train_files=/t.jsonl", f"agent.num_workers={count}"]
+        machine = Machine(list(refusals))
+        workers = LoopWorkers(
+            machine,
+            load_config([], [*given, *settings]).config,
+            requirements=Requirements(),
+            loops=frozenset(),
+            images=False,
+        )
+        opened.append(workers)
+        await workers.__aenter__()
+        await workers.start("127.0.0.1:1")
+        return Bench(machine, workers)
+
+    yield start
+    for workers in opened:
+        await workers.__aexit__()
+
+
+async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(start: Start) -> None:
+    bench = await start(2)
+    first, second = bench.machine.programs
+    running = bench.run(5, max_in_flight=3)
+    run = (await first.asks(2)).run
+    assert (await second.asks(2)).settings == SETTINGS
+    gave = asyncio.gather(first.next(Give), second.next(Give))
+    numbers = sorted(given.number for give in await gave for given in give.tasks)
+    assert numbers == [1, 2, 3], "of five: no more are in flight"
+    assert max(len(first.given), len(second.given)) == 2
+    for program in (first, second):
+        program.end_all()
+    await running
+    assert sorted(t.task.rollout_index for t in bench.ended) == list(range(5))
+    assert [t.messages[-1].content for t in bench.ended] == [str(t.task.seed) for t in bench.ended]
+    assert (await first.next(End)).run == run
+    assert bench.workers.take_metrics() == {
+        "workers/live": 2.0,
+        "workers/lost": 0.0,
+        "workers/restarted": 0.0,
+    }
+
+
+async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await start(1)
+    dying = bench.machine.programs[0]
+    running = bench.run(2)
+    run = (await dying.asks(8)).run
+    await dying.next(Give)
+    dying.end(run, 1)
+    await bench.taken.get()
+    dying.die()
+    await bench.machine.started.get()
+    replacement = await bench.machine.started.get()
+    assert replacement.name == "worker-0-restart-1"
+    assert (await replacement.asks(8)).run == run
+    (again,) = (await replacement.next(Give)).tasks
+    assert again.task == task(1)
+    replacement.end(run, again.number)
+    await running
+    assert [t.task.rollout_index for t in bench.ended] == [0, 1]
+    assert (
+        f"loop worker worker-0 (pid {os.getpid()} on {platform.node()}) was ended by SIGKILL"
+        in (caplog.text)
+    )
+    assert "its log ends with:\nthe last line of worker-0\n1 trajectories" in caplog.text
+    metrics = bench.workers.take_metrics()
+    assert metrics == {"workers/live": 1.0, "workers/lost": 1.0, "workers/restarted": 1.0}
+
+
+async def test_a_task_that_ends_its_workers_fails_and_the_others_do_not(start: Start) -> None:
+    bench = await start(1, "agent.max_attempts=2")
+    running = bench.run(1)
+    for _ in range(2):
+        program = await bench.machine.started.get()
+        await program.asks(1)
+        await program.next(Give)
+        program.die()
+    await running
+    error = bench.ended[0].error
+    assert isinstance(error, WorkerLostError)
+    assert "task 'train/0', rollout 0, lost its loop worker 2 times" in str(error)
+    assert "was ended by SIGKILL; its log ends with:\nthe last line of worker-0-restart-1" in (
+        str(error)
+    )
+
+
+async def test_without_a_worker_the_run_ends_and_says_how_each_ended(start: Start) -> None:
+    bench = await start(1, "agent.max_worker_restarts=1", refusals=[None, "no such loop"])
+    running = bench.run(1)
+    await bench.machine.programs[0].asks(1)
+    bench.machine.programs[0].die()
+    with pytest.raises(
+        NoWorkerLeftError, match=r"after 1 restarts .*:\nloop worker .*no such loop"
+    ):
+        await running
+    with pytest.raises(NoWorkerLeftError):
+        await bench.run(1)
+
+
+async def test_a_worker_that_cannot_be_set_up_fails_the_start(start: Start) -> None:
+    with pytest.raises(ProcessError, match="loop worker worker-0: no such loop"):
+        await start(1, refusals=["no such loop"])
+
+
+async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    bench = await start(1, "rollout.unresponsive_s=0.2")
+    running = bench.run(1)
+    await bench.machine.started.get()
+    replacement = await bench.machine.started.get()  # the first said nothing after its start
+    run = (await replacement.asks(1)).run
+    await replacement.next(Give)
+    replacement.end(run, 1)
+    await running
+    assert "has given no sign of life for 0.2 s (rollout.unresponsive_s)" in caplog.text
+
+
+async def test_a_run_that_a_worker_cannot_carry_out_fails_alone(start: Start) -> None:
+    bench = await start(1)
+    program = bench.machine.programs[0]
+    failing, other = bench.run(1), bench.run(1)
+    first, second = (await program.asks(1)).run, (await program.asks(1)).run
+    assert program.link is not None
+    program.link.send(RunFailed(first, "UnknownLoopError: no loop", "Traceback: here"))
+    with pytest.raises(
+        WorkerRunError, match=r"worker-0 .* failed: UnknownLoopError: no loop\nTrac"
+    ):
+        await failing
+    await program.given_of(second)
+    program.end(second, 1)
+    await other
+
+
+async def test_a_cancelled_run_leaves_no_task_with_a_worker(start: Start) -> None:
+    bench = await start(1)
+    program = bench.machine.programs[0]
+    running = bench.run(1)
+    run = (await program.asks(1)).run
+    await program.next(Give)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (await program.next(End)).run == run
+    program.end(run, 1)  # it was on its way
+    following = bench.run(1)
+    run = (await program.asks(1)).run
+    await program.given_of(run)
+    program.end(run, 1)
+    await following
+    assert len(bench.ended) == 1
+
+
+async def test_spans_reach_the_sink_of_their_run(start: Start) -> None:
+    bench, sink = await start(1), MemorySink()
+    program = bench.machine.programs[0]
+    with use_sink(sink), use_attributes(step=7):
+        running = bench.run(1)
+    begin = await program.asks(1)
+    assert (begin.recording, begin.attributes) == (True, {"step": 7})
+    await program.next(Give)
+    made = FinishedSpan(
+        name="turn",
+        trace_id="a" * 32,
+        span_id="b" * 16,
+        parent_id=None,
+        start_unix_ns=1,
+        duration_ns=2,
+        attributes={"step": 7, "output": {"text": "x"}},
+        error=None,
+    )
+    program.end(begin.run, 1, spans=[made])
+    await running
+    assert sink.spans == (made,)
+
+
+class OwnError(ToolError):
+    """Of a module that the driver need not have."""
+
+
+async def test_an_error_of_the_users_own_travels_as_its_base_with_its_traceback() -> None:
+    error = OwnError("it is down")
+    error.tool = "lookup"
+    arrived = unpack_trajectory(
+        pack_trajectory(Trajectory.failed(task(0), error), task(0)), task(0)
+    ).error
+    assert type(arrived) is ToolError
+    assert (str(arrived), arrived.tool, arrived.retryable) == (
+        "OwnError: it is down",
+        "lookup",
+        True,
+    )
+    assert isinstance(arrived.__cause__, WorkerTraceback)
+    assert "OwnError: it is down" in str(arrived.__cause__)
+
+
+async def test_what_cannot_be_pickled_fails_its_trajectory_only() -> None:
+    odd = replace(task(0), fields={"odd": lambda: 0})  # a loop may return another task
+    arrived = unpack_trajectory(pack_trajectory(finished(odd), task(0)), task(0))
+    assert isinstance(arrived.error, LoopError)
+    assert "cannot be pickled" in str(arrived.error)
+    assert arrived.task == task(0)
+    assert arrived.messages == task(0).messages

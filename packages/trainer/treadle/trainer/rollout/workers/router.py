@@ -1,0 +1,222 @@
+"""The routing service of a run: its process, `treadle.trainer.rollout.workers.router`; its owner.
+
+Invariants:
+
+1. The router knows the servers that the driver last named (`set_replicas`). While it does not
+   answer, workers continue with its last answers; a session that is new waits for it.
+2. A router that ended, or gave no answer for `rollout.unresponsive_s`, is started again at the same
+   address, which the workers keep, with the servers of the moment; as often as
+   `agent.max_worker_restarts` allows. Sessions come back with their next call.
+
+Who waits: one task here for the end of the process or the next look.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, cast
+
+import grpc.aio
+
+from treadle.agent_loop.rpc import ChannelSecurity
+from treadle.rollout.v1 import routing_service_pb2 as pb
+from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+from treadle.trainer.config.schema import Config
+from treadle.trainer.launch.local import describe_exit
+from treadle.trainer.launch.process import (
+    Launcher,
+    Process,
+    ProcessError,
+    ProcessSpec,
+    watch_parent,
+)
+from treadle.trainer.rollout.server_security import ServerSecurity
+
+__all__ = ["RouterLostError", "RunRouter", "main"]
+
+_log = logging.getLogger(__name__)
+
+
+class RouterLostError(RuntimeError):
+    """The routing service is gone, and may not be started again."""
+
+
+class RunRouter:
+    """Starts the router, tells it of the servers, and replaces it when it dies.
+
+    Args:
+        launcher: Starts the process.
+        config: Of the run, with the files that secure its servers.
+        on_lost: Called when the router is gone for good.
+    """
+
+    _LOOK_S: ClassVar[float] = 5.0
+    _CALL_S: ClassVar[float] = 5.0
+
+    def __init__(
+        self, launcher: Launcher, config: Config, *, on_lost: Callable[[Exception], None]
+    ) -> None:
+        self._launcher = launcher
+        self._config = config
+        self._on_lost = on_lost
+        self._replicas: tuple[str, ...] = ()
+        self._process: Process | None = None
+        self._address = ""
+        self._watching: asyncio.Task[None] | None = None
+        self._telling = asyncio.Lock()
+        self._channel: grpc.aio.Channel | None = None
+        self._num_restarts = 0
+        self._taken = 0
+
+    async def start(self, replicas: Sequence[str]) -> None:
+        """Starts the router with these servers.
+
+        Raises:
+            ProcessError: It does not start.
+        """
+        self._replicas = tuple(replicas)
+        await self._start("{host}:0")
+        self._channel = self._security.open(self._address)
+        self._watching = asyncio.create_task(self._watch(), name="watch the router")
+
+    async def aclose(self) -> None:
+        """Ends the router."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        if self._channel is not None:
+            await self._channel.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def __aenter__(self) -> Self:
+        """Starts nothing yet."""
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Ends the router."""
+        await self.aclose()
+
+    @property
+    def address(self) -> str:
+        """host:port; the same after a restart."""
+        return self._address
+
+    def take_restarts(self) -> int:
+        """Returns the number of restarts since the last call."""
+        new, self._taken = self._num_restarts - self._taken, self._num_restarts
+        return new
+
+    async def set_replicas(self, addresses: Sequence[str]) -> None:
+        """Makes these the servers that sessions are sent to."""
+        self._replicas = tuple(addresses)
+        try:
+            await self._tell()
+        except grpc.aio.AioRpcError as error:  # it is watched, and told by `_watch`
+            _log.warning("the router at %s does not answer: %s", self._address, error.details())
+
+    async def _tell(self) -> None:
+        """Asks the router for its servers, and corrects what differs."""
+        async with self._telling:
+            stub = cast(Any, pb_grpc).RoutingServiceStub(self._channel)
+            told: dict[str, Any] = {"timeout": self._CALL_S, "metadata": self._security.metadata}
+            answer = await stub.ListReplicas(pb.ListReplicasRequest(), **told)
+            has = {replica.address for replica in answer.replicas}
+            for address in has - set(self._replicas):
+                await stub.RemoveReplica(pb.RemoveReplicaRequest(address=address), **told)
+            for address in set(self._replicas) - has:
+                await stub.RegisterReplica(pb.RegisterReplicaRequest(address=address), **told)
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        clock = asyncio.get_running_loop().time
+        answered = clock()
+        ended = asyncio.create_task(self._process.wait(), name="end of the router")
+        try:
+            while True:
+                await asyncio.wait({ended}, timeout=self._LOOK_S)
+                if ended.done():
+                    ended = await self._replace(describe_exit(ended.result()))
+                    answered = clock()
+                    continue
+                try:
+                    await self._tell()
+                    answered = clock()
+                except grpc.aio.AioRpcError:
+                    limit_s = self._config.rollout.unresponsive_s
+                    if clock() - answered >= limit_s and not ended.done():
+                        await self._process.stop(0.1)
+                        ended.cancel()
+                        ended = await self._replace(
+                            f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
+                        )
+                        answered = clock()
+        except (ProcessError, RouterLostError) as error:
+            self._on_lost(error)
+        finally:
+            ended.cancel()
+
+    async def _replace(self, cause: str) -> "asyncio.Task[int]":
+        """Starts the router again.
+
+        Raises:
+            ProcessError: It does not start.
+            RouterLostError: It may not be started again.
+        """
+        assert self._process is not None
+        tail = await self._process.log_tail(10)
+        text = f"the router ({self._address}) {cause}; its log ends with:\n{tail}"
+        limit = self._config.agent.max_worker_restarts
+        if self._num_restarts >= limit:
+            raise RouterLostError(
+                f"after {limit} restarts (agent.max_worker_restarts={limit}), {text}"
+            )
+        self._num_restarts += 1
+        _log.warning("%s\nit is started again", text)
+        await self._start(self._address)
+        return asyncio.create_task(self._process.wait(), name="end of the router")
+
+    async def _start(self, address: str) -> None:
+        number = self._num_restarts
+        self._process = await self._launcher.start(
+            ProcessSpec(
+                name="router" if not number else f"router-restart-{number}",
+                module="treadle.trainer.rollout.workers.router",
+                args=("--address", address, *self._arguments()),
+                placement="driver",
+            )
+        )
+        self._address = await self._process.ready(self._config.launch.start_deadline_s)
+
+    def _arguments(self) -> list[str]:
+        rollout = self._config.rollout
+        arguments = [part for address in self._replicas for part in ("--replica", address)]
+        if rollout.cache_tokens is not None:
+            arguments += ["--cache_tokens", str(rollout.cache_tokens)]
+        for option in ("tls_certificate", "tls_key", "token_file"):
+            if (path := getattr(rollout, option)) is not None:
+                arguments += [f"--{option}", str(path)]
+        if getattr(self._config.launch, "allow_plaintext_on_network", False):
+            arguments.append("--insecure_allow_plaintext_beyond_loopback")
+        return arguments
+
+    @property
+    def _security(self) -> ChannelSecurity:
+        return ServerSecurity.of(self._config.rollout).read()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is told to end, or the process that started it is gone."""
+    from treadle.agent_loop.rpc.router.main import main as serve
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--parent_pid", type=int, required=True)
+    own, of_router = parser.parse_known_args(argv)
+    watch_parent(own.parent_pid)
+    return serve(of_router)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""The driver's end of one loop worker: its process, its connection and its signs of life."""
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import AuthenticationError
+
+from treadle.trainer.launch.environment import thread_variables
+from treadle.trainer.launch.local import describe_exit
+from treadle.trainer.launch.process import (
+    Launcher,
+    Process,
+    ProcessError,
+    ProcessSpec,
+    wait_until_ended,
+)
+from treadle.trainer.policy.commands import AUTHKEY_VARIABLE
+from treadle.trainer.policy.driver_connection import connect_to_rank
+from treadle.trainer.policy.signs_of_life import beat_s
+from treadle.trainer.rollout.workers.link import Link
+from treadle.trainer.rollout.workers.messages import (
+    Alive,
+    FromWorker,
+    Ready,
+    Refused,
+    Setup,
+    Stop,
+    Warned,
+)
+
+__all__ = ["LoopWorker", "start_worker"]
+
+_log = logging.getLogger(__name__)
+_GRACE_S = 5.0
+_EXIT_S = 2.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoopWorker:
+    """One worker.
+
+    Attributes:
+        name: The same after a restart.
+        number: Tells it from the one that it replaced.
+        process: The program.
+        link: To it.
+        setup_done: Done when it is ready, or was refused; or lost.
+        heard: How many messages it has sent.
+        sign: Its latest sign of life.
+        open_asks: Run -> number of tasks that it asked for and was not given.
+        lost: Whether it is given up.
+    """
+
+    name: str
+    number: int
+    process: Process
+    setup_done: "asyncio.Future[None]"
+    link: Link | None = None
+    heard: int = 0
+    sign: Alive | None = None
+    open_asks: Counter[int] = field(default_factory=Counter)
+    lost: bool = False
+
+    @property
+    def place(self) -> str:
+        """What it is to the operating system, and where, for a message."""
+        return self.name if self.sign is None else f"pid {self.sign.pid} on {self.sign.node}"
+
+    def send(self, message: object) -> None:
+        """Sends a message; nothing happens if the worker is gone."""
+        if self.link is not None and not self.lost:
+            self.link.send(message)
+
+    async def describe_end(self, problem: str | None) -> str:
+        """Returns how it ended, for a message, with the last lines of its log."""
+        status = await wait_until_ended(self.process, _EXIT_S)
+        if status is not None:
+            problem = describe_exit(status)
+        tail = await self.process.log_tail(10)
+        ended = problem or "closed its connection"
+        return f"loop worker {self.name} ({self.place}) {ended}; its log ends with:\n{tail}"
+
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ends it."""
+        if self.link is not None and not self.lost:
+            self.link.send(Stop())
+            await wait_until_ended(self.process, grace_s)
+        await self.process.stop(grace_s)
+        if self.link is not None:
+            self.link.close()
+
+
+async def start_worker(
+    launcher: Launcher,
+    setup: Setup,
+    *,
+    name: str,
+    number: int,
+    process_name: str,
+    key: bytes,
+    on_message: Callable[[LoopWorker, FromWorker], None],
+    on_end: Callable[[LoopWorker, str | None], None],
+) -> LoopWorker:
+    """Starts a worker; returns it when it is ready for tasks.
+
+    Args:
+        launcher: Starts the process.
+        setup: What it needs to know.
+        name: Of the worker.
+        number: Of the worker.
+        process_name: Names its log.
+        key: Of the run's connections.
+        on_message: Called with what it says once it is ready.
+        on_end: Called when its connection ends.
+
+    Raises:
+        ProcessError: It did not start, or cannot be set up.
+    """
+    deadline_s = setup.config.launch.start_deadline_s
+    process = await launcher.start(
+        ProcessSpec(
+            name=process_name,
+            module="treadle.trainer.rollout.workers.worker",
+            args=("--host", "{host}", "--beat_s", str(beat_s(setup.config.rollout.unresponsive_s))),
+            env={AUTHKEY_VARIABLE: key.hex(), **thread_variables(1)},
+            placement="spread",
+        )
+    )
+    worker = LoopWorker(
+        name=name,
+        number=number,
+        process=process,
+        setup_done=asyncio.get_running_loop().create_future(),
+    )
+
+    def take(message: FromWorker) -> None:
+        worker.heard += 1
+        match message:
+            case Alive():
+                worker.sign = message
+            case Ready():
+                if not worker.setup_done.done():
+                    worker.setup_done.set_result(None)
+            case Refused():
+                if not worker.setup_done.done():
+                    error = ProcessError(f"loop worker {name}: {message.message}")
+                    worker.setup_done.set_exception(error)
+            case Warned():
+                _log.log(message.level, "%s: %s", name, message.message)
+            case _:
+                on_message(worker, message)
+
+    def end(problem: str | None) -> None:
+        if not worker.setup_done.done():
+            worker.setup_done.set_exception(EOFError(problem or "it closed its connection"))
+        on_end(worker, problem)
+
+    try:
+        host, _, port = (await process.ready(deadline_s)).rpartition(":")
+        async with asyncio.timeout(deadline_s):
+            given_up = threading.Event()
+            try:
+                connection = await asyncio.to_thread(
+                    partial(
+                        connect_to_rank,
+                        host,
+                        int(port),
+                        key,
+                        deadline_s=deadline_s,
+                        given_up=given_up,
+                    )
+                )
+            finally:
+                given_up.set()
+            worker.link = Link(connection, on_message=take, on_end=end)
+            worker.send(setup)
+            await worker.setup_done
+    except (AuthenticationError, EOFError, OSError, TimeoutError) as error:
+        end_text = await worker.describe_end(f"did not get ready: {type(error).__name__}: {error}")
+        await _give_up(worker)
+        raise ProcessError(end_text) from error
+    except BaseException:
+        await _give_up(worker)
+        raise
+    return worker
+
+
+async def _give_up(worker: LoopWorker) -> None:
+    worker.lost = True
+    await worker.stop()
