@@ -47,15 +47,12 @@ _BY_STATE = {
     ServerState.UPDATING: Cause.WEIGHTS,
     ServerState.FAILED: Cause.FAILED,
 }
-_Shares = tuple[float, ...]
+_Seconds = tuple[float, ...]
 """One number per cause, in the order of `Cause`."""
-
-
-def _only(cause: Cause) -> _Shares:
-    return tuple(float(cause is each) for each in _CAUSES)
-
-
-_ONLY = {cause: _only(cause) for cause in _CAUSES}
+_Shares = tuple[tuple[int, float], ...]
+"""The causes that time is divided by, as places in `Cause`, with their shares of it."""
+_ONLY: Mapping[Cause, _Shares] = {cause: ((at, 1.0),) for at, cause in enumerate(_CAUSES)}
+_PREFILL, _DECODE = _CAUSES.index(Cause.PREFILL), _CAUSES.index(Cause.DECODE)
 
 
 class SequenceTime:
@@ -107,7 +104,7 @@ class TimeUse:
         self._sampling = 0
         # In one tuple, which is replaced as a whole: other threads read it. Time of the latest
         # change, seconds per cause until then, and how the time since then is divided.
-        self._settled: tuple[float, _Shares, _Shares] = (
+        self._settled: tuple[float, _Seconds, _Shares] = (
             now(),
             (0.0,) * len(_CAUSES),
             _ONLY[Cause.STARTING],
@@ -141,10 +138,12 @@ class TimeUse:
         now = self._now()
         self._settled = (now, self._until(now), self._shares())
 
-    def _until(self, now: float) -> _Shares:
-        since, seconds, shares = self._settled
-        passed = max(0.0, now - since)
-        return tuple(s + passed * share for s, share in zip(seconds, shares, strict=True))
+    def _until(self, now: float) -> _Seconds:
+        since, settled, shares = self._settled
+        passed, seconds = max(0.0, now - since), list(settled)
+        for at, share in shares:
+            seconds[at] += passed * share
+        return tuple(seconds)
 
     def _shares(self) -> _Shares:
         """Returns how the time is divided from now on."""
@@ -158,7 +157,4 @@ class TimeUse:
         if not reading:
             return _ONLY[Cause.DECODE if self._sampling else Cause.WAITING]
         share = reading / (reading + self._sampling)
-        return tuple(
-            share if cause is Cause.PREFILL else 1 - share if cause is Cause.DECODE else 0.0
-            for cause in _CAUSES
-        )
+        return (_PREFILL, share), (_DECODE, 1 - share)
