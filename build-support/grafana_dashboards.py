@@ -116,6 +116,26 @@ TRAINING = (
         "Tool calls that failed",
         _steps(failures="tool_failures", timeouts="tool_timeouts", unknown="tool_unknown"),
     ),
+    Panel(
+        "What the servers' time went to",
+        _steps(
+            **{
+                cause: f"servers_time_share_{cause}"
+                for cause in ("prefill", "decode", "tools", "idle", "weights", "memory", "down")
+            }
+        ),
+        unit="percentunit",
+    ),
+    Panel(
+        "What the policy ranks' time went to",
+        _steps(
+            **{
+                cause: f"policy_time_share_{cause}"
+                for cause in ("train", "optimizer", "logprobs", "weights", "save", "rollout")
+            }
+        ),
+        unit="percentunit",
+    ),
 )
 
 SERVERS = (
@@ -126,6 +146,11 @@ SERVERS = (
     Panel(
         "Versions behind the newest",
         {"{{instance}}": "scalar(max(treadle_weight_version{OF})) - treadle_weight_version{OF}"},
+    ),
+    Panel(
+        "What the servers' time goes to",
+        {"{{cause}}": "avg by (cause) (rate(treadle_server_seconds_total{OF}[5m]))"},
+        unit="percentunit",
     ),
     Panel("Tokens per second", {"{{instance}}": "rate(treadle_sampled_tokens_total{OF}[1m])"}),
     Panel("Completions in the engine", {"{{instance}}": "treadle_completions_running{OF}"}),
