@@ -46,7 +46,9 @@ def test_a_cause_ends_with_its_error() -> None:
     assert (spent.take()["save"], spent.take()["waiting"]) == (1.0, 0.0)
 
 
-_Tree = st.deferred(lambda: st.lists(st.tuples(st.sampled_from(CAUSES), _Tree), max_size=3))
+_Tree: st.SearchStrategy[list[tuple[RankCause, list[object]]]] = st.deferred(
+    lambda: st.lists(st.tuples(st.sampled_from(CAUSES), _Tree), max_size=3)
+)
 
 
 @settings(deadline=None)

@@ -52,6 +52,10 @@ class _Answer:
     between_turns_s: float
 
 
+_UNTOLD = _Answer(seconds={}, between_turns_s=0.0)
+"""Of a server that is older than the field, or of another make: it counts in no share."""
+
+
 class ServerShares:
     """Measures from one call of `take` to the next.
 
@@ -86,11 +90,16 @@ class ServerShares:
         shares = [
             _shares(before.get(server), answer, passed_s)
             for server, answer in told.items()
-            if before.get(server) is not None or _is_new(answer, passed_s)
+            if answer is not _UNTOLD
+            and (before.get(server) is not None or _is_new(answer, passed_s))
         ]
         # One that has left ended in this time; of those that were not there before it is not known.
         names = {server.name for server in told}
-        shares += [{"down": 1.0} for server in before if server.name not in names]
+        shares += [
+            {"down": 1.0}
+            for server, answer in before.items()
+            if server.name not in names and answer is not _UNTOLD
+        ]
         if not before or not shares:
             return {}
         return {
@@ -100,14 +109,14 @@ class ServerShares:
         }
 
     async def _ask(self, server: AskedServer) -> _Answer | None:
-        """Returns what a server tells; None if it gives no answer, or is older than the field."""
+        """Returns what a server tells; None if it gives no answer."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 info = await server.info()
         except (WeightSyncError, TimeoutError):
             return None
         if not info.HasField("time_use"):
-            return None
+            return _UNTOLD
         use = info.time_use
         return _Answer(
             seconds={

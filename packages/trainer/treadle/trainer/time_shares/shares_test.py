@@ -20,10 +20,13 @@ class Told:
         self.address = address or name
         self.seconds: dict[str, float] = {}
         self.answers = True
+        self.is_older = False
 
     async def info(self) -> pb.GetServerInfoResponse:
         if not self.answers:
             raise WeightSyncError("gone", Outcome.RESUME)
+        if self.is_older:
+            return pb.GetServerInfoResponse()
         info = pb.GetServerInfoResponse(time_use={})
         for cause, seconds in self.seconds.items():
             getattr(info.time_use, cause).FromNanoseconds(round(seconds * 1e9))
@@ -100,6 +103,20 @@ def test_a_server_without_an_answer_is_down_and_one_that_is_older_than_the_run_i
     server.seconds = {"decode": 501.0, "weights": 3.0}
     stranger.seconds = {"waiting": 1002.0}
     assert run.step(2.0) == pytest.approx({"decode": 0.125, "weights": 0.375, "idle": 0.5})
+
+
+def test_a_server_that_does_not_know_the_field_counts_in_no_share() -> None:
+    server, older = Told("a"), Told("b")
+    older.is_older = True
+    run = Run(server, older)
+    server.seconds = {"decode": 4.0}
+    assert run.step(4.0) == {"decode": 1.0}
+    run.servers, server.seconds = [server], {"decode": 8.0}
+    assert run.step(4.0) == {"decode": 1.0}
+    run.servers = [older]
+    run.step(1.0)
+    run.now += 1.0
+    assert asyncio.run(run.shares.take()) == {}
 
 
 def test_clocks_that_differ_leave_the_sum_at_one() -> None:
