@@ -37,6 +37,7 @@ from treadle.trainer.rollout.server_security import ServerSecurity
 __all__ = ["RouterLostError", "RunRouter", "main"]
 
 _log = logging.getLogger(__name__)
+_VALID_FOR_S = 5.0
 
 
 class RouterLostError(RuntimeError):
@@ -195,6 +196,8 @@ class RunRouter:
         arguments = [part for address in self._replicas for part in ("--replica", address)]
         if rollout.cache_tokens is not None:
             arguments += ["--cache_tokens", str(rollout.cache_tokens)]
+        else:  # sessions count alike, however long they are: not every turn has to ask
+            arguments += ["--valid_for_s", str(_VALID_FOR_S)]
         for option in ("tls_certificate", "tls_key", "token_file"):
             if (path := getattr(rollout, option)) is not None:
                 arguments += [f"--{option}", str(path)]

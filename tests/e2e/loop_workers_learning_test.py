@@ -1,0 +1,56 @@
+"""Loop workers: the same trajectories as without them, also when one of them and the router die."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from .testing import StartTrainer, Trainer
+
+pytestmark = pytest.mark.timeout(600)
+_RUN = (
+    "schedule.total_steps=3",
+    "schedule.val_every=null",
+    "schedule.save_last=false",
+    "tracing.backends=[jsonl]",
+)
+
+
+def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: StartTrainer) -> None:
+    alone = start_trainer(*_RUN, name="alone")
+    helped = start_trainer(*_RUN, "agent.num_workers=2", name="helped")
+    helped.read_until("step 1/3")
+    os.kill(helped.pid_of("worker-0"), signal.SIGKILL)
+    os.kill(helped.pid_of("router"), signal.SIGKILL)
+    assert helped.wait() == 0, helped.output
+    assert alone.wait() == 0, alone.output
+    assert _kept(helped) == _kept(alone)
+    lost = [line["workers/lost"] for line in helped.metrics()]
+    assert (sum(lost), lost[0]) == (1, 0), "the one that was killed after the first step"
+    assert all(line["rollout/num_failed"] == 0 for line in helped.metrics() if line["step"])
+    assert not any("workers/live" in line for line in alone.metrics())
+    log = (helped.run_dir / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert "loop worker worker-0 (pid " in log
+    assert "was ended by SIGKILL; its log ends with:" in log
+    assert "the router (127.0.0.1:" in log
+    assert _spans(helped) >= _spans(alone), "attempts that were lost may have left some more"
+
+
+def _kept(trainer: Trainer) -> list[Mapping[str, Any]]:
+    """Returns what a trajectory is, without times."""
+    kept = ("step", "task_id", "rollout_index", "samples", "messages", "reward", "stop")
+    return [{key: line[key] for key in kept} for line in trainer.trajectories()]
+
+
+def _spans(trainer: Trainer) -> Counter[tuple[str, int]]:
+    """Returns how many spans there are of each name and step."""
+    text = (trainer.run_dir / "traces.jsonl").read_text(encoding="utf-8")
+    spans = [json.loads(line) for line in text.splitlines()]
+    names = ("trajectory", "turn", "tool", "reward")
+    return Counter(
+        (span["name"], span["attributes"]["step"]) for span in spans if span["name"] in names
+    )
