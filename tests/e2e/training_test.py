@@ -219,16 +219,23 @@ def test_a_mixture_of_experts_trains_on_ranks_that_share_experts(
         assert 1 < line["moe/max_load"] < 4
 
 
-def test_versions_travel_as_deltas_in_the_files_of_two_senders(train: Train) -> None:
+def test_versions_travel_as_deltas_and_greedy_trajectories_are_counted_apart(
+    train: Train,
+) -> None:
     trainer = train(
         *_NO_VALIDATION,
         "schedule.total_steps=3",
         "sync.transport=file",
         "sync.delta.enabled=true",
         "rollout.dtype=bfloat16",
-        "policy.parallel.pipeline=2",
+        "policy.parallel.pipeline=2",  # each rank writes a file
         "policy.optimizer.lr=1e-6",
+        "algorithm.advantage=remax",
     )
+    for line in trainer.metrics():
+        assert line["rollout/num_trajectories"] == 16
+        assert line["greedy/num_trajectories"] == line["groups/trained"] + line["groups/dropped"]
+        assert line["greedy/num_trajectories"] == 4
     first, *others = trainer.metrics()
     assert first["sync/delta_ratio"] == 1
     for line in others:
@@ -259,10 +266,3 @@ def test_what_dynamic_sampling_samples_is_counted(train: Train) -> None:
         assert line["groups/trained"] == 4
         assert line["sampling/groups_failed"] == 0
         assert line["reward/overlong_penalty"] <= 0
-
-
-def test_greedy_trajectories_are_counted_apart(train: Train) -> None:
-    trainer = train(*_NO_VALIDATION, "algorithm.advantage=remax", "schedule.total_steps=1")
-    (line,) = trainer.metrics()
-    assert line["rollout/num_trajectories"] == 16
-    assert line["greedy/num_trajectories"] == line["groups/trained"] + line["groups/dropped"] == 4
