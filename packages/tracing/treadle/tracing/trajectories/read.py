@@ -26,6 +26,7 @@ from treadle.tracing.trajectories.filter import Filter
 from treadle.tracing.trajectories.schema import (
     DIRECTORY,
     LEFT_OUT_KEY,
+    OLD_SCHEMAS,
     SCHEMA,
     SCHEMA_VERSION,
     SCHEMA_VERSION_KEY,
@@ -73,6 +74,7 @@ class _File(NamedTuple):
     size: int
     left_out: int
     damage: str | None
+    old: bool
 
 
 class TrajectoryFiles:
@@ -274,7 +276,13 @@ class TrajectoryFiles:
 
     def _source(self, names: Sequence[str]) -> str:
         paths = ", ".join(_quoted(str(self._directory / name)) for name in names)
-        return f"read_parquet([{paths}])" if names else "no_trajectories"
+        if not any(self._files[name].old for name in names):
+            return f"read_parquet([{paths}])" if names else "no_trajectories"
+        # Slower, because DuckDB reads every footer first.
+        return (
+            "(SELECT * FROM no_trajectories UNION ALL BY NAME "
+            f"SELECT * FROM read_parquet([{paths}], union_by_name = true))"
+        )
 
     def _examine(self) -> None:
         found: dict[str, _File] = {}
@@ -287,26 +295,29 @@ class TrajectoryFiles:
                 continue  # removed meanwhile
             known = self._files.get(path.name)
             if known is None or known[:2] != (stat.st_mtime_ns, stat.st_size):
-                left_out, damage = _examined(path)
-                known = _File(stat.st_mtime_ns, stat.st_size, left_out, damage)
+                left_out, damage, old = _examined(path)
+                known = _File(stat.st_mtime_ns, stat.st_size, left_out, damage, old)
             found[path.name] = known
         self._files = found
 
 
-def _examined(path: Path) -> tuple[int, str | None]:
-    """Returns what a file says that it left out, and what is wrong with it."""
+def _examined(path: Path) -> tuple[int, str | None, bool]:
+    """Returns what a file says that it left out, what is wrong with it, and whether it is old."""
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        return 0, f"it cannot be read: {error}"
+        return 0, f"it cannot be read: {error}", False
     metadata = schema.metadata or {}
     version = metadata.get(SCHEMA_VERSION_KEY, b"none").decode(errors="replace")
-    if version != str(SCHEMA_VERSION):
-        return 0, f"its version is {version}, and this Treadle reads {SCHEMA_VERSION}"
-    if not schema.equals(SCHEMA):
-        return 0, "its columns are not those of its version"
+    schemas = {str(number): old for number, old in (OLD_SCHEMAS | {SCHEMA_VERSION: SCHEMA}).items()}
+    if version not in schemas:
+        return 0, f"its version is {version}, and this Treadle reads {', '.join(schemas)}", False
+    if not schema.equals(schemas[version]):
+        return 0, "its columns are not those of its version", False
     left_out = metadata.get(LEFT_OUT_KEY, b"")
-    return (int(left_out), None) if left_out.isdigit() else (0, "its metadata is damaged")
+    if not left_out.isdigit():
+        return 0, "its metadata is damaged", False
+    return int(left_out), None, version != str(SCHEMA_VERSION)
 
 
 def _fetched(

@@ -159,6 +159,25 @@ def _version(path: Path, metadata: dict[bytes, bytes]) -> None:
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
+def test_older_files_are_read_and_lack_what_came_later(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, steps=2, rows=1, val_rows=0) / DIRECTORY
+    before = TrajectoryFiles(tmp_path).query(columns=SCHEMA.names)
+    old = min(directory.iterdir())
+    table = pq.read_table(old).drop_columns(["sample_rewards"])
+    metadata = {SCHEMA_VERSION_KEY: b"1", LEFT_OUT_KEY: b"0"}
+    pq.write_table(table.replace_schema_metadata(metadata), old)
+    files = TrajectoryFiles(tmp_path)
+    # As text: NaN is not equal to itself.
+    assert str(files.query(columns=SCHEMA.names)) == str(before) and not files.damaged
+    (one,) = files.query(Filter.parse("step=1"), limit=1)
+    assert list(files.one(1, "train", one["task_id"], one["rollout_index"]) or {}) == SCHEMA.names
+    rewards = [{"player": "white", "value": 1.0}, {"player": "black", "value": -1.0}]
+    rows = [row | {"sample_rewards": rewards} for row in make_rows(2, "train", rows=1)]
+    write_file(directory, step=2, phase="train", rows=rows)
+    found = files.sql("SELECT DISTINCT step, sample_rewards[2].value AS black FROM trajectories")
+    assert {row["step"]: row["black"] for row in found.to_pylist()} == {1: None, 2: -1.0}
+
+
 def test_what_is_damaged_or_unknown_is_left_out_and_named(tmp_path: Path) -> None:
     directory = write_run(tmp_path, steps=7, rows=1, val_rows=0) / DIRECTORY
     paths = sorted(directory.iterdir())
@@ -167,7 +186,7 @@ def test_what_is_damaged_or_unknown_is_left_out_and_named(tmp_path: Path) -> Non
     _version(paths[2], {SCHEMA_VERSION_KEY: b"99", LEFT_OUT_KEY: b"0"})
     _version(paths[3], {})
     pq.write_table(
-        pa.table({"step": [1]}).replace_schema_metadata({SCHEMA_VERSION_KEY: b"1"}), paths[4]
+        pa.table({"step": [1]}).replace_schema_metadata({SCHEMA_VERSION_KEY: b"2"}), paths[4]
     )
     content = bytearray(paths[5].read_bytes())
     content[4:200] = bytes(196)  # the first pages
@@ -181,8 +200,8 @@ def test_what_is_damaged_or_unknown_is_left_out_and_named(tmp_path: Path) -> Non
     assert len(files.damaged) == 6
     assert "cannot be read" in says[0]
     assert "cannot be read" in says[1]
-    assert says[2] == "its version is 99, and this Treadle reads 1"
-    assert says[3] == "its version is none, and this Treadle reads 1"
+    assert says[2] == "its version is 99, and this Treadle reads 1, 2"
+    assert says[3] == "its version is none, and this Treadle reads 1, 2"
     assert says[4] == "its columns are not those of its version"
     assert "it is damaged" in says[5]
     write_file(directory, step=1, phase="train", rows=make_rows(1, "train", rows=1))

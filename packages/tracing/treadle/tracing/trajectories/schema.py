@@ -1,8 +1,9 @@
 """The columns of the trajectory files, one Parquet file per step and phase.
 
-Invariant: every file of `RUN/trajectories/` has exactly these columns, and its metadata has
-`SCHEMA_VERSION`. A change that a reader of today's files would notice raises the version; readers
-leave out files of versions that they do not know, and name them.
+Invariant: every file of `RUN/trajectories/` that this release writes has exactly these columns, and
+its metadata has `SCHEMA_VERSION`. A change that a reader of today's files would notice raises the
+version; readers leave out files of versions that they do not know, and name them. Files of an older
+version in `OLD_SCHEMAS` are read; the columns that they lack are null.
 
 `COLUMNS` is the only list of the columns. The Arrow schema, the table of docs/trajectories.md and
 the columns that a filter knows are made of it.
@@ -19,6 +20,7 @@ __all__ = [
     "COLUMNS",
     "DIRECTORY",
     "LEFT_OUT_KEY",
+    "OLD_SCHEMAS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "SCHEMA_VERSION_KEY",
@@ -28,8 +30,8 @@ __all__ = [
     "parse_file_name",
 ]
 
-SCHEMA_VERSION: Final = 1
-"""Of the files that this release writes and reads."""
+SCHEMA_VERSION: Final = 2
+"""Of the files that this release writes."""
 SCHEMA_VERSION_KEY: Final = b"treadle.trajectories.version"
 """Key of the version in the metadata of a file."""
 LEFT_OUT_KEY: Final = b"treadle.trajectories.left_out"
@@ -88,6 +90,7 @@ _SAMPLE = _struct(
     ("advantages", _FLOATS, True),
 )
 _FINDING = _struct(("kind", pa.string()), ("text", pa.string()))
+_SAMPLE_REWARD = _struct(("player", pa.string()), ("value", pa.float64()))
 _TRACE_SPAN = _struct(
     ("name", pa.string()),
     ("span_id", pa.string()),
@@ -125,6 +128,12 @@ COLUMNS: Final = (
     Column("tool_rewards", _list(pa.float64()), False, "One per tool call."),
     Column("turn_scores", _list(pa.float64()), False, "What an interaction gave to turns."),
     Column(
+        "sample_rewards",
+        _list(_SAMPLE_REWARD),
+        True,
+        "One per sample where players have rewards of their own; else null.",
+    ),
+    Column(
         "messages",
         pa.string(),
         False,
@@ -144,6 +153,11 @@ COLUMNS: Final = (
 
 SCHEMA: Final = pa.schema([pa.field(c.name, c.type, nullable=c.nullable) for c in COLUMNS])
 """The schema without the metadata of a file."""
+
+OLD_SCHEMAS: Final = {
+    1: pa.schema([field for field in SCHEMA if field.name != "sample_rewards"]),
+}
+"""Version -> schema of older files that are read."""
 
 _FILE_NAME = re.compile(r"step-(\d{6,})-(train|val)\.parquet")
 

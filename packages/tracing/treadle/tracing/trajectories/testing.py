@@ -104,6 +104,7 @@ def make_row(step: int, phase: str, row: int, index: int) -> dict[str, Any]:
         "drift": int(drifts),
         "tool_rewards": [] if failed else [0.0],
         "turn_scores": [],
+        "sample_rewards": None,
         "messages": json.dumps(messages),
         "samples": [] if sample is None else [sample],
         "findings": [{"kind": "drift", "text": "turn 1: ids 4..6 differ"}] if drifts else [],

@@ -28,7 +28,7 @@ def test_a_file_gives_back_its_rows_and_says_what_it_lacks(tmp_path: Path) -> No
     assert size == total_bytes(tmp_path) == (tmp_path / name).stat().st_size
     table = pq.read_table(tmp_path / name)
     assert table.schema.equals(SCHEMA)
-    assert table.schema.metadata == {SCHEMA_VERSION_KEY: b"1", LEFT_OUT_KEY: b"5"}
+    assert table.schema.metadata == {SCHEMA_VERSION_KEY: b"2", LEFT_OUT_KEY: b"5"}
     assert table.column("task_id").to_pylist() == [row["task_id"] for row in rows]
     assert table.column("reward").to_pylist() == [row["reward"] for row in rows]
     sample, written = table.column("samples")[1].as_py()[0], rows[1]["samples"][0]

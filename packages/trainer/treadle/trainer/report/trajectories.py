@@ -198,9 +198,13 @@ def to_record(
 ) -> dict[str, object]:
     """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
     fields = to_fields(trajectory, step=step, phase=phase, advantage=advantage, trace=trace)
-    rewards = [{"player": r.player, "value": r.value} for r in trajectory.sample_rewards]
     samples = [_tokens(sample, decode) for sample in trajectory.samples]
-    return fields | {"sample_rewards": rewards, "samples": samples}
+    return fields | {"sample_rewards": to_sample_rewards(trajectory), "samples": samples}
+
+
+def to_sample_rewards(trajectory: Trajectory) -> list[dict[str, object]]:
+    """Returns the rewards of the players of a trajectory, one per sample; else none."""
+    return [{"player": r.player, "value": r.value} for r in trajectory.sample_rewards]
 
 
 def to_fields(

@@ -28,6 +28,7 @@ from treadle.trainer.report.trajectories import (
     Phase,
     spans_by_trajectory,
     to_fields,
+    to_sample_rewards,
     to_spans,
 )
 
@@ -81,7 +82,9 @@ def make_rows(
             }
             for sample, given in zip(trajectory.samples, of_samples, strict=True)
         ]
-        row = fields | _columns(trajectory, fields, trace) | {"samples": samples}
+        rewards = to_sample_rewards(trajectory) or None
+        row = fields | _columns(trajectory, fields, trace)
+        row |= {"samples": samples, "sample_rewards": rewards}
         yield {name: _printable(value) for name, value in row.items()}
 
 

@@ -16,6 +16,7 @@ from treadle.agent_loop import (
     Message,
     Origin,
     RolloutError,
+    SampleReward,
     Span,
     ToolCall,
     Trajectory,
@@ -160,6 +161,18 @@ async def test_what_rows_and_models_write_fits_the_columns(tmp_path: Path) -> No
     assert [each["name"] for each in row["trace"]] == ["trajectory", "turn"]
     assert row["duration_s"] == row["trace"][0]["duration_ns"] / 1e9
     assert row["samples"][0]["policy_logprobs"] is None
+
+
+@pytest.mark.asyncio
+async def test_the_rewards_of_players_are_kept(tmp_path: Path) -> None:
+    game = make_trajectory(task=make_task())
+    rewards = tuple(SampleReward(player=str(n), value=0.5 - n) for n in range(len(game.samples)))
+    async with _store(tmp_path) as store:
+        store.hold(0, [replace(game, sample_rewards=rewards)], phase="val", limit=1, spans=())
+        await store.write()
+    (row,) = TrajectoryFiles(tmp_path).query(columns=["sample_rewards"])
+    assert row["sample_rewards"] == [{"player": r.player, "value": r.value} for r in rewards]
+    assert row["sample_rewards"]
 
 
 @pytest.mark.asyncio

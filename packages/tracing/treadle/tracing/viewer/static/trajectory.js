@@ -227,6 +227,16 @@ function facts(found) {
     ...(found.tool_rewards.some(Boolean)
       ? [/** @type {[string, any]} */ (["Tool rewards", found.tool_rewards.map(number).join(", ")])]
       : []),
+    ...(found.sample_rewards
+      ? [
+          /** @type {[string, any]} */ ([
+            "Rewards of players",
+            found.sample_rewards
+              .map((/** @type {any} */ one) => `${one.player}: ${number(one.value)}`)
+              .join(", "),
+          ]),
+        ]
+      : []),
     ...(found.turn_scores.length
       ? [/** @type {[string, any]} */ (["Turn scores", found.turn_scores.map(number).join(", ")])]
       : []),
