@@ -1,0 +1,71 @@
+"""Tests of the router's owner, with the real process."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from treadle.agent_loop.clock import LoopClock
+from treadle.agent_loop.rpc import ChannelSecurity, RetryPolicy, RpcDeadlines
+from treadle.agent_loop.rpc.router.client import RemoteRouter
+from treadle.trainer.config.load import load_config
+from treadle.trainer.launch.local import LocalLauncher, LocalProcess
+from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.rollout.workers.router import RouterLostError, RunRouter
+
+pytestmark = pytest.mark.asyncio
+
+
+class Launcher(LocalLauncher):
+    """Tells of what it started."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.started: asyncio.Queue[LocalProcess] = asyncio.Queue()
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        process = await super().start(spec)
+        self.started.put_nowait(process)
+        return process
+
+
+@asynccontextmanager
+async def _asked(address: str) -> AsyncIterator[RemoteRouter]:
+    async with RemoteRouter.connect(
+        address,
+        security=ChannelSecurity(),
+        deadlines=RpcDeadlines(),
+        retry=RetryPolicy(),
+        clock=LoopClock(),
+    ) as router:
+        yield router
+
+
+async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers_of_the_moment(
+    tmp_path: Path,
+) -> None:
+    given = ["model.path=/m", "data.train_files=/t.jsonl", "agent.max_worker_restarts=1"]
+    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    async with (
+        Launcher(tmp_path) as launcher,
+        RunRouter(launcher, load_config([], given).config, on_lost=lost.set_result) as router,
+    ):
+        await router.start(["127.0.0.1:1", "127.0.0.1:2"])
+        first = await launcher.started.get()
+        async with _asked(router.address) as client:
+            assert sorted(await client.replicas()) == ["127.0.0.1:1", "127.0.0.1:2"]
+            await router.set_replicas(["127.0.0.1:2", "127.0.0.1:3"])
+            assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
+            os.kill(first.pid, signal.SIGKILL)
+            second = await launcher.started.get()
+            await second.ready(60.0)
+            assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
+        os.kill(second.pid, signal.SIGKILL)
+        error = await lost
+    assert isinstance(error, RouterLostError)
+    assert "after 1 restarts (agent.max_worker_restarts=1), the router (127.0.0.1:" in str(error)
+    assert "was ended by SIGKILL; its log ends with:" in str(error)
