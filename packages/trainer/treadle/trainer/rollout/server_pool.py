@@ -42,7 +42,7 @@ Publish = Callable[[int, Sequence[WeightSyncClient]], Awaitable[PublishReport]]
 """Gives the policy's present weights to servers, under a version: `WeightPublisher.publish`."""
 
 
-OnChange = Callable[[Sequence[str]], Awaitable[None]]
+OnChange = Callable[[Sequence[str]], None]
 """Takes the addresses of all servers of the rotation that hold the present weights."""
 
 
@@ -182,11 +182,11 @@ class ServerPool:
         """Calls `on_change` from now on, whenever servers leave or join; after `connect`."""
         self._on_change = on_change
 
-    async def _notify(self) -> None:
+    def _notify(self) -> None:
         if self._on_change is not None:
             # One that has just joined may not have the weights yet.
             routed = {server.address for server in self.generator.servers}
-            await self._on_change([s.address for s in self.live if s.address in routed])
+            self._on_change([s.address for s in self.live if s.address in routed])
 
     @property
     def generator(self) -> GrpcTokenGenerator:
@@ -315,7 +315,7 @@ class ServerPool:
         _log.warning("rollout server lost: %s", cause)
         self._dead[name] = cause
         self._num_lost += 1
-        await self._notify()
+        self._notify()
         await self._end(server)
 
     async def restart(self) -> Sequence[str]:
@@ -469,7 +469,7 @@ class ServerPool:
         """Adds the servers of the rotation that the generator does not know yet."""
         if self._generator is not None:
             await concurrently(self._route_to(self._generator, server) for server in self.live)
-            await self._notify()
+            self._notify()
 
     async def _route_to(self, generator: GrpcTokenGenerator, server: Server) -> None:
         """Adds one server; one that ends meanwhile is left to the next `check_health`.

@@ -63,6 +63,8 @@ class RunRouter:
         self._config = config
         self._on_lost = on_lost
         self._replicas: tuple[str, ...] = ()
+        self._draining: frozenset[str] = frozenset()
+        self._changed = asyncio.Event()
         self._process: Process | None = None
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
@@ -110,25 +112,35 @@ class RunRouter:
         new, self._taken = self._num_restarts - self._taken, self._num_restarts
         return new
 
-    async def set_replicas(self, addresses: Sequence[str]) -> None:
-        """Makes these the servers that sessions are sent to."""
-        self._replicas = tuple(addresses)
-        try:
-            await self._tell()
-        except grpc.aio.AioRpcError as error:  # it is watched, and told by `_watch`
-            _log.warning("the router at %s does not answer: %s", self._address, error.details())
+    def set_replicas(self, serving: Sequence[str], draining: Sequence[str] = ()) -> None:
+        """Names the servers; the router is told at once, and again until it knows.
 
-    async def _tell(self) -> None:
-        """Asks the router for its servers, and corrects what differs."""
+        Args:
+            serving: Addresses of those that take new sessions.
+            draining: Addresses of those that keep the sessions they have.
+        """
+        self._replicas, self._draining = (*serving, *draining), frozenset(draining)
+        self._changed.set()
+
+    async def tell(self) -> None:
+        """Asks the router for its servers, and corrects what differs.
+
+        Raises:
+            AioRpcError: It does not answer.
+        """
         async with self._telling:
             stub = cast(Any, pb_grpc).RoutingServiceStub(self._channel)
             told: dict[str, Any] = {"timeout": self._CALL_S, "metadata": self._security.metadata}
             answer = await stub.ListReplicas(pb.ListReplicasRequest(), **told)
-            has = {replica.address for replica in answer.replicas}
-            for address in has - set(self._replicas):
+            has = {replica.address: replica.draining for replica in answer.replicas}
+            for address in has.keys() - set(self._replicas):
                 await stub.RemoveReplica(pb.RemoveReplicaRequest(address=address), **told)
-            for address in set(self._replicas) - has:
-                await stub.RegisterReplica(pb.RegisterReplicaRequest(address=address), **told)
+            for address in self._replicas:
+                drains = address in self._draining
+                if address not in has or (has[address] and not drains):
+                    await stub.RegisterReplica(pb.RegisterReplicaRequest(address=address), **told)
+                if drains and not has.get(address, False):
+                    await stub.DrainReplica(pb.DrainReplicaRequest(address=address), **told)
 
     async def _watch(self) -> None:
         assert self._process is not None
@@ -137,15 +149,22 @@ class RunRouter:
         ended = asyncio.create_task(self._process.wait(), name="end of the router")
         try:
             while True:
-                await asyncio.wait({ended}, timeout=self._LOOK_S)
+                changed = asyncio.create_task(self._changed.wait())
+                waits: set[asyncio.Future[Any]] = {ended, changed}
+                await asyncio.wait(waits, timeout=self._LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._changed.clear()
                 if ended.done():
                     ended = await self._replace(describe_exit(ended.result()))
                     answered = clock()
                     continue
                 try:
-                    await self._tell()
+                    await self.tell()
                     answered = clock()
-                except grpc.aio.AioRpcError:
+                except grpc.aio.AioRpcError as error:
+                    _log.warning(
+                        "the router at %s does not answer: %s", self._address, error.details()
+                    )
                     limit_s = self._config.rollout.unresponsive_s
                     if clock() - answered >= limit_s and not ended.done():
                         await self._process.stop(0.1)

@@ -58,7 +58,8 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
         first = await launcher.started.get()
         async with _asked(router.address) as client:
             assert sorted(await client.replicas()) == ["127.0.0.1:1", "127.0.0.1:2"]
-            await router.set_replicas(["127.0.0.1:2", "127.0.0.1:3"])
+            router.set_replicas(["127.0.0.1:2"], draining=["127.0.0.1:3"])
+            await router.tell()
             assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
             os.kill(first.pid, signal.SIGKILL)
             second = await launcher.started.get()
