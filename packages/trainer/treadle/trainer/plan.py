@@ -95,18 +95,25 @@ class Plan:
         )
         if (critic := config.used_critic) is not None:
             yield "critic", self._critic(critic)
-        yield (
-            "rollout servers",
-            f"{rollout.num_replicas} x {rollout.name}, {rollout.max_in_flight} completions at a "
-            f"time each, {rollout.dtype}",
-        )
+        if rollout.addresses:
+            yield (
+                "servers of others",
+                f"{', '.join(rollout.addresses)}: {rollout.max_in_flight} completions at a time "
+                f"each, given {rollout.dtype} weights",
+            )
+        if rollout.num_replicas:
+            yield (
+                "rollout servers",
+                f"{rollout.num_replicas} x {rollout.name}, {rollout.max_in_flight} completions at "
+                f"a time each, {rollout.dtype}",
+            )
+            yield "server command", self._server_command()
         if workers := config.agent.num_workers:
             yield (
                 "loop workers",
                 f"{workers} processes, 1 thread each, and a router: loops, tools and rewards run "
                 "there",
             )
-        yield "server command", self._server_command()
         if settings := engine_settings(rollout):
             yield "engine", ", ".join(f"{key}={value}" for key, value in settings.items())
         if rollout.top_p < 1 or rollout.top_k is not None:

@@ -134,6 +134,15 @@ class GrpcTokenGenerator:
         """
         return self._session_queue().drain(address)
 
+    def sessions_at(self, address: str) -> int:
+        """Returns the number of open sessions at a replica; 0 if there is no such replica.
+
+        Raises:
+            SetupError: A routing service manages the replicas.
+        """
+        router = self._session_queue().router
+        return router.load(address) if address in router.addresses else 0
+
     async def remove_replica(self, address: str) -> None:
         """Stops using a replica; calls in flight there may end. Idempotent.
 

@@ -234,8 +234,14 @@ class RolloutConfig(Section):
     must be on every node. Empty: the trainer's interpreter, which must then have the engine."""
     start_deadline_s: Seconds = 600.0
     """Maximum time for a server to load its engine and model."""
-    num_replicas: Count = 1
-    """Number of rollout servers; trajectories are spread over them."""
+    num_replicas: Annotated[int, Field(ge=0)] = 1
+    """Number of rollout servers that the run starts; trajectories are spread over them. With
+    `addresses`, none unless it is set."""
+    addresses: tuple[str, ...] = ()
+    """host:port of rollout servers that someone else runs. The run samples on them and gives them
+    weights; it neither starts nor ends them. They must require the token of `token_file`, or none,
+    and use TLS if `tls_roots` is set. One that does not answer is waited for at the start, up to
+    `start_deadline_s`; one that dies is used again when it is back."""
     samples_per_prompt: Count = 8
     """Trajectories per row, that is the size of a GRPO group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -312,6 +318,37 @@ class RolloutConfig(Section):
         """Maximum number of tokens of a trajectory, prompt included."""
         return self.prompt_length + self.response_length
 
+    @model_validator(mode="before")
+    @classmethod
+    def _addresses_replace_replicas(cls, given: object) -> object:
+        if isinstance(given, Mapping) and given.get("addresses") and "num_replicas" not in given:
+            return {**given, "num_replicas": 0}
+        return given
+
+    @model_validator(mode="after")
+    def _has_servers(self) -> Self:
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"addresses has {address!r}, which is not host:port")
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ValueError(f"addresses={list(self.addresses)} has one of them twice")
+        if not self.addresses and not self.num_replicas:
+            raise ValueError("num_replicas=0 leaves no server: set addresses, or at least 1")
+        if not self.addresses:
+            return self
+        if self.release_memory:
+            raise ValueError(
+                f"release_memory=true lends the servers' devices to the policy, and addresses="
+                f"{list(self.addresses)} are servers of someone else: set release_memory=false"
+            )
+        if self.num_replicas and self.token_file is None and self.tls_certificate is None:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} servers are started beside addresses="
+                f"{list(self.addresses)}, and all must require one token: set token_file"
+            )
+        return self
+
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -319,7 +356,8 @@ class RolloutConfig(Section):
                 f"tls_certificate={self.tls_certificate} and tls_key={self.tls_key} belong "
                 "together: set both or neither"
             )
-        if self.tls_roots is not None and self.tls_certificate is None:
+        starts_plain = self.num_replicas and self.tls_certificate is None
+        if self.tls_roots is not None and starts_plain:
             raise ValueError(
                 f"tls_roots={self.tls_roots} checks a certificate, and tls_certificate is null"
             )

@@ -147,7 +147,8 @@ async def _start_workers(
         )
     )
     if isinstance(servers, ServerPool):
-        servers.notify(router.set_replicas)
+        servers.on_change(lambda routes: router.set_replicas(routes.serving, routes.draining))
+        servers.count_sessions_by(router.sessions_at)
     return workers
 
 

@@ -68,6 +68,7 @@ from treadle.trainer.preflight.model_checks import (
     read_architecture,
 )
 from treadle.trainer.preflight.process_checks import (
+    check_addresses,
     check_estimator,
     check_launcher,
     check_loggers,
@@ -315,6 +316,7 @@ class _Checks:
             check_launcher(config)
         with self._check():
             check_workers(config, self._own)
+            check_addresses(config)
         check_loggers(config, self._problems)
         check_tracing(config, self._problems)
 

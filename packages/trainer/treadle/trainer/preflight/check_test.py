@@ -16,6 +16,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.main import main
 from treadle.trainer.own_code import NOTHING, collect
 from treadle.trainer.preflight import CheckedRun, check_run
+from treadle.trainer.preflight.process_checks import check_addresses
 from treadle.trainer.problems import SeveralProblems
 
 _FEW = ("data.prompts_per_step=2", "data.max_val_rows=2")
@@ -352,3 +353,13 @@ def test_a_reference_that_cannot_score_the_policy(model: Path, rows: Path) -> No
     (model / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
     with pytest.raises(SetupError, match="gives 2 tokens other ids than that of the policy"):
         _check(kl, f"algorithm.reference_path={model}", rows=rows)
+
+
+def test_shared_memory_is_refused_for_servers_on_other_hosts() -> None:
+    settings = ["model.path=/m", "data.train_files=/t.jsonl", "sync.transport=shared_memory"]
+    near = load_config([], [*settings, "rollout.addresses=[127.0.0.1:8000]"]).config
+    assert near.rollout.num_replicas == 0
+    check_addresses(near)
+    far = load_config([], [*settings, "rollout.addresses=[127.0.0.1:8000,10.0.0.7:8000]"]).config
+    with pytest.raises(ConfigError, match=r"rollout.addresses has 10.0.0.7:8000: set sync.tran"):
+        check_addresses(far)

@@ -1,7 +1,9 @@
 """What must hold for the processes and steps of a run, beyond the servers' command."""
 
 import importlib.util
+import socket
 
+from treadle.agent_loop.loopback import is_loopback
 from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
@@ -11,7 +13,13 @@ from treadle.trainer.loggers.named import ALWAYS, check_logger
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.problems import Problems
 
-__all__ = ["check_estimator", "check_launcher", "check_loggers", "check_rows_left"]
+__all__ = [
+    "check_addresses",
+    "check_estimator",
+    "check_launcher",
+    "check_loggers",
+    "check_rows_left",
+]
 
 
 def check_estimator(config: Config) -> None:
@@ -90,6 +98,24 @@ def check_workers(config: Config, own: OwnCode) -> None:
             f"agent.num_workers={count} needs the routing service, whose library is not installed: "
             'pip install "treadle-agent-loop[router]"'
         )
+
+
+def check_addresses(config: Config) -> None:
+    """Rejects servers of someone else that the weights would not reach.
+
+    Raises:
+        ConfigError: The transport is for one host, and a server is on another.
+    """
+    if config.sync.transport.kind != "shared_memory":
+        return
+    own = {socket.gethostname(), socket.getfqdn()}
+    for address in config.rollout.addresses:
+        host = address.rpartition(":")[0]
+        if host not in own and not is_loopback(host):
+            raise ConfigError(
+                f"sync.transport=shared_memory is for servers on this host, {socket.gethostname()},"
+                f" and rollout.addresses has {address}: set sync.transport=inline, or collective"
+            )
 
 
 def check_loggers(config: AnyConfig, problems: Problems) -> None:

@@ -6,7 +6,7 @@ flight fail and say so.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 from treadle.agent_loop import StickySession
@@ -18,6 +18,7 @@ from treadle.agent_loop.rpc import (
     connect,
 )
 from treadle.trainer.config.schema import Config
+from treadle.trainer.rollout.server_pool import Routes
 from treadle.trainer.rollout.server_security import ServerSecurity
 
 __all__ = ["AttachedServer"]
@@ -77,6 +78,11 @@ class AttachedServer:
     def live(self) -> Sequence[ServerInfo]:
         """The server's answer at the handshake."""
         return self.generator.servers
+
+    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
+        """Tells the listener the one route, which never changes."""
+        listener(Routes(serving=(self._address,)))
+        return lambda: None
 
     async def ensure_healthy(self) -> bool:
         """Returns False: a server of someone else is not restarted."""

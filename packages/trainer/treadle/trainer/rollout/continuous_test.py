@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,7 @@ from treadle.agent_loop.testing import ScriptedGenerator
 from treadle.trainer.config.load import load_config
 from treadle.trainer.rollout.continuous import ContinuousRollout
 from treadle.trainer.rollout.rollout import Rollout
+from treadle.trainer.rollout.server_pool import Routes
 
 _MAX_IN_FLIGHT = 3
 
@@ -64,6 +65,10 @@ class Pool:
     generator: ScriptedGenerator = field(default_factory=lambda: ScriptedGenerator([]))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     live: tuple[None, ...] = (None,)
+
+    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
+        listener(Routes(serving=("127.0.0.1:1",)))
+        return lambda: None
 
     async def ensure_healthy(self) -> bool:
         died = self.lost.is_set()

@@ -20,12 +20,14 @@ import itertools
 import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from treadle.agent_loop import (
     AgentTask,
     ChatRenderer,
     RewardFn,
+    RolloutRunner,
     SamplingParams,
     TokenGenerator,
     Trajectory,
@@ -44,6 +46,9 @@ from treadle.trainer.rollout.make_runner import (
 from treadle.trainer.rollout.open_sessions import OpenSessions
 from treadle.trainer.rollout.outages import OutageError, Outages, failed_source
 from treadle.trainer.rollout.workers.pool import LoopWorkers
+
+if TYPE_CHECKING:
+    from treadle.trainer.rollout.server_pool import Routes
 
 __all__ = [
     "Rollout",
@@ -69,6 +74,10 @@ class Servers(Protocol):
     @property
     def live(self) -> Sequence[object]:
         """The servers that are sampled from."""
+        ...
+
+    def on_change(self, listener: "Callable[[Routes], None]") -> Callable[[], None]:
+        """Tells a listener the routes, now and after each change; returns what ends that."""
         ...
 
     async def ensure_healthy(self) -> bool:
@@ -249,18 +258,26 @@ class Rollout:
     ) -> None:
         """Runs the tasks; cancels those in flight and returns early when no server is alive."""
         with OpenSessions(self.servers.generator) as generator:
-            running = asyncio.create_task(runner(generator).run(tasks, sink))
+            made = runner(generator)
+            stop_listening = self.servers.on_change(partial(self._follow, made))
+            running = asyncio.create_task(made.run(tasks, sink))
             lost = asyncio.create_task(self.servers.wait_until_all_ended())
             try:
                 await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     running.result()
             finally:
+                stop_listening()
                 for task in (running, lost):
                     task.cancel()
                 await asyncio.wait({running, lost})
             if not lost.cancelled():
                 lost.result()
+
+    def _follow(self, runner: Runner, routes: "Routes") -> None:
+        """Lets as many tasks be in flight as the servers that take new sessions serve."""
+        if isinstance(runner, RolloutRunner):
+            runner.set_max_in_flight(self.config.rollout.max_in_flight * len(routes.serving))
 
     def runner(
         self,

@@ -27,6 +27,7 @@ from treadle.agent_loop.testing import ScriptedGenerator
 from treadle.trainer.config.load import load_config
 from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.rollout import Rollout
+from treadle.trainer.rollout.server_pool import Routes
 
 
 def _tasks(count: int) -> list[AgentTask]:
@@ -119,6 +120,10 @@ class Pool:
     generator: ScriptedGenerator
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     live: tuple[None, ...] = (None,)
+
+    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
+        listener(Routes(serving=("127.0.0.1:1",)))
+        return lambda: None
 
     async def ensure_healthy(self) -> bool:
         died = self.lost.is_set()

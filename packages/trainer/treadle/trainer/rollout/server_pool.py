@@ -8,6 +8,11 @@ Invariants:
    restarted one only after that server has the present weights.
 3. A server that dies leaves the rotation. A background task restarts it, as often as
    `rollout.max_restarts` allows, while the others continue: a real engine takes minutes to start.
+4. A server that someone else started (`rollout.addresses`, `add`) is neither started nor ended. If
+   it dies, or says that it holds other weights, it leaves the rotation and is asked again until it
+   is back. What is wrong with it alone costs that server, not the run.
+5. Servers join and leave the rotation in `ensure_healthy` and `sync_weights` only, while nobody
+   else calls them. Listeners (`on_change`) are told after each change of the routes.
 
 `restart` waits only where the run cannot continue: for the first server to start when none is
 left, and for all where servers lend their memory, since a start during a loan would take it.
@@ -24,6 +29,7 @@ from typing import ClassVar, Self
 from treadle.agent_loop import SetupError, StickySession
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirements, connect
+from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError
@@ -34,16 +40,20 @@ from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.publisher import PublishReport
 
-__all__ = ["NoServerLeftError", "Publish", "Server", "ServerPool", "required_capabilities"]
+__all__ = [
+    "NoServerLeftError",
+    "Publish",
+    "Routes",
+    "Server",
+    "ServerPool",
+    "ServerRow",
+    "required_capabilities",
+]
 
 _log = logging.getLogger(__name__)
 
 Publish = Callable[[int, Sequence[WeightSyncClient]], Awaitable[PublishReport]]
 """Gives the policy's present weights to servers, under a version: `WeightPublisher.publish`."""
-
-
-OnChange = Callable[[Sequence[str]], None]
-"""Takes the addresses of all servers of the rotation that hold the present weights."""
 
 
 class NoServerLeftError(RuntimeError):
@@ -57,16 +67,54 @@ class Server:
     Attributes:
         name: Of the replica; the same after a restart.
         address: host:port.
-        process: The program.
+        process: The program; None: someone else's.
         client: For control calls and weights.
-        ended: Done when the process has ended, with its exit status.
+        ended: Done when the server has ended, with what became of it.
+        holds: The weight version that it had when it joined.
     """
 
     name: str
     address: str
-    process: Process
+    process: Process | None
     client: WeightSyncClient
-    ended: "asyncio.Task[int]"
+    ended: "asyncio.Task[str]"
+    holds: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """Where requests may go.
+
+    Attributes:
+        serving: Addresses of the servers that take new sessions; all hold the present weights.
+        draining: Addresses of those that keep the sessions they have.
+    """
+
+    serving: tuple[str, ...]
+    draining: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRow:
+    """One server as `treadle servers list` shows it.
+
+    Attributes:
+        name: In this run.
+        address: host:port; empty where it is not known yet.
+        state: starting, serving, draining or dead.
+        version: Of its weights; None: not known.
+        sessions: Open ones there.
+        owner: run, or someone else.
+        cause: Why it is dead; empty otherwise.
+    """
+
+    name: str
+    address: str
+    state: str
+    version: int | None
+    sessions: int
+    owner: str
+    cause: str = ""
 
 
 def required_capabilities(config: Config) -> frozenset[str]:
@@ -89,6 +137,8 @@ class ServerPool:
     _EXIT_GRACE_S: ClassVar[float] = 1.0
     """How long after its connections break a process may take to end."""
     _ASK_AGAIN_S: ClassVar[float] = 1.0
+    _ADD_S: ClassVar[float] = 10.0
+    """How long a server that is added may take to answer; it runs already."""
 
     def __init__(
         self,
@@ -98,6 +148,7 @@ class ServerPool:
         publish: Publish | None = None,
         weights_directory: Path | None = None,
         traces: Path | None = None,
+        first_version: int = 0,
     ) -> None:
         """Starts nothing yet.
 
@@ -108,6 +159,8 @@ class ServerPool:
                 directory, and `sync_weights` is not called.
             weights_directory: Where the files of the file transport are; None: there are none.
             traces: Directory of the servers' spans, a file per server; None: they record none.
+            first_version: Of the weights that the run will give its servers first; 0: of the model
+                directory.
         """
         self._launcher = launcher
         self._config = config
@@ -118,7 +171,18 @@ class ServerPool:
         servers = () if topology is None else topology.servers
         self._devices = {f"rollout-{number}": devices for number, devices in enumerate(servers)}
         self._weight_version = 0
-        self._on_change: OnChange | None = None
+        self._next_version = first_version  # that an update under way brings
+        self._requirements: Requirements | None = None
+        self._attached = {
+            f"attached-{number}": address for number, address in enumerate(config.rollout.addresses)
+        }
+        self._num_attached = len(self._attached)
+        self._given: dict[str, int] = {}  # attached server -> version that this run gave it last
+        self._adding: dict[str, asyncio.Future[None]] = {}
+        self._draining: set[str] = set()
+        self._moved: set[str] = set()  # of the draining: they keep no session
+        self._listeners: list[Callable[[Routes], None]] = []
+        self._sessions_at: Callable[[str], int] | None = None
         self._generator: GrpcTokenGenerator | None = None
         self._connection = contextlib.AsyncExitStack()
         self._rotation: dict[str, Server] = {}
@@ -130,18 +194,21 @@ class ServerPool:
         self._num_restarted = 0
 
     async def __aenter__(self) -> Self:
-        """Starts all servers at once.
+        """Starts all servers at once, and reaches those of `rollout.addresses`.
 
         Raises:
-            ProcessError: one did not start.
+            ProcessError: one did not start, or did not answer.
         """
         names = [f"rollout-{number}" for number in range(self._config.rollout.num_replicas)]
+        names += self._attached
         started = await concurrently(self._start(name) for name in names)
         self._rotation = {server.name: server for server in started}
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Closes the generator and ends all servers."""
+        """Closes the generator and ends all servers of the run."""
+        for waiting in self._adding.values():
+            waiting.cancel()
         await self._connection.aclose()
         self._generator = None
         for task in self._starting.values():
@@ -163,6 +230,7 @@ class ServerPool:
                 capabilities do not fit.
             NoServerLeftError: no server is left, and none may be started.
         """
+        self._requirements = requirements
         while self._generator is None:
             try:
                 self._generator = await self._connection.enter_async_context(
@@ -178,15 +246,28 @@ class ServerPool:
                     raise
                 await self.restart()
 
-    def notify(self, on_change: OnChange) -> None:
-        """Calls `on_change` from now on, whenever servers leave or join; after `connect`."""
-        self._on_change = on_change
+    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
+        """Tells a listener the routes, now and after each change; returns what ends that.
 
-    def _notify(self) -> None:
-        if self._on_change is not None:
-            # One that has just joined may not have the weights yet.
-            routed = {server.address for server in self.generator.servers}
-            self._on_change([s.address for s in self.live if s.address in routed])
+        It is called on the pool's event loop and must not wait. A new address is told only after
+        its server has the present weights.
+        """
+        self._listeners.append(listener)
+        listener(self.routes)
+        return lambda: self._listeners.remove(listener)
+
+    @property
+    def routes(self) -> Routes:
+        """Where requests may go now."""
+        draining = [s for s in self.live if s.name in self._draining]
+        return Routes(
+            serving=tuple(s.address for s in self.live if s.name not in self._draining),
+            draining=tuple(s.address for s in draining if s.name not in self._moved),
+        )
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener(self.routes)
 
     @property
     def generator(self) -> GrpcTokenGenerator:
@@ -213,6 +294,7 @@ class ServerPool:
         """Returns the number of servers now, and of losses and restarts since the last call."""
         taken = {
             "servers/live": float(len(self._rotation)),
+            "servers/draining": float(len(self._draining)),
             "servers/lost": float(self._num_lost),
             "servers/restarted": float(self._num_restarted),
         }
@@ -236,6 +318,7 @@ class ServerPool:
             SetupError: a restarted server does not fit.
         """
         disturbed = await self.check_health()
+        await self._let_leave()
         restarted = await self.restart()
         if restarted:
             await self.resync(restarted)
@@ -272,7 +355,7 @@ class ServerPool:
         silent = set()
         for server, state in zip(servers, states, strict=True):
             if server.ended.done():
-                await self._bury(server, describe_exit(server.ended.result()))
+                await self._bury(server, server.ended.result())
             elif state is ServerState.FAILED:
                 await self._bury(server, "lost its engine")
             elif state is ServerState.SILENT:
@@ -303,25 +386,145 @@ class ServerPool:
                 return
 
     async def _bury(self, server: Server, end: str) -> None:
-        tail = await server.process.log_tail(10)
-        text = f"{server.name} ({server.address}) {end}; its log ends with:\n{tail}"
+        text = f"{server.name} ({server.address}) {end}"
+        if server.process is not None:
+            text += f"; its log ends with:\n{await server.process.log_tail(10)}"
         await self.remove(server.name, text)
 
     async def remove(self, name: str, cause: str) -> None:
-        """Takes a server out of the rotation and ends its process. Idempotent."""
+        """Takes a server out of the rotation and ends its process. Idempotent.
+
+        One that was added and never served is refused, and forgotten.
+        """
         server = self._rotation.pop(name, None)
         if server is None:
             return
-        _log.warning("rollout server lost: %s", cause)
-        self._dead[name] = cause
-        self._num_lost += 1
-        self._notify()
+        if (adding := self._adding.pop(name, None)) is not None:
+            self._attached.pop(name)
+            if not adding.done():
+                adding.set_exception(ProcessError(cause))
+        elif name in self._draining:  # it was to leave
+            self._forget(name)
+        else:
+            _log.warning("rollout server lost: %s", cause)
+            self._dead[name] = cause
+            self._num_lost += 1
         await self._end(server)
+        self._tell()
 
-    async def restart(self) -> Sequence[str]:
+    def _forget(self, name: str) -> None:
+        self._draining.discard(name)
+        self._moved.discard(name)
+        self._attached.pop(name, None)
+
+    async def add(self, address: str) -> None:
+        """Lets in a server that someone else started; returns when it serves.
+
+        Raises:
+            ProcessError: it does not answer, does not fit or does not take the weights, or the run
+                lends its servers' memory to the policy.
+        """
+        if self._config.rollout.release_memory:
+            raise ProcessError(
+                f"{address}: this run has rollout.release_memory=true, so its servers share the "
+                "policy's devices, and those of someone else do not: no server can be added"
+            )
+        if address in (s.address for s in self.live) or address in self._attached.values():
+            raise ProcessError(f"{address} is a server of this run already")
+        name = f"attached-{self._num_attached}"
+        self._num_attached += 1
+        self._attached[name] = address
+        try:
+            await self._attach(name, address, wait_s=self._ADD_S, check_only=True)
+        except BaseException:
+            del self._attached[name]
+            raise
+        serves = asyncio.get_running_loop().create_future()
+        self._adding[name] = serves
+        self._starting[name] = asyncio.create_task(self._start(name), name=f"reach {name}")
+        await serves
+
+    def drain(self, which: str, *, now: bool = False) -> int:
+        """Gives a server no new session, and has it leave; returns its number of open sessions.
+
+        It leaves at the next step after its last session has ended.
+
+        Args:
+            which: Its name or address.
+            now: Its sessions move to other servers with their next request.
+
+        Raises:
+            ProcessError: there is none of this name, or no other server serves.
+        """
+        servers = {s.name: s for s in self.live if which in (s.name, s.address)}
+        if not servers:
+            known = ", ".join(f"{s.name} ({s.address})" for s in self.live)
+            raise ProcessError(f"{which} is no server of this run, which has {known}")
+        ((name, server),) = servers.items()
+        if not self._rotation.keys() - self._draining - {name}:
+            raise ProcessError(
+                f"{which} is the only server that takes new sessions: add another one first"
+            )
+        self._draining.add(name)
+        self.generator.drain_replica(server.address)
+        sessions = self._sessions(server)
+        if now:
+            self._moved.add(name)
+        self._tell()
+        return sessions
+
+    async def _let_leave(self) -> None:
+        """Ends the draining servers that have no session left, or whose sessions move."""
+        for name in sorted(self._draining & self._rotation.keys()):
+            server = self._rotation[name]
+            if name in self._moved or not self._sessions(server):
+                _log.warning("%s (%s) was drained and leaves the run", name, server.address)
+                await self.remove(name, "was drained")
+
+    def count_sessions_by(self, sessions_at: Callable[[str], int]) -> None:
+        """Takes open sessions from elsewhere: loop workers open theirs at the run's router."""
+        self._sessions_at = sessions_at
+
+    def _sessions(self, server: Server) -> int:
+        if self._sessions_at is not None:
+            return self._sessions_at(server.address)
+        return 0 if self._generator is None else self._generator.sessions_at(server.address)
+
+    def rows(self) -> list[ServerRow]:
+        """Returns every server that the run has or waits for."""
+        rows = [
+            ServerRow(
+                name=s.name,
+                address=s.address,
+                state="draining" if s.name in self._draining else "serving",
+                version=self._weight_version,
+                sessions=self._sessions(s),
+                owner="run" if s.process is not None else "someone else",
+            )
+            for s in self.live
+        ]
+        for name in sorted((self._dead.keys() | self._starting.keys()) - self._rotation.keys()):
+            starting = name in self._starting and name not in self._attached
+            rows.append(
+                ServerRow(
+                    name=name,
+                    address=self._attached.get(name, ""),
+                    state="starting" if starting or name in self._adding else "dead",
+                    version=None,
+                    sessions=0,
+                    owner="someone else" if name in self._attached else "run",
+                    cause=self._dead.get(name, ""),
+                )
+            )
+        return rows
+
+    async def restart(self, *, attached: bool = True) -> Sequence[str]:
         """Starts dead servers again while restarts are left, and lets in those that have started.
 
         They hold the weights of the model directory: `resync` or `sync_weights` must follow.
+
+        Args:
+            attached: Whether servers of someone else are let in too.
 
         Returns:
             The names of the servers that joined the rotation.
@@ -330,11 +533,11 @@ class ServerPool:
             NoServerLeftError: no server is left, and none may be started.
         """
         self._start_dead()
-        joined = await self._let_in()
+        joined = await self._let_in(attached=attached)
         while self._starting and (self._config.rollout.release_memory or not self._rotation):
             await asyncio.wait(self._starting.values(), return_when=asyncio.FIRST_COMPLETED)
-            joined += await self._let_in()
-            self._start_dead()
+            joined += await self._let_in(attached=attached)
+            self._start_dead(attached=False)  # one that did not answer in time is not asked again
         if not self._rotation:
             raise NoServerLeftError(
                 f"no rollout server is left, after {self._num_restarts} restarts "
@@ -342,7 +545,7 @@ class ServerPool:
                 + "\n".join(self._dead.values())
             )
         if joined:
-            _log.warning("started again: %s", ", ".join(joined))
+            _log.warning("joined the run: %s", ", ".join(joined))
         return joined
 
     async def resync(self, names: Sequence[str]) -> None:
@@ -352,8 +555,15 @@ class ServerPool:
             WeightSyncError: none of them took the weights, and no other server is left.
             SetupError: one of them does not fit.
         """
-        clients = [server.client for server in self.live if server.name in names]
-        if self._weight_version:  # servers load version 0 from the model directory
+        joining = [server for server in self.live if server.name in names]
+        # Servers load version 0 from the model directory.
+        behind = [server for server in joining if server.holds != self._weight_version]
+        # A server of someone else is given them alone: if it does not fit, it alone is refused.
+        for server in behind:
+            if server.process is None:
+                await self._resync_attached(server)
+        clients = [server.client for server in behind if server.process is not None]
+        if clients:
             try:
                 failed = (await self._publisher(self._weight_version, clients)).failed
             except WeightSyncError as error:
@@ -363,6 +573,16 @@ class ServerPool:
             for name, cause in failed.items():
                 await self.remove(name, cause)
         await self._route_to_new()
+
+    async def _resync_attached(self, server: Server) -> None:
+        try:
+            await self._publisher(self._weight_version, [server.client])
+        except WeightSyncError as error:
+            if len(self._rotation) == 1:
+                raise
+            await self.remove(server.name, str(error))
+        else:
+            self._given[server.name] = self._weight_version
 
     async def sync_weights(
         self, version: int, *, prepare: Callable[[], Awaitable[None]] | None = None
@@ -383,10 +603,14 @@ class ServerPool:
         report = None
         while report is None:
             await self.check_health()
-            await self.restart()  # the restarted servers get `version` with the others
+            await self._let_leave()
+            # Servers that the run started again get `version` with the others. Those of someone
+            # else join later: one that does not fit must not fail the update of all.
+            await self.restart(attached=not self._rotation)
             if prepare is not None:
                 await prepare()
             try:
+                self._next_version = version
                 report = await self._publisher(version, self.clients)
             except WeightSyncError as error:
                 disturbed = await self.check_health(after_failure=True)
@@ -397,6 +621,7 @@ class ServerPool:
         for name, cause in report.failed.items():
             await self.remove(name, cause)
         self._weight_version = version
+        self._given |= {name: version for name in self._attached if name in self._rotation}
         await self._route_to_new()
         return report
 
@@ -405,34 +630,47 @@ class ServerPool:
         assert self._publish is not None, "the pool was made without weights to publish"
         return self._publish
 
-    def _start_dead(self) -> None:
+    def _start_dead(self, *, attached: bool = True) -> None:
         for name in self._dead:
             if name in self._starting:
                 continue
-            if self._num_restarts >= self._config.rollout.max_restarts:
-                break
-            self._num_restarts += 1
+            if name in self._attached:
+                if not attached:
+                    continue
+            elif self._num_restarts >= self._config.rollout.max_restarts:
+                continue
+            else:
+                self._num_restarts += 1
             self._starting[name] = asyncio.create_task(self._start(name), name=f"start {name}")
 
-    async def _let_in(self) -> list[str]:
+    async def _let_in(self, *, attached: bool) -> list[str]:
         """Puts the servers that have started into the rotation; returns their names."""
         joined = []
         for name, task in list(self._starting.items()):
-            if not task.done():
+            if not task.done() or (name in self._attached and not attached):
                 continue
             del self._starting[name]
             try:
                 self._rotation[name] = await task
             except ProcessError as error:
+                if (adding := self._adding.pop(name, None)) is not None:
+                    self._attached.pop(name)
+                    if not adding.done():
+                        adding.set_exception(error)
+                    continue
+                if self._dead.get(name) != str(error):
+                    _log.warning("rollout server did not start again: %s", error)
                 self._dead[name] = str(error)
-                _log.warning("rollout server did not start again: %s", error)
                 continue
-            del self._dead[name]
-            self._num_restarted += 1
+            self._num_restarted += self._dead.pop(name, None) is not None
             joined.append(name)
         return joined
 
     async def _start(self, name: str) -> Server:
+        if (given := self._attached.get(name)) is not None:
+            server = await self._attach(name, given, wait_s=self._config.rollout.start_deadline_s)
+            assert server is not None
+            return server
         incarnation = self._incarnations.get(name, 0)
         self._incarnations[name] = incarnation + 1
         process = await self._launcher.start(
@@ -449,8 +687,95 @@ class ServerPool:
         except ProcessError:
             await process.stop()  # a server that is merely late would hold its memory
             raise
-        ended = asyncio.create_task(process.wait(), name=f"end of {name}")
+        ended = asyncio.create_task(_end_of(process), name=f"end of {name}")
         return Server(name, address, process, self._open_client(name, address), ended)
+
+    async def _attach(
+        self, name: str, address: str, *, wait_s: float, check_only: bool = False
+    ) -> Server | None:
+        """Waits until a server of someone else answers; returns None with `check_only`.
+
+        Raises:
+            ProcessError: It does not answer in time, refuses, does not fit, or holds newer weights.
+        """
+        try:
+            client = self._open_client(name, address)
+        except SetupError as error:
+            raise ProcessError(f"{name} ({address}): {error}") from None
+        try:
+            holds = await self._ask(client, wait_s)
+            self._check_version(name, address, holds)
+            if self._requirements is not None:
+                await self._check_fits(address, self._requirements)
+            if check_only:
+                await client.aclose()
+                return None
+        except BaseException:
+            await client.aclose()
+            raise
+        ended = asyncio.create_task(self._watch(client), name=f"end of {name}")
+        return Server(name, address, None, client, ended, holds)
+
+    async def _ask(self, client: WeightSyncClient, wait_s: float) -> int:
+        """Returns the weight version of a server once it answers."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + wait_s
+        while True:
+            try:
+                return int((await client.info()).weight_version)
+            except WeightSyncError as error:
+                if error.outcome is Outcome.FATAL:
+                    raise ProcessError(
+                        f"{error}. Start the server with the token of this run "
+                        "(rollout.token_file, else the run directory's server_token)"
+                    ) from None
+                if clock() >= end:
+                    raise ProcessError(
+                        f"{client.name} ({client.address}) gave no answer for {wait_s:g} s: start "
+                        f"it, or correct the address. The last failure: {error}"
+                    ) from None
+            await asyncio.sleep(self._ASK_AGAIN_S)
+
+    def _check_version(self, name: str, address: str, holds: int) -> None:
+        ours = self._weight_version or self._next_version
+        same = holds == ours and (not ours or self._given.get(name) == ours)
+        if self._publish is not None and holds >= ours and not same:
+            raise ProcessError(
+                f"{name} ({address}) holds weight version {holds}, and this run's is {ours}: a "
+                "server takes newer weights only. Start it again, with the run's model"
+            )
+
+    async def _check_fits(self, address: str, requirements: Requirements) -> None:
+        try:
+            async with connect([address], requirements=requirements, security=self._security):
+                pass
+        except SetupError as error:
+            raise ProcessError(str(error)) from None
+
+    async def _watch(self, client: WeightSyncClient) -> str:
+        """Returns what became of a server whose process is not ours to watch."""
+        limit_s, clock = self._config.rollout.unresponsive_s, asyncio.get_running_loop().time
+        answered = clock()
+        while True:
+            await asyncio.sleep(self._ASK_AGAIN_S)
+            try:
+                info = await client.info()
+            except WeightSyncError:
+                if clock() - answered > limit_s:
+                    return f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
+                continue
+            answered = clock()
+            if info.state == SERVER_STATE_FAILED:
+                return "lost its engine"
+            expected = {self._weight_version, self._next_version}
+            joined = client.name in self._rotation and client.name not in self._adding
+            if self._publish is not None and joined and info.weight_version not in expected:
+                if self._generator is not None:  # before anybody has noticed
+                    await self._generator.remove_replica(client.address)
+                return (
+                    f"holds weight version {info.weight_version}, not {self._weight_version}: it "
+                    "was started again, or another run writes to it"
+                )
 
     def _open_client(self, name: str, address: str) -> WeightSyncClient:
         return WeightSyncClient(
@@ -468,8 +793,13 @@ class ServerPool:
     async def _route_to_new(self) -> None:
         """Adds the servers of the rotation that the generator does not know yet."""
         if self._generator is not None:
-            await concurrently(self._route_to(self._generator, server) for server in self.live)
-            self._notify()
+            servers = [s for s in self.live if s.name not in self._draining]
+            await concurrently(self._route_to(self._generator, server) for server in servers)
+        for name in self._adding.keys() & self._rotation.keys():
+            adding = self._adding.pop(name)
+            if not adding.done():
+                adding.set_result(None)
+        self._tell()
 
     async def _route_to(self, generator: GrpcTokenGenerator, server: Server) -> None:
         """Adds one server; one that ends meanwhile is left to the next `check_health`.
@@ -486,15 +816,24 @@ class ServerPool:
         error = None if adding.cancelled() else adding.exception()
         if isinstance(error, SetupError):
             await asyncio.wait({server.ended}, timeout=self._EXIT_GRACE_S)
-        if error is not None and not server.ended.done():
+        if error is None or server.ended.done():
+            return
+        if server.process is None and len(self._rotation) > 1:
+            await self.remove(server.name, str(error))
+        else:
             raise error
 
     async def _end(self, server: Server) -> None:
         if self._generator is not None:
             await self._generator.remove_replica(server.address)
+        server.ended.cancel()  # first: it calls a server of someone else
         await server.client.aclose()
-        await server.process.stop()
-        server.ended.cancel()
+        if server.process is not None:
+            await server.process.stop()
+
+
+async def _end_of(process: Process) -> str:
+    return describe_exit(await process.wait())
 
 
 def _succeeded(task: "asyncio.Task[Server]") -> bool:

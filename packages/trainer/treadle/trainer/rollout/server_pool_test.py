@@ -11,11 +11,18 @@ from typing import Any, Self
 import pytest
 
 from treadle.agent_loop import SetupError
-from treadle.agent_loop.rpc import Requirements
+from treadle.agent_loop.rpc import ChannelSecurity, Requirements
+from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_SERVING
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
-from treadle.trainer.rollout.server_pool import NoServerLeftError, ServerPool, required_capabilities
+from treadle.trainer.rollout.server_pool import (
+    NoServerLeftError,
+    Routes,
+    Server,
+    ServerPool,
+    required_capabilities,
+)
 from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
@@ -89,9 +96,16 @@ class _Client(WeightSyncClient):
     def __init__(self, states: list[ServerState], name: str, address: str) -> None:
         super().__init__(name, address, control_deadline_s=1, commit_deadline_s=1)
         self._states = states
+        self.versions: dict[str, int | WeightSyncError] = {}
 
     async def state(self) -> ServerState:
         return self._states.pop(0) if self._states else ServerState.SERVES
+
+    async def info(self) -> Any:
+        version = self.versions.get(self.address, 0)
+        if isinstance(version, WeightSyncError):
+            raise version
+        return SimpleNamespace(weight_version=version, state=SERVER_STATE_SERVING)
 
 
 class _Pool(ServerPool):
@@ -101,9 +115,26 @@ class _Pool(ServerPool):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.states: dict[str, list[ServerState]] = {}
+        self.begun = asyncio.Event()
+        self.versions: dict[str, int | WeightSyncError] = {}  # of servers of someone else
+
+    async def _start(self, name: str) -> Server:
+        self.begun.set()
+        return await super()._start(name)
+
+    async def until_reached(self) -> None:
+        """Returns when the servers that start, or are added, have answered."""
+        await self.begun.wait()
+        await asyncio.wait(self._starting.values())
+
+    @property
+    def _security(self) -> ChannelSecurity:
+        return ChannelSecurity()
 
     def _open_client(self, name: str, address: str) -> WeightSyncClient:
-        return _Client(self.states.setdefault(address, []), name, address)
+        client = _Client(self.states.setdefault(address, []), name, address)
+        client.versions = self.versions
+        return client
 
     async def die(self, name: str, status: int = -9) -> None:
         """Ends the process of a server; nobody has noticed yet."""
@@ -121,7 +152,9 @@ def _pool(launcher: _Launcher, publisher: _Publisher | None = None, **rollout: A
     config = Config(
         data=DataConfig(train_files=(Path("t.jsonl"),)),
         model=ModelConfig(path=Path("/m")),
-        rollout=RolloutConfig.model_validate({"num_replicas": 2, **rollout}),
+        rollout=RolloutConfig.model_validate(
+            {**({} if "addresses" in rollout else {"num_replicas": 2}), **rollout}
+        ),
     )
     launcher.may_serve.set()
     publish = (publisher or _Publisher()).publish
@@ -144,7 +177,12 @@ async def test_the_others_go_on_while_a_server_starts_again(
         await asyncio.wait(pool._starting.values())
         assert await pool.restart() == ["rollout-0"]
         assert pool.names == ["rollout-0", "rollout-1"]
-        metrics = {"servers/live": 2.0, "servers/lost": 1.0, "servers/restarted": 1.0}
+        metrics = {
+            "servers/live": 2.0,
+            "servers/draining": 0.0,
+            "servers/lost": 1.0,
+            "servers/restarted": 1.0,
+        }
         assert pool.take_metrics() == metrics
         assert pool.take_metrics()["servers/lost"] == 0
     assert launcher.processes["rollout-0-restart-1"].stopped
@@ -329,6 +367,7 @@ class _Generator:
     before: Callable[[], None] = lambda: None
     fail: Exception | None = None
     never_answers: bool = False
+    sessions: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def add_replica(self, address: str) -> None:
@@ -341,6 +380,13 @@ class _Generator:
             raise self.fail
         self.addresses.append(address)
 
+    def drain_replica(self, address: str) -> int:
+        self.addresses.remove(address)
+        return self.sessions
+
+    def sessions_at(self, address: str) -> int:
+        return self.sessions
+
     async def remove_replica(self, address: str) -> None:
         if address in self.addresses:
             self.addresses.remove(address)
@@ -352,7 +398,10 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
     made = _Generator([])
 
     @contextlib.asynccontextmanager
-    async def connect(addresses: Sequence[str], **_: object) -> AsyncIterator[_Generator]:
+    async def connect(addresses: Sequence[str], **asked: object) -> AsyncIterator[_Generator]:
+        if "policy" not in asked:  # only to see whether a server fits
+            yield made
+            return
         made.num_connected += 1
         made.before()
         if made.fail is not None:
@@ -477,6 +526,108 @@ async def test_a_restarted_server_that_lives_and_does_not_fit_ends_the_run(
         generator.fail = SetupError("another tokenizer")
         with pytest.raises(SetupError, match="another tokenizer"):
             await pool.ensure_healthy()
+
+
+ELSEWHERE = "10.0.0.7:8000"
+
+
+@pytest.mark.asyncio
+async def test_a_server_of_someone_else_that_comes_back_gets_the_present_weights_first(
+    generator: _Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, launcher = _Publisher(), _Launcher()
+    async with _pool(
+        launcher, publisher, num_replicas=1, addresses=[ELSEWHERE], token_file="/t"
+    ) as pool:
+        await pool.connect(Requirements())
+        await pool.sync_weights(3)
+        assert publisher.published == [(3, ["attached-0", "rollout-0"])]
+        pool.versions[ELSEWHERE] = 3
+        (server,) = (s for s in pool.live if s.process is None)
+        pool.versions[ELSEWHERE] = 0  # it was started again
+        await server.ended
+        assert generator.addresses == ["127.0.0.1:1"]
+        assert await pool.ensure_healthy()
+        assert "holds weight version 0, not 3" in caplog.text
+        routed: list[list[str]] = []
+        publisher.before = lambda: routed.append(list(generator.addresses))
+        await asyncio.wait(pool._starting.values())
+        assert await pool.ensure_healthy()
+        assert publisher.published[1:] == [(3, ["attached-0"])]
+        assert routed == [["127.0.0.1:1"]]
+        assert generator.addresses == ["127.0.0.1:1", ELSEWHERE]
+        assert pool.take_metrics()["servers/restarted"] == 1
+
+
+@pytest.mark.asyncio
+async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _Generator) -> None:
+    publisher, launcher = _Publisher(), _Launcher()
+    async with _pool(launcher, publisher, num_replicas=1) as pool:
+        await pool.connect(Requirements())
+        await pool.sync_weights(2)
+        told: list[Routes] = []
+        stop = pool.on_change(told.append)
+        with pytest.raises(ProcessError, match="only server that takes new sessions"):
+            pool.drain("rollout-0")
+        pool.begun.clear()
+        adding = asyncio.create_task(pool.add(ELSEWHERE))
+        await pool.until_reached()
+        assert [row.state for row in pool.rows()] == ["serving", "starting"]
+        await pool.ensure_healthy()
+        await adding
+        assert publisher.published[1:] == [(2, ["attached-0"])]
+        assert told[-1] == Routes(serving=(ELSEWHERE, "127.0.0.1:1"))
+        with pytest.raises(ProcessError, match="is a server of this run already"):
+            await pool.add(ELSEWHERE)
+
+        generator.sessions = 2
+        assert pool.drain("127.0.0.1:1") == 2
+        assert told[-1] == Routes(serving=(ELSEWHERE,), draining=("127.0.0.1:1",))
+        await pool.sync_weights(3)
+        assert publisher.published[-1] == (3, ["attached-0", "rollout-0"])  # its sessions go on
+        assert pool.take_metrics()["servers/draining"] == 1
+        generator.sessions = 0
+        await pool.ensure_healthy()
+        assert pool.names == ["attached-0"]
+        assert launcher.processes["rollout-0"].stopped
+        assert told[-1] == Routes(serving=(ELSEWHERE,))
+        stop()
+        assert not await pool.ensure_healthy()  # what was drained is not started again
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_does_not_fit_is_refused_and_the_run_continues(
+    generator: _Generator,
+) -> None:
+    publisher = _Publisher()
+    async with _pool(_Launcher(), publisher, num_replicas=1) as pool:
+        await pool.connect(Requirements())
+        await pool.sync_weights(2)
+        pool.versions[ELSEWHERE] = 9
+        with pytest.raises(ProcessError, match=r"holds weight version 9, and this run's is 2: "):
+            await pool.add(ELSEWHERE)
+        pool.versions[ELSEWHERE] = WeightSyncError("wrong token", Outcome.FATAL)
+        with pytest.raises(ProcessError, match=r"wrong token. Start the server with the token"):
+            await pool.add(ELSEWHERE)
+        pool.versions[ELSEWHERE] = 0
+        publisher.refusing = ["attached-2"]
+        pool.begun.clear()
+        adding = asyncio.create_task(pool.add(ELSEWHERE))
+        await pool.until_reached()
+        await pool.ensure_healthy()
+        with pytest.raises(ProcessError, match="no server took it"):
+            await adding
+        assert generator.addresses == ["127.0.0.1:1"]
+        assert [row.name for row in pool.rows()] == ["rollout-0"]
+
+
+@pytest.mark.asyncio
+async def test_a_server_of_someone_else_that_never_answers_is_named() -> None:
+    pool = _pool(_Launcher(), addresses=[ELSEWHERE], start_deadline_s=0.01)
+    pool.versions[ELSEWHERE] = WeightSyncError("nobody there", Outcome.RESUME)
+    with pytest.raises(ProcessError, match=rf"{ELSEWHERE}\) gave no answer for 0.01 s"):
+        async with pool:
+            pass
 
 
 def test_servers_must_be_able_to_do_what_the_configuration_asks_of_them() -> None:

@@ -109,7 +109,11 @@ def check_server_command(config: Config) -> None:
                 f"rollout.server_command={list(rollout.server_command)}: there is no program "
                 f"{program!r} on this machine"
             )
-    elif rollout.name in _OWN_ENVIRONMENT and importlib.util.find_spec(rollout.name) is None:
+    elif (
+        rollout.num_replicas
+        and rollout.name in _OWN_ENVIRONMENT
+        and importlib.util.find_spec(rollout.name) is None
+    ):
         raise ConfigError(
             f"rollout.name={rollout.name}, and this interpreter has no {rollout.name}: set "
             "rollout.server_command to what starts a server in its environment, as "
@@ -170,7 +174,10 @@ def _arguments(config: Config, weights_directory: Path | None) -> Iterator[tuple
         yield (key if key == "engine_args" else f"model.{key}"), json.dumps(value)
     yield "admission.max_in_flight", str(rollout.max_in_flight)
     # One server must be able to queue what all servers have in flight: the others may die.
-    yield "admission.max_queued", str(rollout.max_in_flight * rollout.num_replicas)
+    yield (
+        "admission.max_queued",
+        str(rollout.max_in_flight * (rollout.num_replicas + len(rollout.addresses))),
+    )
     if weights_directory is not None and isinstance(config.sync.transport, FileTransportConfig):
         yield "weights.directory", str(weights_directory)
     for option in ("tls_certificate", "tls_key", "token_file"):
@@ -181,4 +188,4 @@ def _arguments(config: Config, weights_directory: Path | None) -> Iterator[tuple
 
 
 def _threads(rollout: RolloutConfig) -> int:
-    return rollout.threads or max(1, cpu_count() // rollout.num_replicas)
+    return rollout.threads or max(1, cpu_count() // max(1, rollout.num_replicas))

@@ -42,7 +42,9 @@ class ServerSecurity:
     def of(cls, config: RolloutConfig) -> Self:
         """Returns the client's side of the servers' configuration."""
         return cls(
-            tls=config.tls_certificate is not None, roots=config.tls_roots, token=config.token_file
+            tls=config.tls_certificate is not None or config.tls_roots is not None,
+            roots=config.tls_roots,
+            token=config.token_file,
         )
 
     def read(self) -> "ChannelSecurity":
@@ -64,6 +66,7 @@ def needs_own_token(config: Config) -> bool:
     """Returns whether `with_own_token` gives the run's servers a token."""
     rollout = config.rollout
     secured = rollout.token_file is not None or rollout.tls_certificate is not None
+    secured |= bool(rollout.addresses)  # they do not know it
     return not secured and not getattr(config.launch, "allow_plaintext_on_network", False)
 
 

@@ -109,6 +109,7 @@ async def build_context(
             publish=publisher.publish,
             weights_directory=weights_directory,
             traces=server_traces(config, run_dir),
+            first_version=0 if checkpoint is None else checkpoint.step,
         )
         offloaded = config.policy.offload.names and config.rollout.release_memory
 
@@ -179,7 +180,8 @@ async def build_context(
                         images=inputs.images,
                     )
                 )
-            servers.notify(router.set_replicas)
+            servers.on_change(lambda routes: router.set_replicas(routes.serving, routes.draining))
+            servers.count_sessions_by(router.sessions_at)
         context = TrainingContext(
             config=config,
             train=inputs.train,

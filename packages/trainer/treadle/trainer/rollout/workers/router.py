@@ -65,6 +65,7 @@ class RunRouter:
         self._replicas: tuple[str, ...] = ()
         self._draining: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
+        self._sessions: dict[str, int] = {}
         self._process: Process | None = None
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
@@ -122,6 +123,10 @@ class RunRouter:
         self._replicas, self._draining = (*serving, *draining), frozenset(draining)
         self._changed.set()
 
+    def sessions_at(self, address: str) -> int:
+        """Returns how many sessions a server had when the router was last asked."""
+        return self._sessions.get(address, 0)
+
     async def tell(self) -> None:
         """Asks the router for its servers, and corrects what differs.
 
@@ -133,6 +138,7 @@ class RunRouter:
             told: dict[str, Any] = {"timeout": self._CALL_S, "metadata": self._security.metadata}
             answer = await stub.ListReplicas(pb.ListReplicasRequest(), **told)
             has = {replica.address: replica.draining for replica in answer.replicas}
+            self._sessions = {each.address: each.open_sessions for each in answer.replicas}
             for address in has.keys() - set(self._replicas):
                 await stub.RemoveReplica(pb.RemoveReplicaRequest(address=address), **told)
             for address in self._replicas:
