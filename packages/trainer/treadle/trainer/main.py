@@ -62,6 +62,12 @@ def _report(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _servers(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.servers import main as command
+
+    return command(argv)
+
+
 def _trajectories(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.trajectories import main as command
 
@@ -85,6 +91,7 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
         "doctor": _doctor,
         "new": _new,
         "report": _report,
+        "servers": _servers,
         "trajectories": _trajectories,
         "view": _view,
     }

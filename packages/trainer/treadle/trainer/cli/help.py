@@ -18,6 +18,7 @@ COMMANDS = MappingProxyType(
         "train": "train a model; the command if none is named",
         "sft": "train a model on conversations (supervised fine-tuning)",
         "eval": "score a model, a run or a server on a data file; trains nothing",
+        "servers": "show the rollout servers of a run that runs; add and drain them",
         "export": "write the model of a run as a Hugging Face directory",
         "data": "convert a published data set to training rows",
         "doctor": "check this machine and, with a run's arguments, that run; say how to fix it",

@@ -8,7 +8,7 @@ Invariants:
    restarted one only after that server has the present weights.
 3. A server that dies leaves the rotation. A background task restarts it, as often as
    `rollout.max_restarts` allows, while the others continue: a real engine takes minutes to start.
-4. A server that someone else started (`rollout.addresses`, `add`) is neither started nor ended. If
+4. A server that someone else started (`rollout.addresses`, `reach`) is not ours to end. If
    it dies, or says that it holds other weights, it leaves the rotation and is asked again until it
    is back. What is wrong with it alone costs that server, not the run.
 5. Servers join and leave the rotation in `ensure_healthy` and `sync_weights` only, while nobody
@@ -417,12 +417,15 @@ class ServerPool:
         self._moved.discard(name)
         self._attached.pop(name, None)
 
-    async def add(self, address: str) -> None:
-        """Lets in a server that someone else started; returns when it serves.
+    async def reach(self, address: str) -> "asyncio.Future[None]":
+        """Lets in a server that someone else started, once it has answered and fits.
+
+        Returns:
+            Done when it serves; with a `ProcessError` if it does not take the weights.
 
         Raises:
-            ProcessError: it does not answer, does not fit or does not take the weights, or the run
-                lends its servers' memory to the policy.
+            ProcessError: it does not answer or does not fit, or the run lends its servers' memory
+                to the policy.
         """
         if self._config.rollout.release_memory:
             raise ProcessError(
@@ -439,10 +442,10 @@ class ServerPool:
         except BaseException:
             del self._attached[name]
             raise
-        serves = asyncio.get_running_loop().create_future()
+        serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._adding[name] = serves
         self._starting[name] = asyncio.create_task(self._start(name), name=f"reach {name}")
-        await serves
+        return serves
 
     def drain(self, which: str, *, now: bool = False) -> int:
         """Gives a server no new session, and has it leave; returns its number of open sessions.

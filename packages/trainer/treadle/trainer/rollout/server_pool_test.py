@@ -570,7 +570,7 @@ async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _G
         with pytest.raises(ProcessError, match="only server that takes new sessions"):
             pool.drain("rollout-0")
         pool.begun.clear()
-        adding = asyncio.create_task(pool.add(ELSEWHERE))
+        adding = await pool.reach(ELSEWHERE)
         await pool.until_reached()
         assert [row.state for row in pool.rows()] == ["serving", "starting"]
         await pool.ensure_healthy()
@@ -578,7 +578,7 @@ async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _G
         assert publisher.published[1:] == [(2, ["attached-0"])]
         assert told[-1] == Routes(serving=(ELSEWHERE, "127.0.0.1:1"))
         with pytest.raises(ProcessError, match="is a server of this run already"):
-            await pool.add(ELSEWHERE)
+            await pool.reach(ELSEWHERE)
 
         generator.sessions = 2
         assert pool.drain("127.0.0.1:1") == 2
@@ -605,14 +605,14 @@ async def test_a_server_that_does_not_fit_is_refused_and_the_run_continues(
         await pool.sync_weights(2)
         pool.versions[ELSEWHERE] = 9
         with pytest.raises(ProcessError, match=r"holds weight version 9, and this run's is 2: "):
-            await pool.add(ELSEWHERE)
+            await pool.reach(ELSEWHERE)
         pool.versions[ELSEWHERE] = WeightSyncError("wrong token", Outcome.FATAL)
         with pytest.raises(ProcessError, match=r"wrong token. Start the server with the token"):
-            await pool.add(ELSEWHERE)
+            await pool.reach(ELSEWHERE)
         pool.versions[ELSEWHERE] = 0
         publisher.refusing = ["attached-2"]
         pool.begun.clear()
-        adding = asyncio.create_task(pool.add(ELSEWHERE))
+        adding = await pool.reach(ELSEWHERE)
         await pool.until_reached()
         await pool.ensure_healthy()
         with pytest.raises(ProcessError, match="no server took it"):

@@ -38,6 +38,7 @@ from treadle.trainer.report import (
 )
 from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.report.warning_signs import Watch
+from treadle.trainer.rollout.control.server_control import control_servers
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
@@ -228,6 +229,7 @@ async def build_context(
             if offloaded:  # the policy needs its memory to send the weights
                 await context.release_memory()
             await context.sync_weights(checkpoint.step)
+        await stack.enter_async_context(control_servers(servers, run_dir))
         yield context
 
 

@@ -1,0 +1,102 @@
+"""The driver's side of `treadle servers`: carries out what the files of the run directory ask.
+
+Invariants: the event loop waits for no disk. A request that is refused changes nothing. When the
+block ends, the requests under way are refused, and the directory says that the run has ended.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+
+from treadle.trainer.launch.process import ProcessError
+from treadle.trainer.rollout.control.control_files import (
+    Answer,
+    Request,
+    make_directory,
+    take_requests,
+    write_answer,
+    write_list,
+)
+from treadle.trainer.rollout.server_pool import ServerPool
+
+__all__ = ["control_servers"]
+
+_POLL_S = 0.5
+
+
+@contextlib.asynccontextmanager
+async def control_servers(pool: ServerPool, run_dir: Path) -> AsyncIterator[None]:
+    """Lets `treadle servers` change the servers of a connected pool while the block runs.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    directory = await asyncio.to_thread(make_directory, run_dir)
+    control = _Control(pool, directory)
+    await control.write_list()
+    serving = asyncio.create_task(control.serve(), name="treadle servers")
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+        await control.aclose()
+        await asyncio.to_thread(make_directory, run_dir)  # without the list
+
+
+class _Control:
+    def __init__(self, pool: ServerPool, directory: Path) -> None:
+        self._pool = pool
+        self._directory = directory
+        self._adding: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        while True:
+            for name, request in await asyncio.to_thread(take_requests, self._directory):
+                if isinstance(request, Answer):
+                    await self._answer(name, request.state, request.text)
+                elif request.action == "drain":
+                    await self._drain(name, request)
+                else:
+                    adding = asyncio.create_task(self._add(name, request.which))
+                    self._adding.add(adding)
+                    adding.add_done_callback(self._adding.discard)
+            await self.write_list()
+            await asyncio.sleep(_POLL_S)
+
+    async def write_list(self) -> None:
+        rows = [asdict(row) for row in self._pool.rows()]
+        await asyncio.to_thread(write_list, self._directory, rows)
+
+    async def aclose(self) -> None:
+        for adding in self._adding:
+            adding.cancel()
+        await asyncio.gather(*self._adding, return_exceptions=True)
+
+    async def _add(self, name: str, address: str) -> None:
+        try:
+            reached = await self._pool.reach(address)
+            text = f"{address} fits; it gets the weights and serves after the present step"
+            await self._answer(name, "accepted", text)
+            await reached
+        except ProcessError as error:
+            await self._answer(name, "refused", str(error))
+        else:
+            version = self._pool.weight_version
+            await self._answer(name, "done", f"{address} serves, with weight version {version}")
+
+    async def _drain(self, name: str, request: Request) -> None:
+        try:
+            sessions = self._pool.drain(request.which, now=request.now)
+        except ProcessError as error:
+            await self._answer(name, "refused", str(error))
+            return
+        end = "move to other servers" if request.now else "end there"
+        text = f"{request.which} takes no new session; {sessions} that are open {end}, and it"
+        await self._answer(name, "done", f"{text} leaves after the present step")
+
+    async def _answer(self, name: str, state: str, text: str) -> None:
+        answer = Answer(state=state, text=text)  # type: ignore[arg-type]
+        await asyncio.to_thread(write_answer, self._directory, name, answer)
