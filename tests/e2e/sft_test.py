@@ -1,9 +1,10 @@
 """`treadle sft` end to end: it trains, resumes bit for bit, and is the start of reinforcement.
 
-The runs are shared: one whole run, and one that is stopped after three steps and resumed.
+The runs are shared: one whole run, and what it was after six steps, resumed.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -75,8 +76,10 @@ def test_the_losses_fall(run: Path) -> None:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run: Path, folder: Path) -> None:
-    stopped = _sft(folder, "stopped", **{"schedule.total_steps": 3})
-    assert len(_metrics(stopped)) == 4
+    stopped = folder / "stopped"  # the run as it is after six steps
+    shutil.copytree(run, stopped)
+    shutil.rmtree(stopped / "checkpoints" / f"step-{_STEPS:08d}")
+    (stopped / "checkpoints" / "latest").write_text("step-00000006")
     resumed = _sft(folder, "stopped")
     assert _metrics(resumed) == _metrics(run)
     weights = f"checkpoints/step-{_STEPS:08d}/hf/model.safetensors"
