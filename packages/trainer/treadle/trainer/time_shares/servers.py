@@ -3,6 +3,7 @@
 A server tells the seconds of each cause since it started (`GetServerInfo`); the driver knows for
 how long its sessions were between two turns. The time in which a server waited for prompts is
 divided: `tools` while sessions were open here whose trajectories were in a tool, `idle` otherwise.
+Where other processes have the sessions, it is not divided: `waiting`.
 
 Invariant: the shares of one server add up to 1. What it does not tell of the time that passed is
 `down`: it was dead, was started, or gave no answer. Where clocks differ by a little the other way,
@@ -21,8 +22,11 @@ from treadle.trainer.weight_sync.errors import WeightSyncError
 
 __all__ = ["SERVER_CAUSES", "AskedServer", "ServerShares"]
 
-SERVER_CAUSES: Final = ("prefill", "decode", "tools", "idle", "weights", "memory", "down")
-"""As in the metrics."""
+SERVER_CAUSES: Final = (
+    *("prefill", "decode", "tools", "idle", "waiting"),
+    *("weights", "memory", "down"),
+)
+"""As in the metrics, which have either `waiting` or the two that it is divided into."""
 
 _ANSWER_S: Final = 2.0
 """A server that stands still must not hold up the step for longer."""
@@ -45,11 +49,11 @@ class _Answer:
 
     Attributes:
         seconds: Of each cause of the contract since it started.
-        between_turns_s: For how long it waited for tools, as the driver saw it.
+        between_turns_s: For how long it waited for tools, as the driver saw it; None: unknown.
     """
 
     seconds: Mapping[str, float]
-    between_turns_s: float
+    between_turns_s: float | None
 
 
 _UNTOLD = _Answer(seconds={}, between_turns_s=0.0)
@@ -61,14 +65,15 @@ class ServerShares:
 
     Args:
         servers: Returns the servers of the rotation. A restarted one has a new client.
-        between_turns_s: Returns by address for how long servers waited for tools so far.
+        between_turns_s: Returns by address for how long servers waited for tools so far; None: it
+            is not known.
         now: Returns seconds.
     """
 
     def __init__(
         self,
         servers: Callable[[], Sequence[AskedServer]],
-        between_turns_s: Callable[[], Mapping[str, float]],
+        between_turns_s: Callable[[], Mapping[str, float]] | None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._servers = servers
@@ -106,6 +111,7 @@ class ServerShares:
             f"servers/time_share/{cause}": sum(each.get(cause, 0.0) for each in shares)
             / len(shares)
             for cause in SERVER_CAUSES
+            if cause not in (("waiting",) if self._between_turns_s else ("tools", "idle"))
         }
 
     async def _ask(self, server: AskedServer) -> _Answer | None:
@@ -123,7 +129,9 @@ class ServerShares:
                 field.name: getattr(use, field.name).ToNanoseconds() / 1e9
                 for field in use.DESCRIPTOR.fields
             },
-            between_turns_s=self._between_turns_s().get(server.address, 0.0),
+            between_turns_s=None
+            if self._between_turns_s is None
+            else self._between_turns_s().get(server.address, 0.0),
         )
 
 
@@ -139,9 +147,10 @@ def _shares(before: _Answer | None, after: _Answer | None, passed_s: float) -> d
     if before is None:
         before = _Answer(seconds={}, between_turns_s=after.between_turns_s)
     spent = {cause: s - before.seconds.get(cause, 0.0) for cause, s in after.seconds.items()}
-    waiting = spent.pop("waiting")
-    tools = min(waiting, max(0.0, after.between_turns_s - before.between_turns_s))
-    spent |= {"tools": tools, "idle": waiting - tools}
+    if after.between_turns_s is not None:
+        waiting = spent.pop("waiting")
+        tools = min(waiting, max(0.0, after.between_turns_s - (before.between_turns_s or 0.0)))
+        spent |= {"tools": tools, "idle": waiting - tools}
     spent["down"] = spent.pop("starting") + spent.pop("failed")
     told_s = sum(spent.values())
     spent["down"] += max(0.0, passed_s - told_s)

@@ -76,6 +76,17 @@ def test_waiting_is_for_tools_while_sessions_are_between_turns() -> None:
     assert run.step(10.0) == pytest.approx({"tools": 0.2, "weights": 0.8})
 
 
+def test_waiting_is_not_divided_where_others_have_the_sessions() -> None:
+    server, now = Told("a"), 0.0
+    shares = ServerShares(lambda: [server], None, lambda: now)
+    assert asyncio.run(shares.take()) == {}
+    server.seconds, now = {"waiting": 6.0, "decode": 2.0}, 8.0
+    found = asyncio.run(shares.take())
+    assert found["servers/time_share/waiting"] == pytest.approx(0.75)
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert found.keys().isdisjoint({"servers/time_share/tools", "servers/time_share/idle"})
+
+
 def test_a_server_that_dies_and_its_successor_were_down_meanwhile() -> None:
     first, other = Told("a"), Told("b")
     run = Run(first, other)

@@ -193,7 +193,9 @@ async def build_context(
             policy=policy,
             servers=servers,
             server_shares=ServerShares(
-                lambda: servers.clients, lambda: servers.generator.between_turns_s()
+                lambda: servers.clients,
+                # The sessions of loop workers are theirs.
+                None if config.agent.num_workers else lambda: servers.generator.between_turns_s(),
             ),
             rollout=Rollout(
                 config=config,
