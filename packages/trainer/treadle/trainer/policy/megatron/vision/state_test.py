@@ -15,6 +15,7 @@ from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+from treadle.trainer.policy.commands import ComputeDelta
 from treadle.trainer.policy.megatron.architecture import Architecture, UnsupportedModelError
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
@@ -26,6 +27,7 @@ from treadle.trainer.policy.megatron.testing.seeing import (
     seeing_sequences,
     write_seeing_model,
 )
+from treadle.trainer.weight_sync.delta import DeltaSender
 
 LOSS = policy_loss(AlgorithmConfig())
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
@@ -135,7 +137,15 @@ def test_training_goes_on_exactly(
     batch = seeing_sequences()
     policy = MegatronPolicy(config, models / SEEING[0])
     tower = tower_of(policy)
+    sender = DeltaSender()
+    begin = ComputeDelta(version=0, base_version=None, element_type="bfloat16")
+    sender.compute(policy, begin, rank=0)
     policy.train_step(batch, LOSS)
+    changes = ComputeDelta(version=1, base_version=0, element_type="bfloat16")
+    sizes = sender.compute(policy, changes, rank=0).encoded_bytes
+    # A delta sends nothing of a tower that stays.
+    assert (sum(sizes[name] for name in tower) == 0) == frozen
+    assert sum(sizes.values()) > 0
     assert all(torch.equal(t, tower[key]) for key, t in tower_of(policy).items()) == frozen
     policy.save(tmp_path / "step_1")
     want = policy.train_step(batch, LOSS)
