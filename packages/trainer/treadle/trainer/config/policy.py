@@ -45,6 +45,10 @@ class ParallelConfig(BaseModel):
         """Total number of processes."""
         return self.tensor * self.pipeline * self.context * self.data
 
+    def data_rank(self, rank: int) -> int:
+        """Returns which data-parallel group a process belongs to, in Megatron's order of them."""
+        return rank // (self.tensor * self.context) % self.data
+
     @property
     def sizes(self) -> str:
         """The sizes whose product is that, for people."""

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
@@ -122,6 +124,14 @@ class PolicyBackend(Protocol):
 
         Raises:
             RuntimeError: The backend was built without a reference.
+        """
+        ...
+
+    def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns [M] numbers of the loss tokens of a batch, of which each rank knows its shard's.
+
+        Args:
+            values_M: 0 for the tokens of outlines (see `shards`).
         """
         ...
 

@@ -8,6 +8,7 @@ before it is split, so no split changes the gradient.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
@@ -58,6 +59,20 @@ def token_weights(
                 raise ValueError("seq-mean-token-sum-norm needs aggregation_length")
             return [1.0 / (trained * aggregation_length)] * len(counts)
     assert_never(aggregation)
+
+
+def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
+    """Cuts into contiguous parts, none empty, whose numbers of trajectories differ by at most 1."""
+    starts = [
+        index
+        for index, sequence in enumerate(sequences)
+        if index == 0
+        or sequence.trajectory is None
+        or sequence.trajectory != sequences[index - 1].trajectory
+    ]
+    parts = min(parts, len(starts))
+    firsts = [starts[len(starts) * part // parts] for part in range(parts)]
+    return [sequences[start:stop] for start, stop in itertools.pairwise((*firsts, len(sequences)))]
 
 
 def input_length(sequence: TrainSequence) -> int:

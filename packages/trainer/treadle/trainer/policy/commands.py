@@ -40,6 +40,7 @@ __all__ = [
     "LogprobSums",
     "MeasureReference",
     "MeasuredReference",
+    "OfSequences",
     "OffloadReport",
     "OpenGroup",
     "OpenRendezvous",
@@ -53,6 +54,7 @@ __all__ = [
     "SaveCritic",
     "SaveHf",
     "SendReport",
+    "Sharded",
     "SharedMemoryTarget",
     "Specs",
     "Stop",
@@ -175,6 +177,28 @@ class LogprobSums:
     """Answer: of each sequence, the sum of its loss tokens' log-probabilities, in nats."""
 
     sequences: tuple[TrainSequence, ...]
+
+
+OfSequences = Update | MeasureReference | Values | UpdateCritic | FineTune | LogprobSums
+"""The commands that take sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """Execute a command on a batch of which each data-parallel group gets its shard.
+
+    The leading rank of a group gets the shard as frames (`shards.to_frames`), behind the command on
+    the same connection, and gives them to its siblings. Answer: the command's.
+
+    Attributes:
+        command: Without its sequences.
+        num_frames: Number of the frames.
+        frames: Those that have come; empty on its way, and on the siblings.
+    """
+
+    command: OfSequences
+    num_frames: int
+    frames: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,6 +502,7 @@ Command = (
     | LoadCritic
     | ReportOffload
     | ReportTime
+    | Sharded
     | Stop
 )
 

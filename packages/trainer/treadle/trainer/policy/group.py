@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -36,10 +36,16 @@ from treadle.trainer.policy.commands import (
     Done,
     Failed,
     InitModel,
+    OfSequences,
     OpenRendezvous,
+    Sharded,
     Stop,
+    Update,
+    UpdateCritic,
 )
 from treadle.trainer.policy.driver_connection import connect_to_rank
+from treadle.trainer.policy.megatron.prefixes.plan import mode_on
+from treadle.trainer.policy.shards import Frame, assign, encode, to_frames
 from treadle.trainer.policy.signs_of_life import Silence, beat_s
 
 __all__ = ["PolicyError", "PolicyGroup"]
@@ -217,23 +223,61 @@ class PolicyGroup:
     async def call(self, command: Command) -> list[Any]:
         """Sends a command to all ranks and returns their answers, by rank.
 
+        Of sequences, each data-parallel group of ranks gets its shard only, through its first rank.
+
         Raises:
             PolicyError: A rank raised or died.
         """
-        return await self._exchange([command] * len(self._ranks))
+        commands = [command] * len(self._ranks)
+        if not isinstance(command, OfSequences):
+            return await self._exchange(commands)
+        shards = await asyncio.to_thread(self._shards, command)
+        return await self._exchange(commands, shards)
 
-    async def _exchange(self, commands: Sequence[Command | None]) -> list[Any]:
-        """Sends each rank its command (None: nothing to do) and returns the answers."""
+    def _shards(self, command: OfSequences) -> list[list[Frame]]:
+        """Returns what each rank gets: the command without its sequences, and their frames."""
+        parallel = self._config.parallel
+        on_cpu = not (self._devices or self._gpus_per_rank)
+        updates = isinstance(command, Update | UpdateCritic)
+        numbers = assign(
+            command.sequences,
+            parallel.data,
+            mini_batches=command.algorithm.mini_batches if updates else 1,
+            share_prefixes=mode_on(self._config.share_prefixes, cpu=on_cpu),
+        )
+        frames = [to_frames(s) for s in encode(command.sequences, numbers, parallel.data)]
+        bare = replace(command, sequences=())
+        led: set[int] = set()
+        parts: list[list[Frame]] = []
+        for rank in range(parallel.num_ranks):
+            number = parallel.data_rank(rank)
+            head = pickle.dumps(Sharded(command=bare, num_frames=len(frames[number])))
+            parts.append([head] if number in led else [head, *frames[number]])
+            led.add(number)
+        return parts
+
+    async def _exchange(
+        self,
+        commands: Sequence[Command | None],
+        parts: Sequence[Sequence[Frame]] | None = None,
+    ) -> list[Any]:
+        """Sends each rank its command (None: nothing to do) and returns the answers.
+
+        Args:
+            commands: By rank.
+            parts: What to send to each rank for it; None: the command.
+        """
         assert not self._broken, "a broken policy group can only be closed"
         loop = asyncio.get_running_loop()
-        payloads = {id(command): pickle.dumps(command) for command in commands}  # once
+        if parts is None:
+            payloads = {id(command): pickle.dumps(command) for command in commands}  # once
+            parts = [[payloads[id(command)]] for command in commands]
 
-        def exchange(rank: _Rank, command: Command) -> "asyncio.Future[Done | Failed | _Lost]":
-            payload = payloads[id(command)]
-            return loop.run_in_executor(self._pool, _round_trip, rank, payload)
+        def exchange(rank: _Rank) -> "asyncio.Future[Done | Failed | _Lost]":
+            return loop.run_in_executor(self._pool, _round_trip, rank, parts[rank.number])
 
         asked = {
-            exchange(rank, command): (rank, command)
+            exchange(rank): (rank, command)
             for rank, command in zip(self._ranks, commands, strict=True)
             if command is not None
         }
@@ -349,10 +393,11 @@ def _connect(
     return _Rank(number, process, connection, sign)
 
 
-def _round_trip(rank: _Rank, payload: bytes) -> Done | Failed | _Lost:
+def _round_trip(rank: _Rank, parts: Sequence[Frame]) -> Done | Failed | _Lost:
     """Waits for the answer, and keeps the signs of life that come before it."""
     try:
-        rank.connection.send_bytes(payload)
+        for part in parts:
+            rank.connection.send_bytes(part)
         while isinstance(answer := rank.connection.recv(), Alive):
             rank.sign = answer
             rank.signs += 1

@@ -47,6 +47,7 @@ from treadle.trainer.policy.commands import (
     SaveAdapter,
     SaveCritic,
     SaveHf,
+    Sharded,
     Specs,
     Stop,
     Update,
@@ -56,6 +57,7 @@ from treadle.trainer.policy.commands import (
 )
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.policy.rank_time import RANK_TIME, RankCause, spent_on
+from treadle.trainer.policy.shards import from_frames
 from treadle.trainer.policy.signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
@@ -92,11 +94,27 @@ class PolicyRank:
 
     def execute(self, command: Command) -> object:
         """Returns the command's answer; the parts of `policy.offload` are off the device then."""
+        if isinstance(command, Sharded):
+            with spent_on("receive"):
+                command = self._received(command)
         with spent_on(_cause(command)):
             answer = self._execute(command)
         for model in self._models() if not isinstance(command, Stop) else ():
             model.release_memory()
         return answer
+
+    def _received(self, sharded: Sharded) -> Command:
+        """Returns the command with its sequences; collective over the ranks that share them."""
+        assert self._policy is not None, "InitModel comes first"
+        world = self._policy.world
+        own = sharded.frames if world.leads else (None,) * sharded.num_frames
+        shard = from_frames([world.share(frame) for frame in own])
+        return replace(sharded.command, sequences=shard.sequences())
+
+    @property
+    def leads(self) -> bool:
+        """Whether the driver gives sequences to this rank, and not to a sibling."""
+        return self._policy is not None and self._policy.world.leads
 
     def _models(self) -> "Iterator[MegatronPolicy | MegatronCritic]":
         if self._policy is not None:
@@ -278,6 +296,8 @@ def _cause(command: Command) -> RankCause:
             return "save"
         case ReportTime() | ReportOffload() | Stop():
             return "waiting"
+        case Sharded():
+            return "receive"
         case (
             Specs()
             | ComputeDelta()
@@ -321,12 +341,13 @@ def serve(connection: "Connection[Any, Any]", rank: PolicyRank, *, beat_s: float
         beat_s: Time between two signs of life while a command runs.
     """
     signs = SignsOfLife(connection, beat_s=beat_s)
-    for command in _commands(connection):
+    for command in _commands(connection, rank):
         try:
             with signs:
                 value = rank.execute(command)
         except Exception as error:
-            logging.getLogger(__name__).exception("%s failed", type(command).__name__)
+            asked = command.command if isinstance(command, Sharded) else command
+            logging.getLogger(__name__).exception("%s failed", type(asked).__name__)
             connection.send(
                 Failed(
                     kind=_kind(error, command),
@@ -341,12 +362,15 @@ def serve(connection: "Connection[Any, Any]", rank: PolicyRank, *, beat_s: float
     return True
 
 
-def _commands(connection: "Connection[Any, Any]") -> Iterator[Command]:
+def _commands(connection: "Connection[Any, Any]", rank: PolicyRank) -> Iterator[Command]:
     while True:
         try:
             connection.poll(None)
             with spent_on("receive"):
-                command = connection.recv()
+                command: Command = connection.recv()
+                if isinstance(command, Sharded) and rank.leads:
+                    frames = tuple(connection.recv_bytes() for _ in range(command.num_frames))
+                    command = replace(command, frames=frames)
         except EOFError:
             return
         yield command

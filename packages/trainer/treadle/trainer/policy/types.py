@@ -80,6 +80,9 @@ class TrainSequence:
             policy replays them; it chooses for the other rows itself. None: for all.
         images: In the order of their places, which lie within the ids and outside the loss mask.
             Sequences that show one image share the object, so that it travels once.
+        shard: The data-parallel group that computes it; None: each rank has the whole batch, and
+            plans by itself. A batch has it for all of its sequences or for none.
+        is_outline: Whether this rank has the sequence without its values (see `shards`).
 
     Raises:
         ValueError: Lengths differ, there are fewer than two ids, the first token is in the loss
@@ -99,6 +102,8 @@ class TrainSequence:
     returns: FloatArray | None = None
     routed_experts: RoutedExperts | None = None
     images: tuple[PlacedImage, ...] = ()
+    shard: int | None = None
+    is_outline: bool = False
 
     def __init__(
         self,
@@ -116,6 +121,8 @@ class TrainSequence:
         returns: Sequence[float] | None = None,
         routed_experts: RoutedExperts | None = None,
         images: tuple[PlacedImage, ...] = (),
+        shard: int | None = None,
+        is_outline: bool = False,
     ) -> None:
         given = {
             "ids": IntArray(ids),
@@ -131,6 +138,8 @@ class TrainSequence:
             "returns": _floats(returns),
             "routed_experts": routed_experts,
             "images": images,
+            "shard": shard,
+            "is_outline": is_outline,
         }
         for name, value in given.items():
             object.__setattr__(self, name, value)

@@ -8,7 +8,6 @@ one.
 The critic learns from the same mini-batches.
 """
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
@@ -24,6 +24,7 @@ from treadle.trainer.algorithms.mismatch import mismatch_metrics
 from treadle.trainer.algorithms.token_selection import token_selector
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.backend import PolicyBackend
+from treadle.trainer.policy.batch import cut
 from treadle.trainer.policy.commands import MeasuredReference, UpdateStats
 from treadle.trainer.policy.rank_time import spent_on
 from treadle.trainer.policy.types import StepStats, TokenValues, TrainSequence
@@ -31,21 +32,7 @@ from treadle.trainer.policy.types import StepStats, TokenValues, TrainSequence
 if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.critic.backend import MegatronCritic
 
-__all__ = ["cut", "measure_reference", "not_finite", "run_critic_update", "run_update"]
-
-
-def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
-    """Cuts into contiguous parts, none empty, whose numbers of trajectories differ by at most 1."""
-    starts = [
-        index
-        for index, sequence in enumerate(sequences)
-        if index == 0
-        or sequence.trajectory is None
-        or sequence.trajectory != sequences[index - 1].trajectory
-    ]
-    parts = min(parts, len(starts))
-    firsts = [starts[len(starts) * part // parts] for part in range(parts)]
-    return [sequences[start:stop] for start, stop in itertools.pairwise((*firsts, len(sequences)))]
+__all__ = ["measure_reference", "not_finite", "run_critic_update", "run_update"]
 
 
 def run_update(
@@ -64,7 +51,7 @@ def run_update(
     with spent_on("logprobs"):
         prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
         computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
-        mismatch = _mismatch(prepared) if computed else None
+        mismatch = _mismatch(policy, prepared) if computed else None
         if algorithm.loss_needs_reference and prepared[0].ref_logprobs is None:
             reference = policy.reference_logprobs(prepared, temperature=temperature)
             prepared = [
@@ -73,6 +60,8 @@ def run_update(
             ]
     logprobs_s = time.perf_counter() - started
     loss, select = policy_loss(algorithm), token_selector(algorithm)
+    if select is not None:
+        prepared = _with_values_of_all(policy, prepared, ("advantages", "old_logprobs"))
 
     def with_selection(part: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
         if select is None:
@@ -99,7 +88,7 @@ def run_update(
         broken=not_finite(policy, sequences, temperature),
         logprobs_s=logprobs_s,
         mismatch=mismatch,
-        tokens=_token_values(steps, prepared if computed else None),
+        tokens=_token_values(policy, steps, prepared if computed else None),
     )
 
 
@@ -121,20 +110,22 @@ def measure_reference(
         for sequence in sequences:
             assert sequence.rollout_logprobs is not None, "a rollout always has them"
             ours.append(sequence.rollout_logprobs)
-    reference = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
-    if not reference:  # else rollout servers hold it, and were asked already
-        reference = policy.reference_logprobs(sequences, temperature=temperature)
-    kl = [
-        FloatArray.of_buffer(
-            kl_penalty(_tensor(p), _tensor(ref), algorithm.reward_kl.type).numpy().data
-        )
-        for p, ref in zip(ours, reference, strict=True)
-    ]
+    given = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
+    # Rollout servers that hold the reference were asked already.
+    theirs = given or policy.reference_logprobs(sequences, temperature=temperature)
+    kl_M = _of_all(
+        policy,
+        sequences,
+        [
+            kl_penalty(_tensor(p), _tensor(ref), algorithm.reward_kl.type).numpy()[s.loss_positions]
+            for s, p, ref in zip(sequences, ours, theirs, strict=True)
+        ],
+    )
     shares_old = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
     return MeasuredReference(
-        kl=tuple(kl),
+        kl=tuple(_aligned(sequences, kl_M)),
         old_logprobs=tuple(ours) if shares_old else None,
-        ref_logprobs=tuple(reference) if algorithm.loss_needs_reference else None,
+        ref_logprobs=tuple(theirs) if algorithm.loss_needs_reference and not given else None,
     )
 
 
@@ -195,34 +186,84 @@ def _with_old_logprobs(
 
 
 def _token_values(
-    steps: Sequence[StepStats], measured: Sequence[TrainSequence] | None
+    policy: PolicyBackend,
+    steps: Sequence[StepStats],
+    measured: Sequence[TrainSequence] | None,
 ) -> TokenValues:
     """Returns the values of all loss tokens of the batch.
 
     Args:
+        policy: Has computed them.
         steps: Those of the first epoch have the values of their mini-batch each.
         measured: The batch with the policy's log-probabilities before the update, if there are any.
     """
     kept = [step.tokens for step in steps if step.tokens is not None]
     logprobs_M = np.concatenate([tokens.logprobs_M for tokens in kept])
     if measured is not None:
-        logprobs_M = np.concatenate([s.at_loss_tokens("old_logprobs") for s in measured])
+        before = [s.at_loss_tokens("old_logprobs") for s in measured]
+        logprobs_M = _of_all(policy, measured, before)
     return TokenValues(
         logprobs_M=logprobs_M, entropy_M=np.concatenate([tokens.entropy_M for tokens in kept])
     )
 
 
-def _mismatch(sequences: Sequence[TrainSequence]) -> Mapping[str, float] | None:
+def _mismatch(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence]
+) -> Mapping[str, float] | None:
     """Returns metrics of sequences with old log-probabilities; None if no engine sampled them."""
     if any(s.old_logprobs is None or s.rollout_logprobs is None for s in sequences):
         return None
-    gaps_M = np.concatenate(
-        [s.at_loss_tokens("old_logprobs") - s.at_loss_tokens("rollout_logprobs") for s in sequences]
-    )
-    stale_M = np.concatenate([s.flags_at_loss_tokens("stale") for s in sequences])
+    ours = [s.at_loss_tokens("old_logprobs") for s in sequences]
+    theirs = [s.at_loss_tokens("rollout_logprobs") for s in sequences]
+    gaps_M = _of_all(policy, sequences, [p - q for p, q in zip(ours, theirs, strict=True)])
+    stale = [s.flags_at_loss_tokens("stale").astype(np.float32) for s in sequences]
+    stale_M = _of_all(policy, sequences, stale).astype(np.bool_)
     if not len(gaps_M):
         return None
     return mismatch_metrics(torch.from_numpy(gaps_M), torch.from_numpy(stale_M))
+
+
+def _of_all(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    values: Sequence[NDArray[np.float32]],
+) -> NDArray[np.float32]:
+    """Returns [M] numbers of all loss tokens, of which this rank may know its shard's only.
+
+    Args:
+        policy: Knows the other ranks.
+        sequences: The batch.
+        values: Of the loss tokens of each; nothing is read of an outline's.
+    """
+    own = [
+        np.zeros_like(each) if sequence.is_outline else each
+        for sequence, each in zip(sequences, values, strict=True)
+    ]
+    own_M = np.concatenate(own)
+    return own_M if sequences[0].shard is None else policy.sum_over_shards(own_M)
+
+
+def _aligned(sequences: Sequence[TrainSequence], values_M: NDArray[np.float32]) -> list[FloatArray]:
+    """Returns [M] numbers of all loss tokens as [L] of each sequence."""
+    ends = np.cumsum([sequence.num_loss_tokens for sequence in sequences])[:-1]
+    parts = np.split(values_M, ends)
+    return [sequence.aligned(each) for sequence, each in zip(sequences, parts, strict=True)]
+
+
+def _with_values_of_all(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], names: Sequence[str]
+) -> list[TrainSequence]:
+    """Returns the batch whose outlines have the true values of some fields, where they differ."""
+    found = list(sequences)
+    for name in names:
+        if any(getattr(s, name) is None for s in sequences):
+            continue
+        values_M = _of_all(policy, sequences, [s.at_loss_tokens(name) for s in sequences])
+        found = [
+            replace(s, **{name: each}) if s.is_outline else s
+            for s, each in zip(found, _aligned(sequences, values_M), strict=True)
+        ]
+    return found
 
 
 def _tensor(values: FloatArray) -> torch.Tensor:

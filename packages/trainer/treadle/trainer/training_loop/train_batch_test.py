@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from treadle.agent_loop import FloatArray
 from treadle.trainer.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.trainer.policy.backend import LossFn
+from treadle.trainer.policy.batch import cut
 from treadle.trainer.policy.types import (
     LossAggregation,
     NamedTensor,
@@ -18,7 +19,7 @@ from treadle.trainer.policy.types import (
     TokenValues,
     TrainSequence,
 )
-from treadle.trainer.training_loop.train_batch import cut, measure_reference, run_update
+from treadle.trainer.training_loop.train_batch import measure_reference, run_update
 
 
 class _Policy:
@@ -186,7 +187,7 @@ def test_the_kl_of_the_reward_is_measured_before_the_batch_and_nothing_is_comput
         {"kl_coef": 0.1, "epochs": 2, "reward_kl": {"coef": 0.1, "type": "k2"}}
     )
     measured = measure_reference(policy, _SEQUENCES, config, temperature=0.7)
-    assert measured.kl == ((0.5, 0.5),) * 3  # (-1 - -2)^2 / 2
+    assert measured.kl == ((0.0, 0.5),) * 3  # (-1 - -2)^2 / 2
     assert policy.temperatures == {0.7}
     assert measured.old_logprobs is not None
     assert measured.ref_logprobs is not None
@@ -205,7 +206,7 @@ def test_the_kl_of_the_reward_is_measured_before_the_batch_and_nothing_is_comput
 def test_the_servers_probabilities_may_be_those_of_the_kl() -> None:
     config = AlgorithmConfig.model_validate({"old_logprobs": "rollout", "reward_kl": {"coef": 0.1}})
     measured = measure_reference(_Policy(), _SEQUENCES, config, temperature=1.0)
-    assert measured.kl == ((2.0, 1.5),) * 3
+    assert measured.kl == ((0.0, 1.5),) * 3
     assert (measured.old_logprobs, measured.ref_logprobs) == (None, None)
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,6 +60,8 @@ from treadle.trainer.policy.types import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from treadle.agent_loop import FloatArray
     from treadle.trainer.config.policy import PolicyConfig
     from treadle.trainer.policy.backend import LossOutput
@@ -325,6 +328,15 @@ class MegatronPolicy:
             tokens=collected.tokens,
         )
 
+    def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See `PolicyBackend.sum_over_shards`."""
+        values = torch.from_numpy(values_M).to(device.device(), copy=True)
+        if not self.world.speaks:
+            values.zero_()
+        dist.all_reduce(values)
+        found: NDArray[np.float32] = values.cpu().numpy()
+        return found
+
     @property
     def _replaying(self) -> Architecture | None:
         return self.architecture if self._config.moe.routing_replay else None
@@ -359,8 +371,7 @@ class MegatronPolicy:
         mine = self._share(packer, sequences, computed, can_share=can_share)
         if self.architecture.experts is None or not computed:
             return mine
-        shortest = min(computed, key=lambda i: input_length(sequences[i]))
-        return experts_plan.prepare(mine, self.world, shortest=shortest)
+        return experts_plan.prepare(mine, self.world)
 
     def _share(
         self,
@@ -370,19 +381,23 @@ class MegatronPolicy:
         *,
         can_share: bool,
     ) -> MicroBatches:
-        mode = self.share_prefixes if can_share else "never"
-        ordered = plan.shared(sequences, computed, mode)
+        mode = plan.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
+        num_shards, shard = self.world.data, self.world.data_rank
+        if sequences and sequences[0].shard is not None:  # then the driver has chosen
+            computed = [i for i in computed if sequences[i].shard == shard]
+            num_shards, shard = 1, 0
+        ordered = plan.shared(sequences, computed, mode if can_share else "never")
         if ordered is not None:
             parts = plan.micro_batches(
                 ordered,
-                num_shards=self.world.data,
-                shard=self.world.data_rank,
+                num_shards=num_shards,
+                shard=shard,
                 max_tokens=self.micro_batch_tokens,
                 at_least=self.world.pipeline,
             )
             return MicroBatches(packer, [(part.indices, part.overlaps) for part in parts])
         lengths = [input_length(sequences[i]) for i in computed]
-        share = balance(lengths, self.world.data)[self.world.data_rank]
+        share = balance(lengths, num_shards)[shard]
         packs = pack(
             [lengths[i] for i in share],
             max_tokens=self.micro_batch_tokens,
@@ -515,10 +530,10 @@ class _StatsCollector:
         self._world = world
         self._names = ["actor/entropy", *_metric_names(loss)]
         self._slots_M = packer.slots(computed)
-        self._stale_M = packer.stale(computed)
         at = self._slots_M.device
         self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
-        self._gaps_M = torch.zeros(packer.num_loss_tokens, device=at)
+        # Of each loss token: the difference to the rollout engine, and 1 if it is stale.
+        self._gaps_2M = torch.zeros(2, packer.num_loss_tokens, device=at)
         self._has_rollout = packer.has("rollout_logprobs")
         # Log-probability and entropy of each loss token.
         self._tokens_2M = torch.zeros(2, packer.num_loss_tokens, device=at) if keep_tokens else None
@@ -534,7 +549,7 @@ class _StatsCollector:
         self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
         if inputs.rollout_logprobs_T is not None:
             gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
-            self._gaps_M[micro.slots_T] = gaps_T
+            self._gaps_2M[:, micro.slots_T] = torch.stack([gaps_T, micro.stale_T.to(gaps_T.dtype)])
         if self._tokens_2M is not None:
             self._tokens_2M[:, micro.slots_T] = torch.stack(
                 [inputs.logprobs_T.detach().float(), inputs.entropy_T.detach().float()]
@@ -554,8 +569,9 @@ class _StatsCollector:
             )
         metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
         if self._has_rollout:
-            dist.all_reduce(self._gaps_M)
-            metrics |= mismatch_metrics(self._gaps_M[self._slots_M], self._stale_M)
+            dist.all_reduce(self._gaps_2M)
+            gaps_M, stale_M = self._gaps_2M[:, self._slots_M]
+            metrics |= mismatch_metrics(gaps_M, stale_M.bool())
         return _Collected(
             loss=loss,
             num_rows=int(rows),

@@ -31,7 +31,7 @@ from treadle.trainer.policy.megatron.experts.replay import replayed_indices
 from treadle.trainer.policy.megatron.experts.routing import Routing
 from treadle.trainer.policy.megatron.prefixes.attention import TreeSegments
 from treadle.trainer.policy.megatron.prefixes.tree import rows_of_paths, runs_of
-from treadle.trainer.policy.types import LOGPROB_FIELDS
+from treadle.trainer.policy.types import LOGPROB_FIELDS, TrainSequence
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.megatron.vision.rows import ImagePacker
-    from treadle.trainer.policy.types import TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,11 +163,6 @@ class Packer:
         runs = [np.arange(self._offsets[i], self._offsets[i + 1]) for i in indices]
         return self._joined(runs, np.int64)
 
-    def stale(self, indices: Sequence[int]) -> Tensor:
-        """Returns for each slot of some sequences whether older weights sampled it; bool."""
-        flags = [self._sequences[i].flags_at_loss_tokens("stale") for i in indices]
-        return self._joined(flags, np.bool_)
-
     def num_rows(self, indices: Sequence[int], overlaps: Sequence[int] | None = None) -> int:
         """Returns the rows of `micro_batch` for these arguments, without padding."""
         return sum(input_length(self._sequences[i]) for i in indices) - sum(overlaps or ())
@@ -183,8 +177,13 @@ class Packer:
                 their ids.
             overlaps: How many first ids of each have their rows in the one before it, see
                 `prefixes.tree`; None: nothing is shared.
+
+        Raises:
+            RuntimeError: Another data-parallel group has the values of a sequence.
         """
         chosen = [(self._sequences[i], self._positions[i]) for i in indices]
+        if any(sequence.is_outline for sequence, _ in chosen):
+            raise RuntimeError(f"sequences {list(indices)} have values on other ranks only")
         lengths = [input_length(sequence) for sequence, _ in chosen]
         skipped = [0] * len(lengths) if overlaps is None else overlaps
         own = [range(o, n) for o, n in zip(skipped, lengths, strict=True)]
@@ -249,7 +248,7 @@ class Packer:
             rollout_logprobs_T=self._at_loss_tokens(chosen, "rollout_logprobs"),
             old_logprobs_T=self._at_loss_tokens(chosen, "old_logprobs"),
             ref_logprobs_T=self._at_loss_tokens(chosen, "ref_logprobs"),
-            stale_T=self.stale(indices),
+            stale_T=self._joined([s.flags_at_loss_tokens("stale") for s, _ in chosen], np.bool_),
             sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
             selected_T=(
                 self._joined([s.flags_at_loss_tokens("selected") for s, _ in chosen], np.bool_)
@@ -257,6 +256,27 @@ class Packer:
                 else None
             ),
         )
+
+    def blank(self) -> MicroBatch:
+        """Returns a micro-batch of a sequence that is not in the batch, with its fields."""
+        floats = {name: (0.0, 0.0) for name in LOGPROB_FIELDS if self.has(name)}
+        sequence = TrainSequence(
+            ids=(0, 0),
+            loss_mask=(False, True),
+            advantages=0.0,
+            selected=(False, False) if self.has("selected") else None,
+            **floats,
+        )
+        packer = Packer(
+            [sequence],
+            [0.0],
+            at=self._at,
+            row_multiple=self._row_multiple,
+            context=self._context,
+            replaying=self._replaying,
+            images=self._images,
+        )
+        return packer.micro_batch([0])
 
     def _rotary(
         self,

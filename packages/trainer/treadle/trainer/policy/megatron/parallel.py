@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 if TYPE_CHECKING:
     from treadle.trainer.config.policy import ParallelConfig
+    from treadle.trainer.policy.shards import Frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,8 @@ class World:
     expert_rank: int = 0
     expert_data_rank: int = 0
     """Which copy of its experts this rank has."""
+    siblings: dist.ProcessGroup | None = None
+    """The ranks that compute the same sequences, on the host's network; None: this one alone."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -113,6 +117,29 @@ class World:
     def speaks(self) -> bool:
         """Whether this rank reports what all of its tensor and context groups know."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its siblings, which the driver gives their shard."""
+        return self.is_first_stage and self.tensor_rank == 0 and self.context_rank == 0
+
+    def share(self, frame: Frame | None) -> Frame:
+        """Returns what the leading rank gives; collective over the siblings.
+
+        Args:
+            frame: The leader's bytes; None on the others.
+        """
+        if self.siblings is None:
+            assert frame is not None, "a rank without siblings leads"
+            return frame
+        size = torch.tensor([0 if frame is None else memoryview(frame).nbytes])
+        dist.broadcast(size, group=self.siblings, group_src=0)
+        if frame is None:
+            frame = bytearray(int(size))
+        if int(size):
+            received = torch.from_numpy(np.frombuffer(frame, np.uint8))
+            dist.broadcast(received, group=self.siblings, group_src=0)
+        return frame
 
     @property
     def copies(self) -> int:
@@ -184,6 +211,8 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         create_gloo_process_groups=False,  # for Megatron's memory-saving checkpoints, unused here
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    data_rank = parallel_state.get_data_parallel_rank()
+    assert data_rank == parallel.data_rank(dist.get_rank()), "the driver counts alike"
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -194,12 +223,27 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         context=parallel.context,
         context_rank=parallel_state.get_context_parallel_rank(),
         data=parallel.data,
-        data_rank=parallel_state.get_data_parallel_rank(),
+        data_rank=data_rank,
         sequence_parallel=parallel.sequence,
         expert=parallel.expert,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
+        siblings=_siblings(parallel, timedelta(seconds=rendezvous.timeout_s)),
     )
+
+
+def _siblings(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes the groups of the ranks that compute the same sequences; returns this rank's."""
+    if parallel.num_ranks == parallel.data:
+        return None
+    mine: dist.ProcessGroup | None = None
+    for number in range(parallel.data):
+        ranks = [r for r in range(parallel.num_ranks) if parallel.data_rank(r) == number]
+        # Sequences come from the driver into the host's memory, so gloo carries them.
+        group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
 
 
 def _join(rendezvous: Rendezvous) -> None:

@@ -1,4 +1,5 @@
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 
 from treadle.trainer.algorithms.choose_loss import policy_loss
-from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import (
@@ -15,6 +16,9 @@ from treadle.trainer.policy.megatron.testing.tiny import (
     sequences,
     write_model,
 )
+from treadle.trainer.policy.shards import assign, encode, from_frames, to_frames
+from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.training_loop.train_batch import measure_reference, run_update
 
 # With eps = 1, Adam's step is about lr * g / (|g| + 1): parameters compare as gradients do. With a
 # usual eps, a rounding difference in a gradient near 0 would be blown up to a difference of 2 * lr.
@@ -22,6 +26,8 @@ CONFIG = PolicyConfig(
     optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0), micro_batch_tokens=80
 )
 LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
+OF_ROLLOUT = AlgorithmConfig.model_validate({"old_logprobs": "rollout", "reward_kl": {"coef": 0.1}})
+SELECTING = AlgorithmConfig(loss="kl_cov", mini_batches=2, cov=CovarianceConfig(ratio=0.3))
 OF_SAMPLES = policy_loss(AlgorithmConfig(loss="gspo"))
 
 
@@ -83,12 +89,28 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
         keep_reference=True,
         reference_path=models / "llama-untied",
     )
-    batch = sequences(case["lengths"])
+
+    def dealt(whole: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Returns the batch as the driver gives it to this rank."""
+        if rendezvous is None:
+            return whole
+        world = policy.world
+        shards = encode(whole, assign(whole, world.data), world.data)
+        frames = to_frames(shards[world.data_rank])
+        given = frames if world.leads else [None] * len(frames)
+        return from_frames([world.share(frame) for frame in given]).sequences()
+
+    whole = sequences(case["lengths"])
+    batch = dealt(whole)
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
-    forked = forked_sequences() if len(batch) > 1 else batch
+    forked = dealt(forked_sequences() if len(batch) > 1 else whole)
     policy.share_prefixes = "never" if rendezvous is None else "always"
-    samples = [replace(s, trajectory=None if i % 2 else 0) for i, s in enumerate(again)]
+    # These each rank has, and plans by itself.
+    samples = [
+        replace(s, old_logprobs=o, trajectory=None if i % 2 else 0)
+        for i, (s, o) in enumerate(zip(whole, logprobs, strict=True))
+    ]
     result = {
         "logprobs": logprobs,
         "reference": policy.reference_logprobs(batch),
@@ -101,8 +123,18 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
         ],
         "weights": {t.name: t.tensor.clone().numpy() for t in policy.export_weights()},
     }
+    if case["model"] == "llama-untied":
+        spread = dealt([replace(s, advantages=_ramp(s)) for s in whole])
+        result["measured"] = measure_reference(policy, spread, OF_ROLLOUT, temperature=1.0)
+        result["update"] = run_update(policy, spread, SELECTING, temperature=1.0)
     policy.close()
     return result
+
+
+def _ramp(sequence: TrainSequence) -> tuple[float, ...]:
+    """Returns advantages that differ by token."""
+    assert isinstance(sequence.advantages, float)
+    return tuple(sequence.advantages + t / 50 for t in range(len(sequence.ids)))
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
@@ -172,6 +204,14 @@ def test_parallel_sizes_do_not_change_the_result(
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
             assert got.metrics == pytest.approx(want.metrics, abs=2e-5)
             assert (got.num_tokens, got.num_loss_tokens) == (want.num_tokens, want.num_loss_tokens)
+        if "update" in alone:
+            of_rank, want = rank["update"], alone["update"]
+            assert of_rank.mismatch == pytest.approx(want.mismatch, abs=2e-5)
+            assert of_rank.tokens.logprobs_M == pytest.approx(want.tokens.logprobs_M, abs=2e-5)
+            # Later steps may differ: rounding makes covariances that are close change places.
+            assert of_rank.steps[0].metrics == pytest.approx(want.steps[0].metrics, abs=2e-5)
+            for got, kl in zip(rank["measured"].kl, alone["measured"].kl, strict=True):
+                assert got == pytest.approx(kl, abs=2e-5)
     for spec in ranks[0]["specs"]:
         tensor = ranks[spec.sender]["weights"][spec.name]
         assert tensor.shape == spec.shape

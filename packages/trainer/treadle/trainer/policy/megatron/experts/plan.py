@@ -34,20 +34,16 @@ _OF_LOSS_TOKENS = (
 class RoutedMicroBatches(MicroBatches):
     """Those of a model with experts: each has its weight in the load-balancing loss."""
 
-    def __init__(
-        self, micro_batches: MicroBatches, *, rows: int, shortest: int, num_blank: int
-    ) -> None:
+    def __init__(self, micro_batches: MicroBatches, *, rows: int, num_blank: int) -> None:
         """Makes nothing yet.
 
         Args:
             micro_batches: Of this data-parallel rank.
             rows: Of the whole batch.
-            shortest: Index of a sequence, to make blank micro-batches from.
             num_blank: How many blank ones come last.
         """
         super().__init__(micro_batches.packer, micro_batches.parts)
         self._rows = rows
-        self._shortest = shortest
         self._num_blank = num_blank
 
     def __len__(self) -> int:
@@ -59,16 +55,15 @@ class RoutedMicroBatches(MicroBatches):
             micro.segments.routing = replace(routing, share=routing.num_rows / self._rows)
             yield micro
         for _ in range(self._num_blank):
-            yield _blank(self.packer.micro_batch([self._shortest]))
+            yield _blank(self.packer.blank())
 
 
-def prepare(micro_batches: MicroBatches, world: World, *, shortest: int) -> RoutedMicroBatches:
+def prepare(micro_batches: MicroBatches, world: World) -> RoutedMicroBatches:
     """Completes the micro-batches of this data-parallel rank, which may be none; collective.
 
     Args:
         micro_batches: Of this data-parallel rank.
         world: This rank's position.
-        shortest: Index of the shortest sequence of the batch, from which blank ones are made.
     """
     rows, most = micro_batches.num_rows, len(micro_batches)
     if world.data > 1:
@@ -78,7 +73,7 @@ def prepare(micro_batches: MicroBatches, world: World, *, shortest: int) -> Rout
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         rows, most = int(sums), int(count)
     lacking = most - len(micro_batches) if world.expert > 1 else 0
-    return RoutedMicroBatches(micro_batches, rows=rows, shortest=shortest, num_blank=lacking)
+    return RoutedMicroBatches(micro_batches, rows=rows, num_blank=lacking)
 
 
 def _blank(micro: MicroBatch) -> MicroBatch:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from treadle.trainer.policy.batch import input_length
-from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.prefixes.tree import in_order, overlaps_of, without_short_runs
 
 if TYPE_CHECKING:
@@ -81,6 +80,11 @@ class Ordered:
         return self.cut(high)
 
 
+def mode_on(mode: SharePrefixes, *, cpu: bool) -> SharePrefixes:
+    """Returns the mode on a kind of device: auto shares on CPUs only."""
+    return mode if cpu or mode == "always" else "never"
+
+
 def shared(
     sequences: Sequence[TrainSequence], computed: Sequence[int], mode: SharePrefixes
 ) -> Ordered | None:
@@ -91,10 +95,10 @@ def shared(
     Args:
         sequences: Of the whole batch.
         computed: Indices of those that go through the model.
-        mode: `policy.share_prefixes`. auto: only where it saves `MIN_SAVED_SHARE` of the tokens,
-            and on a CPU.
+        mode: `policy.share_prefixes`. auto: only where it saves `MIN_SAVED_SHARE` of the tokens;
+            the caller has found that it may help on this device (`mode_on`).
     """
-    if mode == "never" or (mode == "auto" and device.device().type != "cpu"):
+    if mode == "never":
         return None
     paths = _paths([sequences[i] for i in computed])
     places = in_order(paths)
