@@ -101,8 +101,8 @@ class Program:
 
     def listen(self, key: bytes) -> None:
         listener = Listener(("127.0.0.1", 0), backlog=8)
-        host, port = listener.address
-        self.address = f"{host}:{port}"
+        where: tuple[str, int] = listener.address  # type: ignore[assignment]
+        self.address = f"{where[0]}:{where[1]}"
         loop = asyncio.get_running_loop()
 
         def accept() -> None:

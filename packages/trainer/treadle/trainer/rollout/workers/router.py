@@ -16,13 +16,10 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
-import grpc.aio
-
-from treadle.agent_loop.rpc import ChannelSecurity
-from treadle.rollout.v1 import routing_service_pb2 as pb
-from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
+from treadle.agent_loop import ReplicaUnavailableError
+from treadle.agent_loop.rpc.router.admin import RouterAdmin
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import (
@@ -65,12 +62,10 @@ class RunRouter:
         self._replicas: tuple[str, ...] = ()
         self._draining: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
-        self._sessions: dict[str, int] = {}
         self._process: Process | None = None
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
-        self._telling = asyncio.Lock()
-        self._channel: grpc.aio.Channel | None = None
+        self._admin: RouterAdmin | None = None
         self._num_restarts = 0
         self._taken = 0
 
@@ -82,7 +77,9 @@ class RunRouter:
         """
         self._replicas = tuple(replicas)
         await self._start("{host}:0")
-        self._channel = self._security.open(self._address)
+        self._admin = RouterAdmin(
+            self._address, ServerSecurity.of(self._config.rollout).read(), timeout_s=self._CALL_S
+        )
         self._watching = asyncio.create_task(self._watch(), name="watch the router")
 
     async def aclose(self) -> None:
@@ -90,8 +87,8 @@ class RunRouter:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
-        if self._channel is not None:
-            await self._channel.close()
+        if self._admin is not None:
+            await self._admin.aclose()
         if self._process is not None:
             await self._process.stop()
 
@@ -123,30 +120,15 @@ class RunRouter:
         self._replicas, self._draining = (*serving, *draining), frozenset(draining)
         self._changed.set()
 
-    def sessions_at(self, address: str) -> int:
-        """Returns how many sessions a server had when the router was last asked."""
-        return self._sessions.get(address, 0)
-
     async def tell(self) -> None:
-        """Asks the router for its servers, and corrects what differs.
+        """Tells the router of the servers.
 
         Raises:
-            AioRpcError: It does not answer.
+            ReplicaUnavailableError: It does not answer.
         """
-        async with self._telling:
-            stub = cast(Any, pb_grpc).RoutingServiceStub(self._channel)
-            told: dict[str, Any] = {"timeout": self._CALL_S, "metadata": self._security.metadata}
-            answer = await stub.ListReplicas(pb.ListReplicasRequest(), **told)
-            has = {replica.address: replica.draining for replica in answer.replicas}
-            self._sessions = {each.address: each.open_sessions for each in answer.replicas}
-            for address in has.keys() - set(self._replicas):
-                await stub.RemoveReplica(pb.RemoveReplicaRequest(address=address), **told)
-            for address in self._replicas:
-                drains = address in self._draining
-                if address not in has or (has[address] and not drains):
-                    await stub.RegisterReplica(pb.RegisterReplicaRequest(address=address), **told)
-                if drains and not has.get(address, False):
-                    await stub.DrainReplica(pb.DrainReplicaRequest(address=address), **told)
+        assert self._admin is not None, "start comes first"
+        serving = [address for address in self._replicas if address not in self._draining]
+        await self._admin.set_replicas(serving, sorted(self._draining))
 
     async def _watch(self) -> None:
         assert self._process is not None
@@ -167,10 +149,8 @@ class RunRouter:
                 try:
                     await self.tell()
                     answered = clock()
-                except grpc.aio.AioRpcError as error:
-                    _log.warning(
-                        "the router at %s does not answer: %s", self._address, error.details()
-                    )
+                except ReplicaUnavailableError as error:
+                    _log.warning("%s", error)
                     limit_s = self._config.rollout.unresponsive_s
                     if clock() - answered >= limit_s and not ended.done():
                         await self._process.stop(0.1)
@@ -229,10 +209,6 @@ class RunRouter:
         if getattr(self._config.launch, "allow_plaintext_on_network", False):
             arguments.append("--insecure_allow_plaintext_beyond_loopback")
         return arguments
-
-    @property
-    def _security(self) -> ChannelSecurity:
-        return ServerSecurity.of(self._config.rollout).read()
 
 
 def main(argv: Sequence[str]) -> int:
