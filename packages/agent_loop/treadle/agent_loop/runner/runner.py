@@ -36,6 +36,7 @@ from treadle.agent_loop.errors import (
 from treadle.agent_loop.loops.loop import Score, Services, scores_itself
 from treadle.agent_loop.loops.registry import LoopRegistry
 from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
+from treadle.agent_loop.runner.places import Places
 from treadle.agent_loop.runner.watchdog import Watchdog
 from treadle.agent_loop.span_content import messages_content, trajectory_output
 from treadle.agent_loop.trajectory import Finding, Trajectory
@@ -107,7 +108,7 @@ class RolloutRunner:
         self._loops = loops
         self._services = services
         self._max_in_flight = max_in_flight
-        self._running: set[_Places] = set()  # of each run
+        self._running: set[Places] = set()  # of each run
         self._deadline_s = deadline_s
         self._failure_policy = failure_policy
         if watchdog_s is not None and not watchdog_s > 0:
@@ -147,7 +148,7 @@ class RolloutRunner:
             Exception: The sink or the source of tasks raised it.
         """
         counts, watchdog = _Counts(), Watchdog(self._watchdog_s, clock=self._clock)
-        places = _Places(self._max_in_flight)
+        places = Places(self._max_in_flight)
         sink_lock = asyncio.Lock()
 
         async def attempt_and_deliver(task: AgentTask) -> None:
@@ -309,29 +310,6 @@ async def _open_source(
 async def _each(tasks: Iterable[AgentTask]) -> AsyncIterator[AgentTask]:
     for task in tasks:
         yield task
-
-
-class _Places:
-    """A semaphore whose number of places may change. For one task that acquires."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken = 0
-        self._changed = asyncio.Event()
-
-    def set_limit(self, limit: int) -> None:
-        self._limit = limit
-        self._changed.set()
-
-    async def acquire(self) -> None:
-        while self._taken >= self._limit:
-            self._changed.clear()
-            await self._changed.wait()
-        self._taken += 1
-
-    def release(self) -> None:
-        self._taken -= 1
-        self._changed.set()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,6 +38,10 @@ class Runner(Protocol):
         """Runs every task and passes its trajectory to the sink; see `RolloutRunner`."""
         ...
 
+    def set_max_in_flight(self, max_in_flight: int) -> None:
+        """Changes the maximum number of tasks in flight, also of calls of `run` under way."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:

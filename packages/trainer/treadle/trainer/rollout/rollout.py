@@ -27,7 +27,6 @@ from treadle.agent_loop import (
     AgentTask,
     ChatRenderer,
     RewardFn,
-    RolloutRunner,
     SamplingParams,
     TokenGenerator,
     Trajectory,
@@ -276,8 +275,7 @@ class Rollout:
 
     def _follow(self, runner: Runner, routes: "Routes") -> None:
         """Lets as many tasks be in flight as the servers that take new sessions serve."""
-        if isinstance(runner, RolloutRunner):
-            runner.set_max_in_flight(self.config.rollout.max_in_flight * len(routes.serving))
+        runner.set_max_in_flight(self.config.rollout.max_in_flight * len(routes.serving))
 
     def runner(
         self,

@@ -31,6 +31,7 @@ __all__ = [
     "Alive",
     "Asks",
     "Begin",
+    "Bound",
     "End",
     "Ended",
     "FromDriver",
@@ -144,6 +145,14 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """The maximum number of tasks of a run that the worker asks for at a time has changed."""
+
+    run: int
+    max_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """A run has ended: what is in flight of it is cancelled."""
 
@@ -220,7 +229,7 @@ class Warned:
     message: str
 
 
-FromDriver: TypeAlias = Setup | Begin | Give | End | Stop
+FromDriver: TypeAlias = Setup | Begin | Give | Bound | End | Stop
 FromWorker: TypeAlias = Alive | Ready | Refused | Asks | Ended | RunFailed | Warned
 
 

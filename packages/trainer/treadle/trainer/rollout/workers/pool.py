@@ -23,13 +23,14 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self
 
 from treadle.agent_loop import AgentTask, Trajectory
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
+from treadle.agent_loop.runner.places import Places
 from treadle.tracing import (
     TraceSink,
     current_attributes,
@@ -45,6 +46,7 @@ from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.rollout.workers.messages import (
     Asks,
     Begin,
+    Bound,
     End,
     Ended,
     FromWorker,
@@ -88,6 +90,7 @@ class _Run:
 
     Attributes:
         begin: What workers are told.
+        runner: Whose run it is.
         sink: Takes its spans.
         held: By number.
         waiting: Numbers of those that no worker has.
@@ -97,6 +100,7 @@ class _Run:
     """
 
     begin: Begin
+    runner: "_WorkersRunner"
     sink: TraceSink
     held: dict[int, _Held] = field(default_factory=dict)
     waiting: deque[int] = field(default_factory=deque)
@@ -228,7 +232,7 @@ class LoopWorkers:
         if self._failure is not None:
             raise self._failure
         run = self._begin(runner)
-        places = asyncio.Semaphore(runner.max_in_flight)
+        places = runner.places = Places(runner.max_in_flight)
 
         async def take() -> None:
             number = 0
@@ -260,9 +264,18 @@ class LoopWorkers:
                 if intake.done():
                     intake.result()
         finally:
+            runner.places = None
             intake.cancel()
             await asyncio.wait({intake})
             self._end(run)
+
+    def set_max_in_flight(self, runner: "_WorkersRunner") -> None:
+        """Tells the workers that the bound of a runner has changed."""
+        for run in self._runs.values():
+            if run.runner is runner:
+                run.begin = replace(run.begin, max_in_flight=runner.max_in_flight)
+                for worker in self._live.values():
+                    worker.send(Bound(run.begin.run, runner.max_in_flight))
 
     def _begin(self, runner: "_WorkersRunner") -> _Run:
         self._num_runs += 1
@@ -278,6 +291,7 @@ class LoopWorkers:
                 attributes={key: plain(value) for key, value in current_attributes().items()},
             ),
             sink=sink,
+            runner=runner,
         )
         self._runs[run.begin.run] = run
         for worker in self._live.values():
@@ -438,14 +452,24 @@ class LoopWorkers:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _WorkersRunner:
-    """A `Runner` on the workers."""
+    """A `Runner` on the workers, for one call of `run` at a time."""
 
     workers: LoopWorkers
     settings: RunnerSettings
     max_in_flight: int
     span_attributes: SpanAttributes | None
+    places: Places | None = None
+
+    def set_max_in_flight(self, max_in_flight: int) -> None:
+        """See `Runner.set_max_in_flight`."""
+        if max_in_flight == self.max_in_flight:
+            return
+        self.max_in_flight = max_in_flight
+        if self.places is not None:
+            self.places.set_limit(max_in_flight)
+            self.workers.set_max_in_flight(self)
 
     async def run(self, tasks: AsyncIterable[AgentTask] | Iterable[AgentTask], sink: Sink) -> None:
         """See `Runner.run`.

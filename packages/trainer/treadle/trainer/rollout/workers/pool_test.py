@@ -33,6 +33,7 @@ from treadle.trainer.rollout.workers.messages import (
     Alive,
     Asks,
     Begin,
+    Bound,
     End,
     Ended,
     Give,
@@ -254,6 +255,20 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
         "workers/lost": 0.0,
         "workers/restarted": 0.0,
     }
+
+
+async def test_the_bound_of_a_run_under_way_may_change(start: Start) -> None:
+    bench = await start(1)
+    program = bench.machine.programs[0]
+    runner = bench.workers.runner(SETTINGS, max_in_flight=1)
+    running = asyncio.create_task(runner.run([task(i) for i in range(3)], bench.sink))
+    run = (await program.asks(3)).run
+    assert [given.number for given in (await program.given_of(run)).tasks] == [1]
+    runner.set_max_in_flight(3)
+    assert (await program.next(Bound)).max_in_flight == 3
+    assert [given.number for given in (await program.given_of(run)).tasks] == [2, 3]
+    program.end_all()
+    await running
 
 
 async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(

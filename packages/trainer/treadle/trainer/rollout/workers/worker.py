@@ -50,6 +50,7 @@ from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Asks,
     Begin,
+    Bound,
     End,
     Ended,
     FromDriver,
@@ -92,12 +93,11 @@ class _Tasks:
 
     Args:
         begin: Of the run.
-        link: To the driver.
     """
 
-    def __init__(self, begin: Begin, link: Link) -> None:
-        self._begin = begin
-        self._link = link
+    def __init__(self, begin: Begin) -> None:
+        self._limit = begin.max_in_flight
+        self.runner: RolloutRunner | None = None
         self._asked = 0
         self._waiting: deque[GivenTask] = deque()
         self._running: dict[int, GivenTask] = {}  # by the identity of its task
@@ -112,9 +112,15 @@ class _Tasks:
     def ask(self) -> int:
         """Counts all free places as asked for; returns how many they are."""
         held = self._asked + len(self._waiting) + len(self._running)
-        count = self._begin.max_in_flight - held
+        count = max(0, self._limit - held)
         self._asked += count
         return count
+
+    def set_limit(self, limit: int) -> None:
+        """Changes the number of places; who has one keeps it."""
+        self._limit = limit
+        if self.runner is not None:
+            self.runner.set_max_in_flight(limit)
 
     def attributes(self, task: AgentTask) -> Mapping[str, object]:
         """Returns the attributes of a running task's spans."""
@@ -181,7 +187,7 @@ class _Worker:
             case Setup():
                 self._living = asyncio.create_task(self._live(message, self._link))
             case Begin():
-                tasks = _Tasks(message, self._link)
+                tasks = _Tasks(message)
                 running = asyncio.create_task(
                     self._run(message, tasks, self._link), name=f"run {message.run}"
                 )
@@ -189,6 +195,10 @@ class _Worker:
             case Give():
                 if (open_run := self._runs.get(message.run)) is not None:
                     open_run[0].give(message.tasks)
+            case Bound():
+                if (open_run := self._runs.get(message.run)) is not None:
+                    open_run[0].set_limit(message.max_in_flight)
+                    self._link.send(Asks(message.run, open_run[0].ask()))
             case End():
                 if (open_run := self._runs.pop(message.run, None)) is not None:
                     open_run[1].cancel()
@@ -262,8 +272,9 @@ class _Worker:
                 use_parent(begin.parent),
                 use_attributes(**begin.attributes),
             ):
+                tasks.runner = self._runner(begin, tasks, generator)
                 link.send(Asks(begin.run, tasks.ask()))
-                await self._runner(begin, tasks, generator).run(tasks, end)
+                await tasks.runner.run(tasks, end)
         except Exception as error:
             link.send(
                 RunFailed(begin.run, f"{type(error).__name__}: {error}", traceback.format_exc())
