@@ -137,10 +137,14 @@ class RunRouter:
         ended = asyncio.create_task(self._process.wait(), name="end of the router")
         try:
             while True:
-                changed = asyncio.create_task(self._changed.wait())
-                waits: set[asyncio.Future[Any]] = {ended, changed}
-                await asyncio.wait(waits, timeout=self._LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                changed = asyncio.create_task(self._changed.wait(), name="change of servers")
+                try:
+                    waits: set[asyncio.Future[Any]] = {ended, changed}
+                    await asyncio.wait(
+                        waits, timeout=self._LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    changed.cancel()
                 self._changed.clear()
                 if ended.done():
                     ended = await self._replace(describe_exit(ended.result()))
