@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
+from hypothesis import settings, strategies
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.rpc import ChannelSecurity, Requirements
@@ -381,7 +383,8 @@ class _Generator:
         self.addresses.append(address)
 
     def drain_replica(self, address: str) -> int:
-        self.addresses.remove(address)
+        if address in self.addresses:
+            self.addresses.remove(address)
         return self.sessions
 
     def sessions_at(self, address: str) -> int:
@@ -645,3 +648,112 @@ def test_servers_must_be_able_to_do_what_the_configuration_asks_of_them() -> Non
     assert "in_flight_continue" in required_capabilities(kept)
     replayed = load_config([], [*paths, "policy.moe.routing_replay=true"]).config
     assert "routed_experts" in required_capabilities(replayed)
+
+
+class _Run(RuleBasedStateMachine):
+    """Servers join, are drained, die and are started again, between the steps of a run.
+
+    Invariant: what the generator may route to holds the present weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.stack = contextlib.AsyncExitStack()
+        self.patch = pytest.MonkeyPatch()
+        self.generator = _Generator([])
+        self.added = 0
+
+        @contextlib.asynccontextmanager
+        async def connect(addresses: Sequence[str], **asked: object) -> AsyncIterator[_Generator]:
+            if "policy" in asked:
+                self.generator.addresses += addresses
+            yield self.generator
+
+        self.patch.setattr("treadle.trainer.rollout.server_pool.connect", connect)
+        self.loop.run_until_complete(self._begin())
+
+    async def _begin(self) -> None:
+        self.launcher = _Launcher()
+        publisher = _Publisher()
+        self.pool = _pool(self.launcher, publisher, max_restarts=1000)
+
+        async def publish(version: int, servers: Sequence[Any]) -> Any:
+            # Nobody may be routed to in the midst of this that is not given weights by it.
+            for server in servers:
+                self.pool.versions[server.address] = version
+            return SimpleNamespace(failed={})
+
+        self.pool._publish = publish
+        await self.stack.enter_async_context(self.pool)
+        await self.pool.connect(Requirements())
+
+    async def _settle(self) -> None:
+        if starting := self.pool._starting.values():
+            await asyncio.wait(starting)
+
+    def teardown(self) -> None:
+        self.loop.run_until_complete(self.stack.aclose())
+        self.loop.close()
+        self.patch.undo()
+
+    @rule()
+    def step(self) -> None:
+        self.loop.run_until_complete(self.pool.sync_weights(self.pool.weight_version + 1))
+
+    @rule()
+    def between_attempts(self) -> None:
+        async def check() -> None:
+            await self._settle()
+            await self.pool.ensure_healthy()
+
+        self.loop.run_until_complete(check())
+
+    @rule()
+    def add(self) -> None:
+        async def add() -> None:
+            self.added += 1
+            serves = await self.pool.reach(f"10.0.0.{self.added}:8000")
+            serves.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        self.loop.run_until_complete(add())
+
+    @rule(data=strategies.data(), now=strategies.booleans(), sessions=strategies.integers(0, 1))
+    def drain(self, data: strategies.DataObject, now: bool, sessions: int) -> None:
+        self.generator.sessions = sessions
+        name = data.draw(strategies.sampled_from(self.pool.names))
+        only = not set(self.pool.routes.serving) - {self.pool._rotation[name].address}
+
+        async def drain() -> None:
+            self.pool.drain(name, now=now)
+
+        with pytest.raises(ProcessError) if only else contextlib.nullcontext():
+            self.loop.run_until_complete(drain())
+
+    @rule(data=strategies.data())
+    def end(self, data: strategies.DataObject) -> None:
+        """A server ends; one of someone else comes back with the weights of the start."""
+        live = [server for server in self.pool.live if not server.ended.done()]
+        if not live:
+            return
+        server = data.draw(strategies.sampled_from(live))
+
+        async def end() -> None:
+            if server.process is not None:
+                await self.pool.die(server.name)
+            elif self.pool.weight_version:
+                self.pool.versions[server.address] = 0
+                await server.ended  # it is noticed within a second
+
+        self.loop.run_until_complete(end())
+
+    @invariant()
+    def what_is_routed_to_has_the_present_weights(self) -> None:
+        living = {s.address for s in self.pool.live if not s.ended.done()}
+        for address in set(self.generator.addresses) & living:
+            assert self.pool.versions.get(address, 0) == self.pool.weight_version, address
+        assert set(self.pool.routes.serving) & living <= set(self.generator.addresses)
+
+
+_Run.TestCase.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
+TestServersComeAndGo = _Run.TestCase
