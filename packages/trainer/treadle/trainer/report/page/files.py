@@ -8,7 +8,8 @@ sees the one before or the new one. Takes seconds; the caller chooses the thread
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,8 @@ def write_reports(run_dir: Path) -> Summary:
         OSError: A file cannot be read or written.
         ValueError: A file is damaged; the text names it.
     """
-    curves = run_dir / f"{CURVES}.partial"
-    draw_curves(_records(run_dir), curves, title=_title(_config(run_dir), run_dir))
-    curves.replace(run_dir / CURVES)
+    with _replaced(run_dir / CURVES) as curves:
+        draw_curves(_records(run_dir), curves, title=_title(_config(run_dir), run_dir))
     return write_page(run_dir, run_dir / REPORT)
 
 
@@ -63,10 +63,20 @@ def write_page(run_dir: Path, out: Path) -> Summary:
         else [],
         config=config,
     )
-    partial = out.with_name(f"{out.name}.partial")
-    partial.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate is not text
-    partial.replace(out)
+    with _replaced(out) as partial:
+        partial.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate is not text
     return summary
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yields a file that takes the place of `path` when the block ends, and is removed if not."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:  # a full disk must not keep half of it
+        partial.unlink(missing_ok=True)
 
 
 def _records(run_dir: Path) -> tuple[Record, ...]:

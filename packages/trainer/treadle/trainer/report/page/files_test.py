@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from treadle.trainer.report import (
     TrajectoryLog,
     print_summary,
     rollout_metrics,
+    write_page,
     write_reports,
 )
 from treadle.trainer.report.page.charts import running_mean
@@ -96,3 +98,18 @@ def test_the_public_names_are_sorted_and_loading_them_is_cheap() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_full_disk_keeps_no_half_of_a_file(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+        metrics.append(1, {"reward/mean": 0.5})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_reports(tmp_path)
+        with pytest.raises(OSError, match="File too large"):
+            write_page(tmp_path, tmp_path / "report.html")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
