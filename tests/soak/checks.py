@@ -83,13 +83,14 @@ def check_groups(run: Path, *, steps: int, per_step: int, max_staleness: int | N
     if lost := sum(line.get("sampling/groups_failed", 0.0) for line in lines):
         problems.append(f"{run.name}: {lost:.0f} groups were lost")
     found = _trajectories(run)
-    of_rows = Counter((task, index) for (phase, _, task, index), _ in found if phase == "train")
+    trained = [key for key, _ in found if key[0] == "train"]
+    of_rows = Counter(key[2:] for key in trained)
     problems += [
         f"{run.name}: trajectory {task} was trained on {number} times"
         for task, number in of_rows.items()
         if number != 1
     ]
-    of_steps = Counter(step for (phase, step, *_), _ in found if phase == "train")
+    of_steps = Counter(key[1] for key in trained)
     problems += [
         f"{run.name}: step {step} trained on {of_steps[step]} trajectories, not {per_step}"
         for step in range(1, steps + 1)
