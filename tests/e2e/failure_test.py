@@ -1,5 +1,6 @@
 """Failures of a run: a killed trainer, server or rank, and an interrupt."""
 
+import json
 import os
 import re
 import select
@@ -148,10 +149,28 @@ def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
             assert {span["weight_version"] for span in sampled} == {line["step"] - 1}
 
 
-def test_a_policy_rank_that_dies_ends_the_run_and_is_named(start_trainer: StartTrainer) -> None:
-    trainer = start_trainer(_ENDLESS)
-    trainer.read_until(" 1/1000")
-    os.kill(trainer.pid_of("policy-0"), signal.SIGKILL)
-    assert trainer.wait() == 1
-    assert "policy rank 0 was ended by SIGKILL" in trainer.output
-    assert "policy rank 0 was ended by SIGKILL" in _report(trainer)
+def test_a_lost_rank_resumes_the_run_until_it_gets_nowhere(start_trainer: StartTrainer) -> None:
+    arguments = (*_UNVALIDATED, "schedule.save_every=2", "launch.max_failures=1")
+    lossy = start_trainer(*arguments, _ENDLESS, name="lossy")
+    lossy.read_until(" 3/1000")
+    os.kill(lossy.pid_of("policy-0"), signal.SIGKILL)
+    resumed = lossy.read_until(
+        "the run resumed by itself, after policy rank 0 was ended by SIGKILL"
+    )
+    (step,) = map(int, re.findall(r"step (\d+):", resumed))
+    lossy.read_until(f" {step + 1}/1000")  # the step before the next checkpoint
+    # Not in step + 2: its checkpoint would begin the count anew.
+    rank = lossy.pid_of("policy-0")
+    os.kill(rank, signal.SIGKILL)
+    said = lossy.wait()
+    notes = [json.loads(x) for x in (lossy.run_dir / "notes.jsonl").read_text().splitlines()]
+    assert [note["step"] for note in notes if "resumed by itself" in note["note"]] == [step]
+    lines = {line["step"]: line for line in lossy.metrics()}
+    assert lines[step + 1]["run/resumes"] == 1
+    assert said == 1
+    assert "resumed 1 times without a new checkpoint (launch.max_failures=1)" in lossy.output
+    assert "policy rank 0 was ended by SIGKILL" in _report(lossy)
+
+    whole = start_trainer(*arguments, f"schedule.total_steps={step + 1}", name="whole")
+    assert whole.wait() == 0, whole.output
+    assert _curve(lossy)[: step + 1] == _curve(whole)

@@ -84,6 +84,7 @@ def train(
         Exception: The run failed; see `run_training`.
     """
     from treadle.trainer.cli.console import new_run_dir
+    from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
     from treadle.trainer.model_source import exported_model
     from treadle.trainer.own_code import collect
     from treadle.trainer.preflight import check_run
@@ -92,7 +93,12 @@ def train(
 
     own = collect(config, reward=reward, tools=tools, loops=loops, on_step=on_step)
     run_dir = config.run.dir or new_run_dir(config.run.name)
-    summary = _wait(run_training(check_run(config, run_dir, own)))
+
+    def attempt(losses: Sequence[str]) -> Summary:
+        checked = check_run(settings_to_resume(config, losses), run_dir, own)
+        return _wait(run_training(checked, losses=losses))
+
+    summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)
     return TrainingResult(
         run_dir=run_dir,
         summary=summary,

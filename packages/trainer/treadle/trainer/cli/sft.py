@@ -86,8 +86,9 @@ def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
     from treadle.trainer.checkpoint.run_directory import RunDirectoryError
     from treadle.trainer.data import DataError
     from treadle.trainer.launch.process import ProcessError
+    from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
     from treadle.trainer.policy.group import PolicyError
-    from treadle.trainer.report import print_summary
+    from treadle.trainer.report import Summary, print_summary
     from treadle.trainer.sft.check import check_sft
     from treadle.trainer.sft.run import run_sft
 
@@ -99,7 +100,13 @@ def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
         if dry:
             say("\n".join((*run.notes, run.plan())))
             return 0
-        summary = asyncio.run(until_signal(run_sft(run)))
+
+        def attempt(losses: Sequence[str]) -> Summary:
+            again = settings_to_resume(config, losses)
+            checked = check_sft(again, run_dir, keep_torch_out=True) if losses else run
+            return asyncio.run(until_signal(run_sft(checked, losses=losses)))
+
+        summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)
     except (ConfigError, DataError, RunDirectoryError, SetupError) as error:
         return fail(error)
     except PolicyError as error:

@@ -166,15 +166,21 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _train(loaded: LoadedConfig) -> int:
+    from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
     from treadle.trainer.policy.group import PolicyError
     from treadle.trainer.preflight import check_run
-    from treadle.trainer.report import print_summary
+    from treadle.trainer.report import Summary, print_summary
     from treadle.trainer.training_loop.train import run_training
 
     config, run_dir = loaded.config, _run_dir(loaded)
+
+    def attempt(losses: Sequence[str]) -> Summary:
+        checked = check_run(settings_to_resume(config, losses), run_dir)
+        return asyncio.run(until_signal(run_training(checked, losses=losses)))
+
     say("checking settings, rows, your code, model and tokenizer")
     try:
-        summary = asyncio.run(until_signal(run_training(check_run(config, run_dir))))
+        summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)
     except _user_errors() as error:
         return fail(error)
     except PolicyError as error:

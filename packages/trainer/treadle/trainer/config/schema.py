@@ -542,6 +542,10 @@ class _LaunchConfig(Section):
     rollout take turns, so policy and servers share them."""
     start_deadline_s: Seconds = 300.0
     """Maximum time for a policy rank to start; servers have rollout.start_deadline_s."""
+    max_failures: Annotated[int, Field(ge=0)] = 0
+    """Number of times that the run resumes by itself from its latest checkpoint because a policy
+    rank or its node is lost, counted anew after each checkpoint; it needs schedule.save_every. What
+    a rank raises by itself, and errors of the input, end the run."""
     nodes: Count = 1
     """Number of machines whose GPUs the run uses. Above 1, Ray places the processes."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -598,6 +602,20 @@ LaunchConfig = Annotated[
     Annotated[LocalLaunchConfig | RayLaunchConfig, Field(discriminator="kind")],
     BeforeValidator(_kind_alone),
 ]
+
+
+def check_max_failures(launch: LocalLaunchConfig | RayLaunchConfig, schedule: StepsConfig) -> None:
+    """Rejects a run that is to resume by itself and keeps no checkpoint to resume from.
+
+    Raises:
+        ValueError: See above.
+    """
+    if launch.max_failures and schedule.save_every is None:
+        raise ValueError(
+            f"launch.max_failures={launch.max_failures} resumes from a checkpoint, and "
+            "schedule.save_every=null keeps none before the last step: set schedule.save_every, or "
+            "launch.max_failures=0"
+        )
 
 
 class TracingConfig(Section):
@@ -780,6 +798,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _processes_have_gpus(self) -> Self:
         make_topology(self)
+        return self
+
+    @model_validator(mode="after")
+    def _resumes_from_a_checkpoint(self) -> Self:
+        check_max_failures(self.launch, self.schedule)
         return self
 
     @model_validator(mode="after")

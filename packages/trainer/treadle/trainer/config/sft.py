@@ -22,6 +22,7 @@ from treadle.trainer.config.schema import (
     LocalLaunchConfig,
     ModelConfig,
     StepsConfig,
+    check_max_failures,
 )
 from treadle.trainer.launch.topology import make_topology
 
@@ -152,6 +153,11 @@ class SftConfig(Section):
     @model_validator(mode="after")
     def _processes_have_gpus(self) -> Self:
         make_topology(self)
+        return self
+
+    @model_validator(mode="after")
+    def _resumes_from_a_checkpoint(self) -> Self:
+        check_max_failures(self.launch, self.schedule)
         return self
 
     @model_validator(mode="after")

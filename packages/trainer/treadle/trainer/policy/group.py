@@ -60,11 +60,14 @@ class PolicyError(RuntimeError):
 
     Attributes:
         from_input: Whether the user's input is the cause.
+        lost: Whether a rank is gone, stands still or cannot reach the others; a run that resumes
+            need not meet it again.
     """
 
-    def __init__(self, message: str, *, from_input: bool = False) -> None:
+    def __init__(self, message: str, *, from_input: bool = False, lost: bool = False) -> None:
         super().__init__(message)
         self.from_input = from_input
+        self.lost = lost
 
 
 @dataclass(slots=True)
@@ -328,7 +331,9 @@ class PolicyGroup:
         ]
         rank = ranks[0][0]
         tail = await rank.process.log_tail()
-        return PolicyError("\n".join(told) + f"\nThe log of rank {rank.number} ends with:\n{tail}")
+        return PolicyError(
+            "\n".join(told) + f"\nThe log of rank {rank.number} ends with:\n{tail}", lost=True
+        )
 
     async def _explain(self, answers: Sequence[Done | Failed | _Lost | None]) -> PolicyError:
         """Returns the failure that is not the consequence of another rank's."""
@@ -351,7 +356,9 @@ class PolicyGroup:
                 else ""
             )
             return PolicyError(
-                f"policy rank {number} failed: {answer.message}{limit}\n{answer.traceback.rstrip()}"
+                f"policy rank {number} failed: {answer.message}{limit}\n"
+                f"{answer.traceback.rstrip()}",
+                lost=answer.kind == "peer",
             )
         return await self._lost(number, process)
 
@@ -360,7 +367,8 @@ class PolicyGroup:
         status = await wait_until_ended(process, _GRACE_S)
         ended = describe_exit(status) if status is not None else "closed its connection"
         return PolicyError(
-            f"policy rank {number} {ended}; its log ends with:\n{await process.log_tail()}"
+            f"policy rank {number} {ended}; its log ends with:\n{await process.log_tail()}",
+            lost=True,
         )
 
     async def __aexit__(self, *exc_info: object) -> None:

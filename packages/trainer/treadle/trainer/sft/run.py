@@ -9,6 +9,7 @@ of seed and step, so a resumed run repeats what came after its checkpoint bit fo
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from treadle.trainer.checkpoint.begin_or_resume import (
@@ -25,6 +26,7 @@ from treadle.trainer.checkpoint.run_directory import (
 )
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.make_launcher import make_launcher
+from treadle.trainer.launch.resuming import loss_notes
 from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.loggers.loggers import Loggers, open_loggers
 from treadle.trainer.model_source import resolve_model
@@ -40,6 +42,7 @@ from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.report import (
     LiveReport,
     MetricsLog,
+    NotesLog,
     Pace,
     Progress,
     Summary,
@@ -62,10 +65,14 @@ from treadle.trainer.training_loop.update_metrics import broken_policy
 __all__ = ["run_sft"]
 
 
-async def run_sft(run: CheckedSft) -> Summary:
+async def run_sft(run: CheckedSft, *, losses: Sequence[str] = ()) -> Summary:
     """Trains to the end of the configuration; returns a summary.
 
     A run that began in the run's directory is resumed.
+
+    Args:
+        run: From `check_sft`.
+        losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:
         SetupError: The model's weights cannot be had.
@@ -99,6 +106,10 @@ async def run_sft(run: CheckedSft) -> Summary:
                 progress.note(f"metrics for Prometheus  {metrics_url}")
             for note in (*run.notes, *resume.notes):
                 progress.note(note)
+            notes_log = NotesLog(run_dir / "notes.jsonl", resume_after=resume.after)
+            for note in loss_notes(losses, after=resume.after):
+                progress.note(f"step {first - 1}: {note}")
+                notes_log.append(first - 1, note)
             async with live_report(
                 run_dir, pace=Pace.of(config.schedule, total_steps=total)
             ) as report:
@@ -117,7 +128,15 @@ async def run_sft(run: CheckedSft) -> Summary:
                             model,
                             first_step=first,
                             load=None if checkpoint is None else checkpoint.policy_directory,
-                            steps=_Steps(run, checkpoints, metrics_log, loggers, progress, report),
+                            steps=_Steps(
+                                run,
+                                checkpoints,
+                                metrics_log,
+                                loggers,
+                                progress,
+                                report,
+                                resumes=len(losses),
+                            ),
                         )
         return summarize(await asyncio.to_thread(read_metrics, run_dir / "metrics.jsonl"))
 
@@ -158,6 +177,8 @@ class _Steps:
         loggers: Loggers,
         progress: Progress,
         report: LiveReport,
+        *,
+        resumes: int,
     ) -> None:
         self._run = run
         self._checkpoints = checkpoints
@@ -165,6 +186,7 @@ class _Steps:
         self._loggers = loggers
         self._progress = progress
         self._report = report
+        self._resumes = float(resumes)
         data = run.config.data
         self._order = DataOrder(
             num_rows=len(run.train.examples),
@@ -189,7 +211,10 @@ class _Steps:
         assert isinstance(stats, UpdateStats)
         if stats.broken is not None:
             raise PolicyError(broken_policy(step, stats, self._checkpoints.last_good))
-        metrics = _metrics(stats) | {"data/epoch": float(self._order.epoch(step))}
+        metrics = _metrics(stats) | {
+            "data/epoch": float(self._order.epoch(step)),
+            "run/resumes": self._resumes,
+        }
 
         last = step == self._run.total_steps
         if self._val and _due(schedule.val_every, step, or_now=last):

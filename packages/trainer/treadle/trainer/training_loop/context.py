@@ -147,6 +147,7 @@ class TrainingContext:
             ahead of the steps.
         surplus: Groups that the next step trains on first.
         kl_coef: Of the KL penalty in the rewards of this step.
+        resumes: How often this run resumed by itself (see `run_resuming`).
         first_of_kind: Knows the kinds of failures and findings that were shown.
     """
 
@@ -180,6 +181,7 @@ class TrainingContext:
     batches: int = 0
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0
+    resumes: int = 0
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
 
     @property

@@ -6,6 +6,7 @@ found the errors of the user's files.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from treadle.trainer.checkpoint.begin_or_resume import (
     check_steps_left,
@@ -17,6 +18,7 @@ from treadle.trainer.checkpoint.run_directory import (
     Checkpoints,
     RunDirectory,
 )
+from treadle.trainer.launch.resuming import loss_notes
 from treadle.trainer.loggers.loggers import open_loggers
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.preflight import CheckedRun
@@ -40,13 +42,14 @@ from treadle.trainer.training_loop.schedules.run import run_schedule
 __all__ = ["run_training"]
 
 
-async def run_training(run: CheckedRun) -> Summary:
+async def run_training(run: CheckedRun, *, losses: Sequence[str] = ()) -> Summary:
     """Trains to the end of the configuration; returns a summary.
 
     A run that began in the run's directory is resumed.
 
     Args:
         run: From `check_run`.
+        losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:
         SetupError: the model's weights cannot be had.
@@ -107,6 +110,9 @@ async def run_training(run: CheckedRun) -> Summary:
                         report=report,
                     ) as context,
                 ):
+                    context.resumes = len(losses)
+                    for note in loss_notes(losses, after=resume.after):
+                        context.note(first_step - 1, note)
                     await run_schedule(context, first_step=first_step)
             else:
                 async with live_report(run_dir):  # whatever the last trainer said of its end

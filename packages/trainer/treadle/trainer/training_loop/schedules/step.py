@@ -133,6 +133,7 @@ async def train_step(
         **charges.metrics,
         **updated,
         "weights/version": float(context.version),
+        "run/resumes": float(context.resumes),
         **sync_metrics,
         **await context.offload_metrics(),
         "data/epoch": float(context.order.epoch(context.batches)),
