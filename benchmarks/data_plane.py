@@ -1,0 +1,278 @@
+"""The data plane: trajectories from worker processes over the driver to the policy's ranks.
+
+Workers make trajectories and hand them over by pickle, as loop workers do. The driver makes the
+batch of a step and gives it to the ranks, processes that do what a policy rank does before it
+computes: receive, and make sequences of what came::
+
+    ./pants run benchmarks/data_plane.py -- --rounds 5
+    ./pants run benchmarks/data_plane.py -- --rounds 5 --whole --tokens 2000000
+
+`--whole` pickles the whole batch to every rank, as 33963a6 did: in a `git worktree` of that commit
+this file measures the code before, with fewer tokens, as each rank needs 95 bytes for one.
+
+The time begins when the workers hold their trajectories and ends when the last rank has its
+sequences. Memory is the growth of the resident set of the process, at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import pickle
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from treadle.agent_loop import (
+    AgentTask,
+    Completion,
+    FinishReason,
+    Message,
+    StopReason,
+    TokenChunk,
+    Trajectory,
+    Transcript,
+)
+from treadle.trainer.algorithms.estimators import find_estimator
+from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.training_loop.groups import groups_of, make_batch
+
+SAMPLES = 8  # of a row
+TURNS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One batch on its way.
+
+    Attributes:
+        gather_s: From the workers into the driver.
+        batch_s: Groups, advantages and sequences.
+        send_s: From the driver into the ranks, to sequences.
+        driver_cpu_s: Processor time of the driver for all of it, of all threads.
+        rank_cpu_s: The same, of the rank that took most.
+        wire_bytes: That the driver sent.
+        held_bytes: Growth of the driver with the batch in its memory, before it sends.
+        driver_bytes: Growth of the driver at its peak.
+        rank_bytes: The same, of the rank with the most.
+    """
+
+    gather_s: float
+    batch_s: float
+    send_s: float
+    driver_cpu_s: float
+    rank_cpu_s: float
+    wire_bytes: int
+    held_bytes: int
+    driver_bytes: int
+    rank_bytes: int
+
+    @property
+    def whole_s(self) -> float:
+        """All of it."""
+        return self.gather_s + self.batch_s + self.send_s
+
+
+def main() -> None:
+    """Prints the figures of some rounds, each in processes of its own."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=16_000_000)
+    parser.add_argument("--length", type=int, default=4_096, help="tokens of a trajectory")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--whole", action="store_true", help="the whole batch to every rank")
+    args = parser.parse_args()
+    rounds = [in_process(measure, args) for _ in range(args.rounds)]
+    tokens = args.tokens // (args.length * SAMPLES) * args.length * SAMPLES
+    print(f"{tokens} tokens, {args.workers} workers, {args.ranks} ranks")
+    for name, values in {
+        "workers to driver, s": [r.gather_s for r in rounds],
+        "batch, s": [r.batch_s for r in rounds],
+        "driver to ranks, s": [r.send_s for r in rounds],
+        "all, s": [r.whole_s for r in rounds],
+        "driver, s of processor time": [r.driver_cpu_s for r in rounds],
+        "rank with the most, s of it": [r.rank_cpu_s for r in rounds],
+        "bytes a token on the wire": [r.wire_bytes / tokens for r in rounds],
+        "bytes a token held in the driver": [r.held_bytes / tokens for r in rounds],
+        "driver, MB": [r.driver_bytes / 1e6 for r in rounds],
+        "rank with the most, MB": [r.rank_bytes / 1e6 for r in rounds],
+    }.items():
+        low, high = min(values), max(values)
+        print(f"{name:34} {statistics.median(values):8.2f}  ({low:.2f} to {high:.2f})")
+
+
+def in_process(function: Any, *args: Any) -> Any:
+    """Returns what a function returns in a fresh process, whose memory nothing else has grown."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = start(_answer, theirs, function, args)
+    theirs.close()  # so that the end of the process ends the wait
+    answer = ours.recv()
+    process.join()
+    return answer
+
+
+def _answer(connection: Connection[Any, Any], function: Any, args: tuple[Any, ...]) -> None:
+    connection.send(function(*args))
+
+
+def start(function: Any, *args: Any) -> Any:
+    """Starts a process that is not a copy of this one."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def measure(args: argparse.Namespace) -> Round:
+    """Starts workers and ranks, and moves one batch."""
+    pipe = multiprocessing.get_context("spawn").Pipe
+    workers, ranks, processes = [], [], []
+    rows = args.tokens // (args.length * SAMPLES)
+    for number in range(args.workers):
+        ours, theirs = pipe()
+        workers.append(ours)
+        mine = range(number, rows, args.workers)
+        processes.append(start(work, theirs, mine, args.length))
+        theirs.close()
+    for _ in range(args.ranks):
+        ours, theirs = pipe()
+        ranks.append(ours)
+        processes.append(start(rank, theirs))
+        theirs.close()
+    for connection in (*workers, *ranks):
+        connection.recv()
+    before = memory("VmRSS")
+    began, began_cpu = time.perf_counter(), time.process_time()
+    trajectories: list[Trajectory] = []
+    with ThreadPoolExecutor(max_workers=max(args.workers, args.ranks)) as pool:
+        for connection in workers:
+            connection.send(None)
+        for received in pool.map(gather, workers):
+            trajectories += received
+        gathered = time.perf_counter()
+        config = AlgorithmConfig()
+        batch = make_batch(groups_of(trajectories), find_estimator(config), version=1)
+        made = time.perf_counter()
+        held = memory("VmRSS") - before
+        sent = list(pool.map(send, ranks, parts_of(batch.sequences, args.ranks, args.whole)))
+        ended, ended_cpu = time.perf_counter(), time.process_time()
+    result = Round(
+        gather_s=gathered - began,
+        batch_s=made - gathered,
+        send_s=ended - made,
+        driver_cpu_s=ended_cpu - began_cpu,
+        rank_cpu_s=max(cpu_s for _, _, cpu_s in sent),
+        wire_bytes=sum(wire for wire, _, _ in sent),
+        held_bytes=held,
+        driver_bytes=memory("VmHWM") - before,
+        rank_bytes=max(grown for _, grown, _ in sent),
+    )
+    for process in processes:
+        process.join()
+    return result
+
+
+def parts_of(
+    sequences: Sequence[TrainSequence], num_ranks: int, whole: bool
+) -> list[Sequence[bytes | memoryview]]:
+    """Returns what the driver sends to each rank."""
+    if whole:
+        payload = pickle.dumps(tuple(sequences))
+        return [[payload]] * num_ranks
+    from treadle.trainer.policy.shards import assign, encode, to_frames
+
+    shards = encode(sequences, assign(sequences, num_ranks), num_ranks)
+    return [to_frames(shard) for shard in shards]  # type: ignore[misc]
+
+
+def send(connection: Connection[Any, Any], parts: Sequence[bytes]) -> tuple[int, int, float]:
+    """Sends to a rank; returns the bytes sent, the rank's growth and its processor time."""
+    connection.send(len(parts))
+    for part in parts:
+        connection.send_bytes(part)
+    return sum(memoryview(part).nbytes for part in parts), *connection.recv()
+
+
+def rank(connection: Connection[Any, Any]) -> None:
+    """Receives sequences, as a policy rank does."""
+    connection.send("ready")
+    before, before_cpu = memory("VmRSS"), time.process_time()
+    count = connection.recv()
+    frames = [connection.recv_bytes() for _ in range(count)]
+    if count == 1:
+        sequences = pickle.loads(frames[0])
+    else:
+        from treadle.trainer.policy.shards import from_frames
+
+        sequences = from_frames(frames).sequences()
+    assert sum(len(sequence.ids) for sequence in sequences) > 0
+    connection.send((memory("VmHWM") - before, time.process_time() - before_cpu))
+
+
+def gather(connection: Connection[Any, Any]) -> list[Trajectory]:
+    """Returns the trajectories of a worker, which come group by group."""
+    found: list[Trajectory] = []
+    while data := connection.recv_bytes():
+        found += pickle.loads(data)
+    return found
+
+
+def work(connection: Connection[Any, Any], rows: Sequence[int], length: int) -> None:
+    """Makes the trajectories of some rows, and hands them over when it is asked to."""
+    groups = [[trajectory(row, sample, length) for sample in range(SAMPLES)] for row in rows]
+    connection.send("ready")
+    connection.recv()
+    for group in groups:
+        connection.send_bytes(pickle.dumps(group, protocol=5))
+    connection.send_bytes(b"")
+
+
+def trajectory(row: int, sample: int, length: int) -> Trajectory:
+    """Returns one of several turns, half of whose tokens are sampled."""
+    draw = random.Random(row * SAMPLES + sample)
+    part = length // (2 * TURNS)
+    transcript = Transcript(draw.choices(range(150_000), k=length - part * (2 * TURNS - 1)))
+    for turn in range(TURNS):
+        if turn:
+            transcript.observe(draw.choices(range(150_000), k=part))
+        ids = tuple(draw.choices(range(150_000), k=part))
+        chunk = TokenChunk(
+            token_ids=ids,
+            logprobs=tuple(-draw.random() for _ in ids),
+            weight_version=1,
+        )
+        transcript.sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
+    task = AgentTask(
+        task_id=f"train/{row}",
+        sample_index=row,
+        rollout_index=sample,
+        loop="tool_agent",
+        messages=(Message(role="user", content="What is 6 * 7?"),),
+    )
+    return Trajectory(
+        task=task,
+        samples=(transcript.freeze(),),
+        messages=task.messages,
+        stop=StopReason.FINISHED,
+        reward=float(sample % 2),
+    )
+
+
+def memory(name: str) -> int:
+    """Returns a figure of this process's memory, in bytes: VmRSS, or VmHWM for its peak."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return 1024 * int(value.split()[0])
+    raise AssertionError(f"/proc/self/status has no {name}")
+
+
+if __name__ == "__main__":
+    main()
