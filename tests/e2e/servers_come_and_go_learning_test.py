@@ -1,0 +1,118 @@
+"""Servers that join, are drained, die and come back while a run trains, each in its own process."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.rollout_server.testing import running_server
+from treadle.trainer.demo import MODELS
+from treadle.trainer.launch.process import child_python_path
+
+from .testing import StartTrainer, Trainer
+
+pytestmark = pytest.mark.timeout(600)
+
+MODEL = str(MODELS["demo:calculator"])
+_UNVALIDATED = ("schedule.val_every=null", "schedule.val_before_train=false")
+
+
+def _servers(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "treadle.trainer.main",
+            "servers",
+            *arguments,
+            f"--run-dir={run_dir}",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": child_python_path()},
+        check=False,
+    )
+
+
+def _listed(trainer: Trainer) -> dict[str, str]:
+    """Returns the state of each server of the run, by address."""
+    found = json.loads((trainer.run_dir / "servers" / "list.json").read_text())
+    return {server["address"]: server["state"] for server in found["servers"]}
+
+
+def _curve(trainer: Trainer, steps: int) -> list[tuple[float, ...]]:
+    names = ("step", "reward/mean", "tokens/sampled")
+    return [tuple(line[name] for name in names) for line in trainer.metrics()[:steps]]
+
+
+def test_the_curve_is_that_of_a_run_whose_servers_stay(
+    start_trainer: StartTrainer, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("between us")
+    token.chmod(0o600)
+    arguments = (
+        *("--engine", "torch", "--model.path", MODEL, "--model.num_threads", "1"),
+        *("--model.context_length", "1024", "--security.token_file", str(token)),
+    )
+    with running_server(*arguments) as joins, contextlib.ExitStack() as dies:
+        foreign = dies.enter_context(running_server(*arguments)).address
+        trainer = start_trainer(
+            *_UNVALIDATED,
+            "schedule.total_steps=1000",
+            "rollout.num_replicas=1",
+            f"rollout.addresses=[{foreign}]",
+            f"rollout.token_file={token}",
+            "rollout.unresponsive_s=2",
+        )
+        trainer.read_until(" 2/1000")
+        added = _servers(trainer.run_dir, "add", joins.address)
+        assert added.returncode == 0, added.stderr
+        assert f"{joins.address} serves, with weight version" in added.stdout
+        again = _servers(trainer.run_dir, "add", joins.address)
+        assert again.returncode == 2
+        assert "is a server of this run already" in again.stderr
+        dies.close()
+        trainer.read_until("rollout server lost: attached-0")
+        with running_server(*arguments, "--address", foreign):
+            trainer.read_until("joined the run: attached-0")
+            drained = _servers(trainer.run_dir, "drain", "rollout-0")
+            assert drained.returncode == 0, drained.stderr
+            trainer.read_until("was drained and leaves the run")
+            trainer.read_until("/1000")
+            assert _listed(trainer) == {joins.address: "serving", foreign: "serving"}
+            listed = _servers(trainer.run_dir, "list")
+            assert foreign in listed.stdout and "someone else" in listed.stdout
+            trainer.process.send_signal(signal.SIGINT)
+            trainer.wait()
+        steps = len(trainer.metrics())
+        undisturbed = start_trainer(*_UNVALIDATED, f"schedule.total_steps={steps}", name="whole")
+        assert undisturbed.wait() == 0, undisturbed.output
+        assert _curve(trainer, steps) == _curve(undisturbed, steps)
+    ended = _servers(trainer.run_dir, "list")
+    assert ended.returncode == 2
+    assert "has no servers now" in ended.stderr
+
+
+def test_what_does_not_fit_is_refused_in_the_terminal_of_the_one_who_asks(
+    start_trainer: StartTrainer,
+) -> None:
+    trainer = start_trainer(*_UNVALIDATED, "schedule.total_steps=1000")
+    trainer.read_until(" 1/1000")
+    token = trainer.run_dir / "server_token"
+    with running_server("--engine", "fake", "--security.token_file", str(token)) as other:
+        wrong_model = _servers(trainer.run_dir, "add", other.address)
+    assert wrong_model.returncode == 2
+    assert "tokenizer.json has sha256" in wrong_model.stderr
+    nobody = _servers(trainer.run_dir, "drain", "rollout-7")
+    assert nobody.returncode == 2
+    assert "rollout-7 is no server of this run, which has rollout-0" in nobody.stderr
+    only = _servers(trainer.run_dir, "drain", "rollout-0")
+    assert "is the only server that takes new sessions" in only.stderr
+    trainer.process.send_signal(signal.SIGINT)
+    trainer.wait()
