@@ -192,7 +192,7 @@ class Machine:
 
 
 @dataclass
-class Bench:
+class WorkerHarness:
     machine: Machine
     workers: LoopWorkers
     ended: list[Trajectory] = field(default_factory=list)
@@ -207,14 +207,16 @@ class Bench:
         return asyncio.create_task(runner.run([task(i) for i in range(count)], self.sink))
 
 
-Start = Callable[..., Awaitable[Bench]]
+Start = Callable[..., Awaitable[WorkerHarness]]
 
 
 @pytest_asyncio.fixture(name="start")
 async def _start(tmp_path: Path) -> Any:
     opened: list[LoopWorkers] = []
 
-    async def start(count: int = 2, *settings: str, refusals: Sequence[str | None] = ()) -> Bench:
+    async def start(
+        count: int = 2, *settings: str, refusals: Sequence[str | None] = ()
+    ) -> WorkerHarness:
         given = ["model.path=/m", "data.train_files=/t.jsonl", f"agent.num_workers={count}"]
         machine = Machine(list(refusals))
         workers = LoopWorkers(
@@ -227,7 +229,7 @@ async def _start(tmp_path: Path) -> Any:
         opened.append(workers)
         await workers.__aenter__()
         await workers.start("127.0.0.1:1")
-        return Bench(machine, workers)
+        return WorkerHarness(machine, workers)
 
     yield start
     for workers in opened:
@@ -235,9 +237,9 @@ async def _start(tmp_path: Path) -> Any:
 
 
 async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(start: Start) -> None:
-    bench = await start(2)
-    first, second = bench.machine.programs
-    running = bench.run(5, max_in_flight=3)
+    harness = await start(2)
+    first, second = harness.machine.programs
+    running = harness.run(5, max_in_flight=3)
     run = (await first.asks(2)).run
     assert (await second.asks(2)).settings == SETTINGS
     gave = asyncio.gather(first.next(Give), second.next(Give))
@@ -247,10 +249,12 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
     for program in (first, second):
         program.end_all()
     await running
-    assert sorted(t.task.rollout_index for t in bench.ended) == list(range(5))
-    assert [t.messages[-1].content for t in bench.ended] == [str(t.task.seed) for t in bench.ended]
+    assert sorted(t.task.rollout_index for t in harness.ended) == list(range(5))
+    assert [t.messages[-1].content for t in harness.ended] == [
+        str(t.task.seed) for t in harness.ended
+    ]
     assert (await first.next(End)).run == run
-    assert bench.workers.take_metrics() == {
+    assert harness.workers.take_metrics() == {
         "workers/live": 2.0,
         "workers/lost": 0.0,
         "workers/restarted": 0.0,
@@ -258,10 +262,10 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
 
 
 async def test_the_bound_of_a_run_under_way_may_change(start: Start) -> None:
-    bench = await start(1)
-    program = bench.machine.programs[0]
-    runner = bench.workers.runner(SETTINGS, max_in_flight=1)
-    running = asyncio.create_task(runner.run([task(i) for i in range(3)], bench.sink))
+    harness = await start(1)
+    program = harness.machine.programs[0]
+    runner = harness.workers.runner(SETTINGS, max_in_flight=1)
+    running = asyncio.create_task(runner.run([task(i) for i in range(3)], harness.sink))
     run = (await program.asks(3)).run
     assert [given.number for given in (await program.given_of(run)).tasks] == [1]
     runner.set_max_in_flight(3)
@@ -274,42 +278,42 @@ async def test_the_bound_of_a_run_under_way_may_change(start: Start) -> None:
 async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = await start(1)
-    dying = bench.machine.programs[0]
-    running = bench.run(2)
+    harness = await start(1)
+    dying = harness.machine.programs[0]
+    running = harness.run(2)
     run = (await dying.asks(8)).run
     await dying.next(Give)
     dying.end(run, 1)
-    await bench.taken.get()
+    await harness.taken.get()
     dying.die()
-    await bench.machine.started.get()
-    replacement = await bench.machine.started.get()
+    await harness.machine.started.get()
+    replacement = await harness.machine.started.get()
     assert replacement.name == "worker-0-restart-1"
     assert (await replacement.asks(8)).run == run
     (again,) = (await replacement.next(Give)).tasks
     assert again.task == task(1)
     replacement.end(run, again.number)
     await running
-    assert [t.task.rollout_index for t in bench.ended] == [0, 1]
+    assert [t.task.rollout_index for t in harness.ended] == [0, 1]
     assert (
         f"loop worker worker-0 (pid {os.getpid()} on {platform.node()}) was ended by SIGKILL"
         in (caplog.text)
     )
     assert "its log ends with:\nthe last line of worker-0\n1 trajectories" in caplog.text
-    metrics = bench.workers.take_metrics()
+    metrics = harness.workers.take_metrics()
     assert metrics == {"workers/live": 1.0, "workers/lost": 1.0, "workers/restarted": 1.0}
 
 
 async def test_a_task_that_ends_its_workers_fails_and_the_others_do_not(start: Start) -> None:
-    bench = await start(1, "agent.max_attempts=2")
-    running = bench.run(1)
+    harness = await start(1, "agent.max_attempts=2")
+    running = harness.run(1)
     for _ in range(2):
-        program = await bench.machine.started.get()
+        program = await harness.machine.started.get()
         await program.asks(1)
         await program.next(Give)
         program.die()
     await running
-    error = bench.ended[0].error
+    error = harness.ended[0].error
     assert isinstance(error, WorkerLostError)
     assert "task 'train/0', rollout 0, lost its loop worker 2 times" in str(error)
     assert "was ended by SIGKILL; its log ends with:\nthe last line of worker-0-restart-1" in (
@@ -318,16 +322,16 @@ async def test_a_task_that_ends_its_workers_fails_and_the_others_do_not(start: S
 
 
 async def test_without_a_worker_the_run_ends_and_says_how_each_ended(start: Start) -> None:
-    bench = await start(1, "agent.max_worker_restarts=1", refusals=[None, "no such loop"])
-    running = bench.run(1)
-    await bench.machine.programs[0].asks(1)
-    bench.machine.programs[0].die()
+    harness = await start(1, "agent.max_worker_restarts=1", refusals=[None, "no such loop"])
+    running = harness.run(1)
+    await harness.machine.programs[0].asks(1)
+    harness.machine.programs[0].die()
     with pytest.raises(
         NoWorkerLeftError, match=r"after 1 restarts .*:\nloop worker .*no such loop"
     ):
         await running
     with pytest.raises(NoWorkerLeftError):
-        await bench.run(1)
+        await harness.run(1)
 
 
 async def test_a_worker_that_cannot_be_set_up_fails_the_start(start: Start) -> None:
@@ -336,10 +340,10 @@ async def test_a_worker_that_cannot_be_set_up_fails_the_start(start: Start) -> N
 
 
 async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    bench = await start(1, "rollout.unresponsive_s=0.2")
-    running = bench.run(1)
-    await bench.machine.started.get()
-    replacement = await bench.machine.started.get()  # the first said nothing after its start
+    harness = await start(1, "rollout.unresponsive_s=0.2")
+    running = harness.run(1)
+    await harness.machine.started.get()
+    replacement = await harness.machine.started.get()  # the first said nothing after its start
     run = (await replacement.asks(1)).run
     await replacement.next(Give)
     replacement.end(run, 1)
@@ -348,9 +352,9 @@ async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFi
 
 
 async def test_a_run_that_a_worker_cannot_carry_out_fails_alone(start: Start) -> None:
-    bench = await start(1)
-    program = bench.machine.programs[0]
-    failing, other = bench.run(1), bench.run(1)
+    harness = await start(1)
+    program = harness.machine.programs[0]
+    failing, other = harness.run(1), harness.run(1)
     first, second = (await program.asks(1)).run, (await program.asks(1)).run
     assert program.link is not None
     program.link.send(RunFailed(first, "UnknownLoopError: no loop", "Traceback: here"))
@@ -364,9 +368,9 @@ async def test_a_run_that_a_worker_cannot_carry_out_fails_alone(start: Start) ->
 
 
 async def test_a_cancelled_run_leaves_no_task_with_a_worker(start: Start) -> None:
-    bench = await start(1)
-    program = bench.machine.programs[0]
-    running = bench.run(1)
+    harness = await start(1)
+    program = harness.machine.programs[0]
+    running = harness.run(1)
     run = (await program.asks(1)).run
     await program.next(Give)
     running.cancel()
@@ -374,19 +378,19 @@ async def test_a_cancelled_run_leaves_no_task_with_a_worker(start: Start) -> Non
         await running
     assert (await program.next(End)).run == run
     program.end(run, 1)  # it was on its way
-    following = bench.run(1)
+    following = harness.run(1)
     run = (await program.asks(1)).run
     await program.given_of(run)
     program.end(run, 1)
     await following
-    assert len(bench.ended) == 1
+    assert len(harness.ended) == 1
 
 
 async def test_spans_reach_the_sink_of_their_run(start: Start) -> None:
-    bench, sink = await start(1), MemorySink()
-    program = bench.machine.programs[0]
+    harness, sink = await start(1), MemorySink()
+    program = harness.machine.programs[0]
     with use_sink(sink), use_attributes(step=7):
-        running = bench.run(1)
+        running = harness.run(1)
     begin = await program.asks(1)
     assert (begin.recording, begin.attributes) == (True, {"step": 7})
     await program.next(Give)
