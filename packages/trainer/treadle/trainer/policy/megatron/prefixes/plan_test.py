@@ -1,11 +1,9 @@
 from itertools import combinations
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.prefixes import plan
 from treadle.trainer.policy.megatron.prefixes.plan import Ordered
 from treadle.trainer.policy.megatron.prefixes.tree import in_order, overlaps_of
@@ -96,9 +94,9 @@ def test_auto_shares_where_it_saves_enough(mode: SharePrefixes, prompt: int, sha
     assert (plan.shared(batch, [0, 1], mode) is not None) is shared
 
 
-def test_only_sequences_that_are_computed_and_ids_that_are_needed_count(monkeypatch: Any) -> None:
+def test_only_sequences_that_are_computed_and_ids_that_are_needed_count() -> None:
     batch = [sequence((1, 30), (2, 5)), sequence((1, 30), (3, 5)), sequence((1, 30), (2, 5))]
     found = plan.shared(batch, [2, 0], "always")
     assert found == Ordered((2, 0), (34, 34), (0, 34))
-    monkeypatch.setattr(device, "device", lambda: type("Gpu", (), {"type": "cuda"}))
-    assert plan.shared(batch, [2, 0], "auto") is None
+    assert plan.shared(batch, [2, 0], plan.mode_on("auto", cpu=False)) is None
+    assert plan.shared(batch, [2, 0], plan.mode_on("auto", cpu=True)) == found
