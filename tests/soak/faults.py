@@ -100,8 +100,8 @@ DISK_KINDS = (
         name="the disk full",
         target="disk",
         signal=signal.SIGKILL,
-        exit=1,
-        says="No space left on device",
+        exit=2,
+        says="cannot write",
     ),
 )
 """Only where a file system can be mounted."""

@@ -224,6 +224,8 @@ class Round:
         self._armed_at = None
         if fault.kind.exit is not None:  # before it is sent: the driver may end at once
             self._may_exit[fault.kind.exit] = fault.kind.says
+            if fault.kind.target == "disk":  # where a log was written, and no checkpoint
+                self._may_exit[1] = "No space left on device"
             if "run directory" not in self.trainer.output:  # it is still being loaded
                 self._may_exit[-fault.kind.signal] = ""
         hit = self._hit(fault, targets)
