@@ -15,6 +15,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="treadle servers",
         description="Shows the rollout servers of a run, and changes them while it runs.",
+        epilog="Each command needs --run-dir RUN, the run's directory.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser(
