@@ -142,7 +142,7 @@ async def run_loop(generator: TokenGenerator, tasks: Sequence[int]) -> Result:
     samples = []
 
     async def sink(trajectory: Trajectory) -> None:
-        samples.append((trajectory.tokens.ids, trajectory.tokens.loss_mask))
+        samples.append((tuple(trajectory.tokens.ids), tuple(trajectory.tokens.loss_mask)))
 
     await runner.run([make_task(number) for number in tasks], sink)
     return Result(samples=samples, turns_s=timed.turns_s)

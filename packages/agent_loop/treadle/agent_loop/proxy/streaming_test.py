@@ -316,13 +316,13 @@ async def test_7_enforced_calls_go_to_the_server_as_the_models_own_format() -> N
     async def script(client: AsyncOpenAI) -> None:
         ask = partial(client.chat.completions.create, model="x", messages=ASK["messages"])
         done = await ask(tools=tools)
-        (called,) = done.choices[0].message.tool_calls or ()
+        (called,) = done.choices[0].message.tool_calls or [None]
         assert isinstance(called, ChatCompletionMessageFunctionToolCall)
         assert json.loads(called.function.arguments) == {"f": "x"}
         await ask(tools=tools[1:], tool_choice="required", parallel_tool_calls=False)
         named: Any = {"type": "function", "function": {"name": "g"}}
         await ask(tools=tools, tool_choice=named)
-        flat = [{"type": "function", **tool["function"]} for tool in tools]
+        flat: Any = [{"type": "function", **tool["function"]} for tool in tools]
         await client.responses.create(
             model="x", input="u", tools=flat, tool_choice={"type": "function", "name": "f"}
         )

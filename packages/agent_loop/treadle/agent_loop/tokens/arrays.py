@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
 __all__ = ["BoolArray", "FloatArray", "IntArray", "TypedArray"]
 
-T = TypeVar("T", int, float)
+T = TypeVar("T", bool, int, float)
 
 
 class TypedArray(Sequence[T]):
@@ -58,7 +58,7 @@ class TypedArray(Sequence[T]):
         """
         found = cls.__new__(cls)
         # An empty view cannot be cast, whatever its type.
-        whole = memoryview(buffer)
+        whole: Any = memoryview(buffer)
         found.data = whole.cast("B").cast(cls._FORMAT).toreadonly() if whole.nbytes else _EMPTY
         return found
 
@@ -89,8 +89,8 @@ class TypedArray(Sequence[T]):
 
     def count(self, value: T) -> int:
         """Returns how many values equal this one."""
-        found: int = self.data.tolist().count(value)
-        return found
+        values: list[Any] = self.data.tolist()
+        return values.count(value)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, tuple):

@@ -69,8 +69,8 @@ class Outcomes:
         *,
         tokens: Sequence[Sequence[int]] | None = None,
         greedy: Sequence[float] | None = None,
-        charges: Sequence[float] | None = None,
-        values: Sequence[float] | None = None,
+        charges: Sequence[float] | Floats | None = None,
+        values: Sequence[float] | Floats | None = None,
     ) -> Outcomes:
         """Returns the arrays of lists with one entry per trajectory.
 

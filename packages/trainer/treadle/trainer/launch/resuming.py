@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints
-from treadle.trainer.config.sft import AnyConfig
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.policy.group import PolicyError
 
 __all__ = ["loss_notes", "run_resuming", "settings_to_resume"]
 
 T = TypeVar("T")
-ConfigT = TypeVar("ConfigT", bound=AnyConfig)
+ConfigT = TypeVar("ConfigT", Config, SftConfig)
 _log = logging.getLogger(__name__)
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "OffloadReport",
     "OpenGroup",
     "OpenRendezvous",
+    "PlainCommand",
     "Push",
     "PushSharedMemory",
     "PushTarget",
@@ -478,7 +479,7 @@ class Stop:
     """Leave the other ranks and exit. Answer: None."""
 
 
-Command = (
+PlainCommand = (
     OpenRendezvous
     | InitModel
     | Update
@@ -502,9 +503,9 @@ Command = (
     | LoadCritic
     | ReportOffload
     | ReportTime
-    | Sharded
     | Stop
 )
+Command = PlainCommand | Sharded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

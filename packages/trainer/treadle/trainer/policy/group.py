@@ -241,11 +241,12 @@ class PolicyGroup:
         """Returns what each rank gets: the command without its sequences, and their frames."""
         parallel = self._config.parallel
         on_cpu = not (self._devices or self._gpus_per_rank)
-        updates = isinstance(command, Update | UpdateCritic)
         numbers = assign(
             command.sequences,
             parallel.data,
-            mini_batches=command.algorithm.mini_batches if updates else 1,
+            mini_batches=(
+                command.algorithm.mini_batches if isinstance(command, Update | UpdateCritic) else 1
+            ),
             share_prefixes=mode_on(self._config.share_prefixes, cpu=on_cpu),
         )
         frames = [to_frames(s) for s in encode(command.sequences, numbers, parallel.data)]

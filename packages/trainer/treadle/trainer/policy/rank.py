@@ -39,6 +39,7 @@ from treadle.trainer.policy.commands import (
     OffloadReport,
     OpenGroup,
     OpenRendezvous,
+    PlainCommand,
     Push,
     PushSharedMemory,
     ReportOffload,
@@ -96,14 +97,16 @@ class PolicyRank:
         """Returns the command's answer; the parts of `policy.offload` are off the device then."""
         if isinstance(command, Sharded):
             with spent_on("receive"):
-                command = self._received(command)
-        with spent_on(_cause(command)):
-            answer = self._execute(command)
+                plain = self._received(command)
+        else:
+            plain = command
+        with spent_on(_cause(plain)):
+            answer = self._execute(plain)
         for model in self._models() if not isinstance(command, Stop) else ():
             model.release_memory()
         return answer
 
-    def _received(self, sharded: Sharded) -> Command:
+    def _received(self, sharded: Sharded) -> PlainCommand:
         """Returns the command with its sequences; collective over the ranks that share them."""
         assert self._policy is not None, "InitModel comes first"
         world = self._policy.world
@@ -122,7 +125,7 @@ class PolicyRank:
         if self._critic is not None:
             yield self._critic
 
-    def _execute(self, command: Command) -> object:
+    def _execute(self, command: PlainCommand) -> object:
         match command:
             case OpenRendezvous():
                 self._listener = socket.create_server((self._host, 0))
@@ -283,7 +286,7 @@ class PolicyRank:
         return self._policy.step
 
 
-def _cause(command: Command) -> RankCause:
+def _cause(command: PlainCommand) -> RankCause:
     """Returns what the time of a command goes to, unless a part of it says otherwise."""
     match command:
         case Update() | UpdateCritic() | FineTune():
@@ -296,8 +299,6 @@ def _cause(command: Command) -> RankCause:
             return "save"
         case ReportTime() | ReportOffload() | Stop():
             return "waiting"
-        case Sharded():
-            return "receive"
         case (
             Specs()
             | ComputeDelta()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.agent_loop import Image, PlacedImage, RoutedExperts
+from treadle.agent_loop import BoolArray, Image, IntArray, PlacedImage, RoutedExperts
 from treadle.trainer.policy.batch import cut, has_gradient, input_length, token_weights
 from treadle.trainer.policy.shards import assign, encode, from_frames, to_frames
 from treadle.trainer.policy.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
@@ -89,7 +89,7 @@ def test_every_mini_batch_is_balanced_and_so_is_what_has_a_gradient() -> None:
 
 def test_sequences_with_a_common_prefix_stay_together() -> None:
     shared = [
-        replace(s, ids=(*([group] * 30), *s.ids[30:]))
+        replace(s, ids=IntArray((*([group] * 30), *s.ids[30:])))
         for group, s in zip((1, 2, 1, 2), _of_lengths([40] * 4, [1.0] * 4), strict=True)
     ]
     numbers = assign(shared, 2, share_prefixes="auto")
@@ -131,7 +131,7 @@ def test_an_image_that_sequences_share_travels_once() -> None:
 
 
 def test_a_batch_without_loss_tokens_is_sent_too() -> None:
-    empty = replace(_of_lengths([3], [0.0])[0], loss_mask=(False,) * 4)
+    empty = replace(_of_lengths([3], [0.0])[0], loss_mask=BoolArray((False,) * 4))
     (shard,) = encode([empty], assign([empty], 1), 1)
     assert from_frames(to_frames(shard)).sequences()[0].num_loss_tokens == 0
     with pytest.raises(ValueError, match="loss mask"):

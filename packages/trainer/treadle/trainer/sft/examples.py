@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treadle.agent_loop import ChatRenderer, RenderError, SetupError
+from treadle.agent_loop import ChatRenderer, FloatArray, RenderError, SetupError
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import DataError
 from treadle.trainer.data.row_problems import RowProblems
@@ -115,7 +115,7 @@ def _cut(sequence: TrainSequence, length: int) -> TrainSequence | None:
         sequence,
         ids=sequence.ids[:length],
         loss_mask=mask,
-        advantages=tuple(map(float, mask)),
+        advantages=FloatArray(map(float, mask)),
         rollout_logprobs=None if logprobs is None else logprobs[:length],
         images=tuple(placed for placed in sequence.images if placed.stop <= length),
     )

@@ -11,7 +11,7 @@ The critic learns from the same mini-batches.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -259,9 +259,10 @@ def _with_values_of_all(
         if any(getattr(s, name) is None for s in sequences):
             continue
         values_M = _of_all(policy, sequences, [s.at_loss_tokens(name) for s in sequences])
+        changed: list[dict[str, Any]] = [{name: each} for each in _aligned(sequences, values_M)]
         found = [
-            replace(s, **{name: each}) if s.is_outline else s
-            for s, each in zip(found, _aligned(sequences, values_M), strict=True)
+            replace(s, **change) if s.is_outline else s
+            for s, change in zip(found, changed, strict=True)
         ]
     return found
 

@@ -12,6 +12,7 @@ import pytest
 
 from treadle.agent_loop import (
     Finding,
+    FloatArray,
     Image,
     Message,
     Origin,
@@ -83,7 +84,7 @@ async def test_a_row_has_what_the_step_did_with_each_token(tmp_path: Path) -> No
     first, second, failed = _group("train/0", [1.0, 0.0, None])
     first = replace(first, findings=(Finding(kind="drift", text="turn 1"),))
     prompt = Span(origin=Origin.PROMPT, start=0, stop=14)
-    empty = replace(first.samples[0], spans=(prompt,), logprobs=(0.0,) * 14)
+    empty = replace(first.samples[0], spans=(prompt,), logprobs=FloatArray((0.0,) * 14))
     second = replace(second, samples=(empty, second.samples[0]))
     trajectories = [first, second, failed]
     batch = _batch(trajectories)

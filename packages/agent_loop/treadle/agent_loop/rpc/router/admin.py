@@ -62,6 +62,21 @@ class RouterAdmin:
         """Closes the connection."""
         await self._channel.close()
 
+    async def open_sessions(self) -> dict[str, int]:
+        """Returns the number of open sessions of each replica, by its address.
+
+        Raises:
+            ReplicaUnavailableError: The router does not answer, or refuses.
+        """
+        try:
+            answer = await self._stub.ListReplicas(
+                pb.ListReplicasRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as failed:
+            failure = classify(self._address, failed)
+            raise ReplicaUnavailableError(f"router {failure.error}") from failed
+        return {replica.address: replica.open_sessions for replica in answer.replicas}
+
     async def set_replicas(self, serving: Sequence[str], draining: Sequence[str] = ()) -> None:
         """Makes these all replicas of the router.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood
 from treadle.trainer.config.algorithm import AlgorithmConfig
@@ -133,7 +134,7 @@ class ComputeAll(ClippedSurrogate):
 
 def test_sequences_without_advantage_are_skipped_and_counted(folder: Path) -> None:
     batch = [
-        replace(s, advantages=(0.0,) * len(s.ids)) if i % 2 else s
+        replace(s, advantages=FloatArray((0.0,) * len(s.ids))) if i % 2 else s
         for i, s in enumerate(sequences())
     ]
     skipping, weights = step(folder, batch, ClippedSurrogate())
@@ -170,7 +171,7 @@ def test_a_step_keeps_what_it_computed_of_each_token(
 
 
 def test_a_batch_without_any_advantage_has_no_gradient_and_no_metrics(folder: Path) -> None:
-    batch = [replace(s, advantages=(0.0,) * len(s.ids)) for s in sequences()]
+    batch = [replace(s, advantages=FloatArray((0.0,) * len(s.ids))) for s in sequences()]
     stats, _ = step(folder, batch, ClippedSurrogate())
     assert (stats.num_computed, stats.grad_norm, stats.loss) == (0, 0.0, 0.0)
     assert stats.metrics == {}
@@ -366,7 +367,7 @@ def test_mixed_optional_fields_are_refused(folder: Path, opened: list[MegatronPo
     policy = MegatronPolicy(PolicyConfig(), folder)
     opened.append(policy)
     batch = sequences()
-    batch[0] = replace(batch[0], old_logprobs=(0.0,) * len(batch[0].ids))
+    batch[0] = replace(batch[0], old_logprobs=FloatArray((0.0,) * len(batch[0].ids)))
     with pytest.raises(ValueError, match="1 of 8 sequences have old_logprobs"):
         policy.train_step(batch, ClippedSurrogate())
     with pytest.raises(RuntimeError, match="keep_reference"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.config.algorithm import LOSS_NAMES, AlgorithmConfig, RewardKlConfig
 from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import (
@@ -136,7 +137,7 @@ def test_critic_reference_and_resume_are_as_without_offload(
 ) -> None:
     write_model(tmp_path / "other", "llama", tied=False, hidden_size=32)
     targets = [
-        replace(s, values=(0.1,) * len(s.ids), returns=(0.5,) * len(s.ids))
+        replace(s, values=FloatArray((0.1,) * len(s.ids)), returns=FloatArray((0.5,) * len(s.ids)))
         for s in sequences(seed=5)
     ]
 

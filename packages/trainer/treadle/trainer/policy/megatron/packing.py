@@ -259,7 +259,7 @@ class Packer:
 
     def blank(self) -> MicroBatch:
         """Returns a micro-batch of a sequence that is not in the batch, with its fields."""
-        floats = {name: (0.0, 0.0) for name in LOGPROB_FIELDS if self.has(name)}
+        floats: dict[str, Any] = {name: (0.0, 0.0) for name in LOGPROB_FIELDS if self.has(name)}
         sequence = TrainSequence(
             ids=(0, 0),
             loss_mask=(False, True),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
@@ -111,7 +112,7 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
         replace(s, old_logprobs=o, trajectory=None if i % 2 else 0)
         for i, (s, o) in enumerate(zip(whole, logprobs, strict=True))
     ]
-    result = {
+    result: dict[str, Any] = {
         "logprobs": logprobs,
         "reference": policy.reference_logprobs(batch),
         "specs": policy.weight_specs(),
@@ -124,7 +125,7 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
         "weights": {t.name: t.tensor.clone().numpy() for t in policy.export_weights()},
     }
     if case["model"] == "llama-untied":
-        spread = dealt([replace(s, advantages=_ramp(s)) for s in whole])
+        spread = dealt([replace(s, advantages=FloatArray(_ramp(s))) for s in whole])
         result["measured"] = measure_reference(policy, spread, OF_ROLLOUT, temperature=1.0)
         result["update"] = run_update(policy, spread, SELECTING, temperature=1.0)
     policy.close()

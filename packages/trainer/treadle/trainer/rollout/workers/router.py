@@ -62,6 +62,7 @@ class RunRouter:
         self._replicas: tuple[str, ...] = ()
         self._draining: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
+        self._sessions: dict[str, int] = {}
         self._process: Process | None = None
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
@@ -120,8 +121,12 @@ class RunRouter:
         self._replicas, self._draining = (*serving, *draining), frozenset(draining)
         self._changed.set()
 
+    def sessions_at(self, address: str) -> int:
+        """Returns how many sessions a server had when the router was last asked."""
+        return self._sessions.get(address, 0)
+
     async def tell(self) -> None:
-        """Tells the router of the servers.
+        """Tells the router of the servers, and asks it for their sessions.
 
         Raises:
             ReplicaUnavailableError: It does not answer.
@@ -129,6 +134,7 @@ class RunRouter:
         assert self._admin is not None, "start comes first"
         serving = [address for address in self._replicas if address not in self._draining]
         await self._admin.set_replicas(serving, sorted(self._draining))
+        self._sessions = await self._admin.open_sessions()
 
     async def _watch(self) -> None:
         assert self._process is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.critic import CriticConfig, CriticOptimizerConfig
@@ -42,7 +43,11 @@ def with_targets(
 ) -> list[TrainSequence]:
     draw = random.Random(seed)
     return [
-        replace(s, values=v, returns=tuple(draw.gauss(0.5, 1.0) for _ in s.ids))
+        replace(
+            s,
+            values=FloatArray(v),
+            returns=FloatArray(draw.gauss(0.5, 1.0) for _ in s.ids),
+        )
         for s, v in zip(batch, values, strict=True)
     ]
 

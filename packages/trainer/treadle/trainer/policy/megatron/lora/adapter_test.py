@@ -1,7 +1,7 @@
 """The truth is transformers' model, into whose weights the tests merge adapters themselves."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,8 @@ def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[st
     return result
 
 
-def logp(model: Any, weights: Mapping[str, Tensor], ids: tuple[int, ...]) -> Tensor:
-    inputs = torch.tensor([ids])
+def logp(model: Any, weights: Mapping[str, Tensor], ids: Sequence[int]) -> Tensor:
+    inputs = torch.tensor([list(ids)])
     output = torch.func.functional_call(model, dict(weights), (inputs,), {"use_cache": False})
     logits = output.logits[0, :-1].log_softmax(-1)
     values: Tensor = logits.gather(-1, inputs[0, 1:, None])[:, 0]

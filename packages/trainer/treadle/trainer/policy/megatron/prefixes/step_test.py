@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(
     folder: Path, batch: list[TrainSequence], mode: SharePrefixes, **settings: Any
-) -> tuple[list[tuple[float, ...]], StepStats, dict[str, torch.Tensor]]:
+) -> tuple[list[FloatArray], StepStats, dict[str, torch.Tensor]]:
     config = PolicyConfig(optimizer=LINEAR, share_prefixes=mode, **settings)
     policy = MegatronPolicy(config, folder)
     try:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from treadle.agent_loop import FloatArray
 from treadle.trainer.algorithms.choose_loss import policy_loss
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.critic import CriticConfig
@@ -118,7 +119,7 @@ def test_a_critic_sees(models: Path, opened: list[MegatronPolicy]) -> None:
     opened.append(policy)
     critic = MegatronCritic(policy, CriticConfig(), config, models / SEEING[1])
     batch = [
-        replace(s, values=(0.0,) * len(s.ids), returns=(1.0,) * len(s.ids))
+        replace(s, values=FloatArray((0.0,) * len(s.ids)), returns=FloatArray((1.0,) * len(s.ids)))
         for s in seeing_sequences()
     ]
     critic.train_step(batch)
