@@ -316,7 +316,9 @@ async def test_7_enforced_calls_go_to_the_server_as_the_models_own_format() -> N
     async def script(client: AsyncOpenAI) -> None:
         ask = partial(client.chat.completions.create, model="x", messages=ASK["messages"])
         done = await ask(tools=tools)
-        (called,) = done.choices[0].message.tool_calls or [None]
+        calls = done.choices[0].message.tool_calls
+        assert calls is not None
+        (called,) = calls
         assert isinstance(called, ChatCompletionMessageFunctionToolCall)
         assert json.loads(called.function.arguments) == {"f": "x"}
         await ask(tools=tools[1:], tool_choice="required", parallel_tool_calls=False)

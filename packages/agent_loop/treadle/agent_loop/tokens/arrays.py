@@ -73,16 +73,18 @@ class TypedArray(Sequence[T]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> T | Self:
         if not isinstance(index, slice):
-            value: T = self.data[index.__index__()]
+            value: Any = self.data[index.__index__()]
             return value
         part = self.data[index]
         return self.of_buffer(part if part.contiguous else part.tobytes())
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self.data.tolist())
+        values: list[Any] = self.data.tolist()
+        return iter(values)
 
     def __reversed__(self) -> Iterator[T]:
-        return reversed(self.data.tolist())
+        values: list[Any] = self.data.tolist()
+        return reversed(values)
 
     def __contains__(self, value: object) -> bool:
         return value in self.data.tolist()
