@@ -73,7 +73,8 @@ class TypedArray(Sequence[T]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> T | Self:
         if not isinstance(index, slice):
-            value: Any = self.data[index.__index__()]
+            items: Any = self.data
+            value: T = items[index.__index__()]
             return value
         part = self.data[index]
         return self.of_buffer(part if part.contiguous else part.tobytes())
