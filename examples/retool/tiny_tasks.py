@@ -33,7 +33,7 @@ __all__ = ["KINDS", "Task", "data_files", "hard_product", "main", "published_con
 
 _GUESSES: Final = 0.5
 _AGAIN: Final = 0.3
-_NUM_ROWS: Final = {"sft_train": 2400, "sft_val": 64, "train": 800, "val": 96, "hard": 400}
+_NUM_ROWS: Final = {"sft_train": 8000, "sft_val": 64, "train": 800, "val": 96, "hard": 400}
 
 # What ReTool-SFT has before the question, shortened; the converter drops it.
 _PREAMBLE: Final = "Solve the following problem step by step.\n*user question:*\n"
