@@ -86,8 +86,9 @@ def _document_lines() -> Iterator[str]:
     yield ""
     yield "Generated from the models by `python -m treadle.trainer.config.describe docs/config.md`."
     yield "Later layers override earlier ones: defaults, `--config file.yaml` (repeatable),"
-    yield "`key=value`. Lists are replaced. Setting the `kind` of a section resets that section;"
-    yield "the kind's name alone is short for it (`sync.transport=file`). You add entries to a"
+    yield "`key=value`. Lists are replaced. Setting the `kind` of a section drops what earlier"
+    yield "layers set of keys that not every kind has; the kind's name alone is short for it"
+    yield "(`sync.transport=file`). You add entries to a"
     yield "table under names of your choice (`agent.loops.mine=package.module:Class`). Paths in a"
     yield "file are relative to that file."
     yield from _tables(all_leaves().values(), "{}", Config)

@@ -2,9 +2,10 @@
 
 Each layer is a list of `Assignment(key, value, source)`: a YAML file gives one per leaf, an
 argument gives one. Later layers override earlier ones. Lists are replaced, never merged; tables
-gain entries; setting the `kind` of a section resets that section. `preset=NAME` in a layer puts a
-file of `presets/` right below it. verl's keys are translated first (`verl_keys`). All errors are
-reported in one `ConfigError` that quotes key, value and source.
+gain entries; setting the `kind` of a section drops what earlier layers set of keys that not every
+kind has. `preset=NAME` in a layer puts a file of `presets/` right below it. verl's keys are
+translated first (`verl_keys`). All errors are reported in one `ConfigError` that quotes key, value
+and source.
 
 Paths in a file are relative to that file, paths in arguments to the working directory.
 """
@@ -390,7 +391,8 @@ def _assign(
     prefix, _, name = assignment.key.rpartition(".")
     if name == "kind" and prefix in all_sections(root):
         for key in below:
-            if key.startswith(f"{prefix}."):
+            known = leaf_of(key, root) if key.startswith(f"{prefix}.") else None
+            if known is not None and known.variants:
                 merged.pop(key, None)
     merged[assignment.key] = replace(assignment, value=_fit(assignment, leaf, root))
 

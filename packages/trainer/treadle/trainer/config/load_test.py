@@ -35,6 +35,16 @@ def test_layers_win_in_order_and_every_leaf_knows_its_source(tmp_path: Path) -> 
     assert loaded.sources["rollout.dtype"] == "default"
 
 
+def test_another_kind_keeps_what_every_kind_has(tmp_path: Path) -> None:
+    text = "schedule: {kind: sync, total_steps: 75}\nsync: {transport: {kind: inline}}\n"
+    file = _write(tmp_path / "run.yaml", text + "launch: {kind: ray, cpus_per_process: 2}\n")
+    given = ["schedule.kind=async", "sync.transport=file", "launch=local", *_LEAST]
+    config = load_config([file], given).config
+    assert (config.schedule.kind, config.schedule.total_steps) == ("async", 75)
+    assert isinstance(config.sync.transport, FileTransportConfig)
+    assert config.launch.kind == "local"  # which has no cpus_per_process
+
+
 def test_paths_in_a_file_are_relative_to_it_and_in_arguments_to_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
