@@ -140,7 +140,7 @@ def reward(kind: str, *, seed: int, steps: int, directory: Path) -> Mapping[str,
         kind="schedule",
         name=kind,
         arguments=(
-            f"schedule.kind={kind}",  # it resets the section, also what `train` says of it
+            f"schedule.kind={kind}",
             *KINDS[kind],
             *(stale if kind != "sync" else ()),
             f"schedule.total_steps={steps}",
