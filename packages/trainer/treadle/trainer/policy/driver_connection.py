@@ -1,12 +1,16 @@
-"""The connection between a rank and its driver: the first caller that knows the run's key.
+"""The connection between a rank or loop worker and its driver: the first caller with the run's key.
 
 Invariant: a stranger who connects and says nothing, or something else, delays nobody. Each caller
 is authenticated on a thread of its own; no message is read before it is.
 """
 
+import argparse
+import faulthandler
+import logging
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -15,9 +19,13 @@ from multiprocessing.connection import (
     answer_challenge,
     deliver_challenge,
 )
+from pathlib import Path
 from typing import Any
 
-__all__ = ["accept_driver", "connect_to_rank"]
+from treadle.trainer.launch.environment import read_authkey
+from treadle.trainer.launch.process import watch_parent, write_ready
+
+__all__ = ["accept_driver", "connect_to_rank", "serve_driver"]
 
 # Callers beyond these are turned away until one of them has answered or left.
 _MAX_CALLERS = 64
@@ -83,3 +91,35 @@ def connect_to_rank(
         except (EOFError, OSError):
             if time.monotonic() > end or given_up.wait(_RETRY_S):
                 raise
+
+
+def serve_driver(
+    argv: Sequence[str],
+    *,
+    module: str,
+    serve: "Callable[[Connection[Any, Any], str, float], bool]",
+) -> int:
+    """The whole of a process that serves one driver; returns its exit status.
+
+    It listens on its host and writes the address to its ready file.
+
+    Args:
+        argv: The arguments that the driver gives.
+        module: What was started, for a message about them.
+        serve: Is given the connection, the host and how often to give a sign of life, in seconds;
+            returns whether all went well.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--beat_s", type=float, required=True)
+    parser.add_argument("--parent_pid", type=int, required=True)
+    parser.add_argument("--ready_file", type=Path, required=True)
+    args = parser.parse_args(argv)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    watch_parent(args.parent_pid)
+    with Listener((args.host, 0), backlog=64) as listener:
+        address: tuple[str, int] = listener.address  # type: ignore[assignment]
+        write_ready(args.ready_file, f"{address[0]}:{address[1]}")
+        with accept_driver(listener, read_authkey()) as connection:
+            return 0 if serve(connection, args.host, args.beat_s) else 1

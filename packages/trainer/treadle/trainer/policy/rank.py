@@ -7,22 +7,17 @@ Then the cause goes to the driver and the process exits, because the other ranks
 it inside a collective operation and only the end of the process frees them.
 """
 
-import argparse
 import contextlib
-import faulthandler
 import logging
 import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.launch.environment import read_authkey
-from treadle.trainer.launch.process import watch_parent, write_ready
 from treadle.trainer.policy.backend import CheckpointError
 from treadle.trainer.policy.commands import (
     Broadcast,
@@ -56,7 +51,7 @@ from treadle.trainer.policy.commands import (
     Values,
     WriteFiles,
 )
-from treadle.trainer.policy.driver_connection import accept_driver
+from treadle.trainer.policy.driver_connection import serve_driver
 from treadle.trainer.policy.rank_time import RANK_TIME, RankCause, spent_on
 from treadle.trainer.policy.shards import from_frames
 from treadle.trainer.policy.signs_of_life import SignsOfLife
@@ -406,21 +401,11 @@ def _raised_by_communication(error: Exception) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Serves one driver; returns exit status 0 if no command raised."""
-    parser = argparse.ArgumentParser(prog="python -m treadle.trainer.policy.rank")
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--beat_s", type=float, required=True)
-    parser.add_argument("--parent_pid", type=int, required=True)
-    parser.add_argument("--ready_file", type=Path, required=True)
-    args = parser.parse_args(argv)
-    faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    watch_parent(args.parent_pid)
-    with Listener((args.host, 0), backlog=64) as listener:
-        address: tuple[str, int] = listener.address  # type: ignore[assignment]
-        write_ready(args.ready_file, f"{address[0]}:{address[1]}")
-        with accept_driver(listener, read_authkey()) as connection:
-            ended_well = serve(connection, PolicyRank(args.host), beat_s=args.beat_s)
-            return 0 if ended_well else 1
+
+    def serve_as_rank(connection: "Connection[Any, Any]", host: str, beat_s: float) -> bool:
+        return serve(connection, PolicyRank(host), beat_s=beat_s)
+
+    return serve_driver(argv, module="treadle.trainer.policy.rank", serve=serve_as_rank)
 
 
 if __name__ == "__main__":

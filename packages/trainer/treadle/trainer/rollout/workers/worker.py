@@ -14,10 +14,8 @@ Invariants:
 Who waits: each run for the tasks that it asked for; the process for the driver.
 """
 
-import argparse
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import sys
@@ -25,8 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 from treadle.agent_loop import AgentTask, RolloutRunner, SetupError, TokenGenerator, Trajectory
@@ -40,9 +37,7 @@ from treadle.tracing import (
     use_sink,
 )
 from treadle.trainer.data.load_data import enter_reward, load_renderer, load_reward
-from treadle.trainer.launch.environment import read_authkey
-from treadle.trainer.launch.process import watch_parent, write_ready
-from treadle.trainer.policy.driver_connection import accept_driver
+from treadle.trainer.policy.driver_connection import serve_driver
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.make_runner import make_runner
 from treadle.trainer.rollout.open_sessions import OpenSessions
@@ -349,20 +344,11 @@ async def _serve(connection: "Connection[Any, Any]", *, beat_s: float) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Serves one driver; returns exit status 0 unless the worker could not be set up."""
-    parser = argparse.ArgumentParser(prog="python -m treadle.trainer.rollout.workers.worker")
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--beat_s", type=float, required=True)
-    parser.add_argument("--parent_pid", type=int, required=True)
-    parser.add_argument("--ready_file", type=Path, required=True)
-    args = parser.parse_args(argv)
-    faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    watch_parent(args.parent_pid)
-    with Listener((args.host, 0), backlog=64) as listener:
-        address: tuple[str, int] = listener.address  # type: ignore[assignment]
-        write_ready(args.ready_file, f"{address[0]}:{address[1]}")
-        with accept_driver(listener, read_authkey()) as connection:
-            return 0 if asyncio.run(_serve(connection, beat_s=args.beat_s)) else 1
+
+    def serve(connection: "Connection[Any, Any]", _: str, beat_s: float) -> bool:
+        return asyncio.run(_serve(connection, beat_s=beat_s))
+
+    return serve_driver(argv, module="treadle.trainer.rollout.workers.worker", serve=serve)
 
 
 if __name__ == "__main__":
