@@ -547,8 +547,10 @@ class ServerPool:
                 f"(rollout.max_restarts={self._config.rollout.max_restarts}):\n"
                 + "\n".join(self._dead.values())
             )
-        if joined:
-            _log.warning("joined the run: %s", ", ".join(joined))
+        if own := [name for name in joined if name not in self._attached]:
+            _log.warning("started again: %s", ", ".join(own))
+        if others := [name for name in joined if name in self._attached]:
+            _log.warning("joined the run: %s", ", ".join(others))
         return joined
 
     async def resync(self, names: Sequence[str]) -> None:
