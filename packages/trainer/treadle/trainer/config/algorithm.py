@@ -12,8 +12,8 @@ from typing import Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from treadle.trainer.config.base import Section
+from treadle.trainer.config.choices import LossAggregation
 from treadle.trainer.config.correction import CorrectionConfig
-from treadle.trainer.policy.types import LossAggregation
 
 KlType = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 LossName = Literal[

@@ -11,7 +11,7 @@ from typing import Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.trainer.policy.types import ElementType, SharePrefixes
+from treadle.trainer.config.choices import ElementType, SharePrefixes
 
 
 class ParallelConfig(BaseModel):

@@ -10,29 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from treadle.agent_loop import BoolArray, FloatArray, IntArray
+from treadle.trainer.config.choices import ElementType as ElementType
+from treadle.trainer.config.choices import LossAggregation as LossAggregation
+from treadle.trainer.config.choices import SharePrefixes as SharePrefixes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from treadle.agent_loop import PlacedImage, RoutedExperts
-
-ElementType = Literal["float32", "bfloat16"]
-
-LossAggregation = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
-
-SharePrefixes = Literal["auto", "always", "never"]
 
 LOGPROB_FIELDS: Final = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 """Optional fields of `TrainSequence`; a batch has each for all of its sequences or for none."""

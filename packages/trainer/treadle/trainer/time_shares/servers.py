@@ -18,15 +18,10 @@ from typing import Final, Protocol
 
 from treadle.agent_loop.aio import concurrently
 from treadle.rollout.v1 import server_service_pb2 as pb
+from treadle.trainer.time_shares.server_causes import SERVER_CAUSES
 from treadle.trainer.weight_sync.errors import WeightSyncError
 
-__all__ = ["SERVER_CAUSES", "AskedServer", "ServerShares"]
-
-SERVER_CAUSES: Final = (
-    *("prefill", "decode", "tools", "idle", "waiting"),
-    *("weights", "memory", "down"),
-)
-"""As in the metrics, which have either `waiting` or the two that it is divided into."""
+__all__ = ["AskedServer", "ServerShares"]
 
 _ANSWER_S: Final = 2.0
 """A server that stands still must not hold up the step for longer."""

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from treadle.trainer.report.metrics import RANK_TIME, SERVER_TIME, STEP, Record
 from treadle.trainer.report.page.colours import hue
 from treadle.trainer.time_shares.ranks import RANK_CAUSES
-from treadle.trainer.time_shares.servers import SERVER_CAUSES
+from treadle.trainer.time_shares.server_causes import SERVER_CAUSES
 
 WIDTH, HEIGHT = 360, 180
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 22
