@@ -103,7 +103,7 @@ class Round:
         self._stopped = Stopped(time.monotonic)
         self._watch = MomentWatch()
         self._armed_at: float | None = None
-        self._may_exit: dict[int, str] = {}  # status -> what the driver says then
+        self._may_exit: dict[int, tuple[str, ...]] = {}  # status -> what the driver may say then
         self._progress = (-2, time.monotonic())
         self._sampled_at = 0.0
         self._said_at = time.monotonic()
@@ -190,9 +190,9 @@ class Round:
     def _ended_well(self, status: int) -> bool:
         if status == 0:
             return True
-        says = self._may_exit.get(status)
         output = self.trainer.output
-        if says is not None and says in " ".join(output.split()):
+        said = " ".join(output.split())
+        if any(says in said for says in self._may_exit.get(status, ())):
             return True
         expected = self._may_exit or "none but 0"
         self._log.violation(
@@ -223,11 +223,12 @@ class Round:
         self._faults.pop(0)
         self._armed_at = None
         if fault.kind.exit is not None:  # before it is sent: the driver may end at once
-            self._may_exit[fault.kind.exit] = fault.kind.says
+            self._may_exit[fault.kind.exit] = (fault.kind.says,)
             if fault.kind.target == "disk":  # where a log was written, and no checkpoint
-                self._may_exit[1] = "No space left on device"
+                for status in (1, 2):
+                    self._may_exit[status] = (fault.kind.says, "No space left on device")
             if "run directory" not in self.trainer.output:  # it is still being loaded
-                self._may_exit[-fault.kind.signal] = ""
+                self._may_exit[-fault.kind.signal] = ("",)
         hit = self._hit(fault, targets)
         moment = "at any time" if missed else fault.moment
         self._log.write(
