@@ -147,8 +147,7 @@ async def _start_workers(
         )
     )
     if isinstance(servers, ServerPool):
-        servers.on_change(lambda routes: router.set_replicas(routes.serving, routes.draining))
-        servers.count_sessions_by(router.sessions_at)
+        router.follow(servers)
     return workers
 
 

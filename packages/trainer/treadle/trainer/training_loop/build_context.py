@@ -181,8 +181,7 @@ async def build_context(
                         images=inputs.images,
                     )
                 )
-            servers.on_change(lambda routes: router.set_replicas(routes.serving, routes.draining))
-            servers.count_sessions_by(router.sessions_at)
+            router.follow(servers)
         context = TrainingContext(
             config=config,
             train=inputs.train,

@@ -4,7 +4,7 @@ Invariant: a call that returns has been carried out. It may be repeated after on
 what differs is changed.
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import grpc.aio
@@ -62,38 +62,30 @@ class RouterAdmin:
         """Closes the connection."""
         await self._channel.close()
 
-    async def open_sessions(self) -> dict[str, int]:
-        """Returns the number of open sessions of each replica, by its address.
-
-        Raises:
-            ReplicaUnavailableError: The router does not answer, or refuses.
-        """
-        try:
-            answer = await self._stub.ListReplicas(
-                pb.ListReplicasRequest(), timeout=self._timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as failed:
-            failure = classify(self._address, failed)
-            raise ReplicaUnavailableError(f"router {failure.error}") from failed
-        return {replica.address: replica.open_sessions for replica in answer.replicas}
-
-    async def set_replicas(self, serving: Sequence[str], draining: Sequence[str] = ()) -> None:
+    async def set_replicas(
+        self, serving: Sequence[str], draining: Sequence[str] = ()
+    ) -> Mapping[str, int]:
         """Makes these all replicas of the router.
 
         Args:
             serving: Addresses of those that take new sessions.
             draining: Addresses of those that keep the sessions they have.
 
+        Returns:
+            How many sessions each replica that it had before has open.
+
         Raises:
             ReplicaUnavailableError: The router does not answer, or refuses.
         """
         try:
-            await self._set_replicas(serving, draining)
+            return await self._set_replicas(serving, draining)
         except grpc.aio.AioRpcError as failed:
             failure = classify(self._address, failed)
             raise ReplicaUnavailableError(f"router {failure.error}") from failed
 
-    async def _set_replicas(self, serving: Sequence[str], draining: Sequence[str]) -> None:
+    async def _set_replicas(
+        self, serving: Sequence[str], draining: Sequence[str]
+    ) -> Mapping[str, int]:
         timeout, metadata = self._timeout_s, self._metadata
         answer = await self._stub.ListReplicas(
             pb.ListReplicasRequest(), timeout=timeout, metadata=metadata
@@ -113,3 +105,4 @@ class RouterAdmin:
                 await self._stub.DrainReplica(
                     pb.DrainReplicaRequest(address=address), timeout=timeout, metadata=metadata
                 )
+        return {replica.address: replica.open_sessions for replica in answer.replicas}

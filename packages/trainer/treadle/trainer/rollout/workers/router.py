@@ -15,8 +15,8 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from treadle.agent_loop import ReplicaUnavailableError
 from treadle.agent_loop.rpc.router.admin import RouterAdmin
@@ -30,6 +30,9 @@ from treadle.trainer.launch.process import (
     watch_parent,
 )
 from treadle.trainer.rollout.server_security import ServerSecurity
+
+if TYPE_CHECKING:  # the router's own process needs no pool
+    from treadle.trainer.rollout.server_pool import ServerPool
 
 __all__ = ["RouterLostError", "RunRouter", "main"]
 
@@ -62,7 +65,7 @@ class RunRouter:
         self._replicas: tuple[str, ...] = ()
         self._draining: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
-        self._sessions: dict[str, int] = {}
+        self._sessions: Mapping[str, int] = {}
         self._process: Process | None = None
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
@@ -121,6 +124,11 @@ class RunRouter:
         self._replicas, self._draining = (*serving, *draining), frozenset(draining)
         self._changed.set()
 
+    def follow(self, servers: "ServerPool") -> None:
+        """Names the pool's servers from now on, and counts their sessions for it."""
+        servers.on_change(lambda routes: self.set_replicas(routes.serving, routes.draining))
+        servers.count_sessions_by(self.sessions_at)
+
     def sessions_at(self, address: str) -> int:
         """Returns how many sessions a server had when the router was last asked."""
         return self._sessions.get(address, 0)
@@ -133,8 +141,7 @@ class RunRouter:
         """
         assert self._admin is not None, "start comes first"
         serving = [address for address in self._replicas if address not in self._draining]
-        await self._admin.set_replicas(serving, sorted(self._draining))
-        self._sessions = await self._admin.open_sessions()
+        self._sessions = await self._admin.set_replicas(serving, sorted(self._draining))
 
     async def _watch(self) -> None:
         assert self._process is not None
