@@ -22,7 +22,7 @@ from typing import Any
 
 from treadle.trainer.policy.commands import Alive
 
-__all__ = ["SignsOfLife", "Silence", "beat_s"]
+__all__ = ["SignsOfLife", "Silence", "beat_s", "sign_of_life"]
 
 _LOOKS = 20
 
@@ -47,7 +47,7 @@ class SignsOfLife:
         self._main = threading.get_ident()
         self._sending = threading.Lock()
         self._at_work = threading.Event()
-        connection.send(self._sign())
+        connection.send(sign_of_life(self._main))
         threading.Thread(target=self._beat, name="signs of life", daemon=True).start()
 
     def __enter__(self) -> None:
@@ -69,19 +69,21 @@ class SignsOfLife:
             with self._sending:
                 if self._at_work.is_set():
                     try:
-                        self._connection.send(self._sign())
+                        self._connection.send(sign_of_life(self._main))
                     except OSError:  # the driver is gone
                         return
             pause.wait(self._beat_s)
 
-    def _sign(self) -> Alive:
-        frame = sys._current_frames()[self._main]
-        module, code = frame.f_globals.get("__name__", "?"), frame.f_code
-        return Alive(
-            pid=os.getpid(),
-            node=platform.node(),
-            place=f"{module}:{frame.f_lineno}, in {code.co_name}",
-        )
+
+def sign_of_life(thread: int) -> Alive:
+    """Returns where a thread of this process is, by its identifier."""
+    frame = sys._current_frames()[thread]
+    module, code = frame.f_globals.get("__name__", "?"), frame.f_code
+    return Alive(
+        pid=os.getpid(),
+        node=platform.node(),
+        place=f"{module}:{frame.f_lineno}, in {code.co_name}",
+    )
 
 
 class Silence:

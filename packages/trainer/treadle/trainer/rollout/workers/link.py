@@ -17,17 +17,15 @@ the connection, which `close` ends.
 import asyncio
 import os
 import pickle
-import platform
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from treadle.trainer.policy.commands import Alive
+from treadle.trainer.policy.signs_of_life import sign_of_life
 
 __all__ = ["Link"]
 
@@ -99,19 +97,10 @@ class Link:
             try:
                 payload = self._outgoing.get(timeout=self._beat_s)
             except queue.Empty:
-                payload = pickle.dumps(self._sign(), protocol=5)
+                payload = pickle.dumps(sign_of_life(self._main), protocol=5)
             if payload is None:
                 return
             try:
                 self._connection.send_bytes(payload)
             except OSError:  # the reader tells of it
                 return
-
-    def _sign(self) -> Alive:
-        frame = sys._current_frames()[self._main]
-        module, code = frame.f_globals.get("__name__", "?"), frame.f_code
-        return Alive(
-            pid=os.getpid(),
-            node=platform.node(),
-            place=f"{module}:{frame.f_lineno}, in {code.co_name}",
-        )
