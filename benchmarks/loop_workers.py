@@ -3,7 +3,7 @@
 Workers, router, driver's end, gRPC, chat template, parser and tool are real. The server is
 elsewhere, as far as that can be on one machine: a process that replies at once with prepared
 tokens, whose CPU time is measured and left out. The figure is CPU time, since the machine's other
-work is not ours: with N workers, each on a core of its own, a trajectory takes no less than the
+work is not ours: with N workers on a core each, a trajectory takes no less than the
 most of (worker / N, driver, router), so 2 workers carry
 
     worker / max(worker / 2, driver, router)
@@ -51,7 +51,7 @@ _CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17 + 2
 
 @dataclass(frozen=True)
 class Address:
-    """Of the server."""
+    """Where the server is."""
 
     address: str
 

@@ -2,7 +2,7 @@
 
 The rules (`schedules/rules.py`) and the queue of groups (`group_queue.py`) are those of a run, and
 so is the router; servers, tools and sessions are `routing_sim`. A step of training takes
-`train_s`, after which its weights reach the servers in `sync_s`; completions go on meanwhile, as
+`train_s`, after which its weights reach the servers in `sync_s`; completions continue meanwhile, as
 with `sync.in_flight=continue`. A server has at most `max_in_flight` sessions on average, as with
 `rollout.max_in_flight`.
 
@@ -54,7 +54,7 @@ SCHEDULES: dict[str, Callable[[], Rule]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a run is.
+    """The settings of a run.
 
     Attributes:
         groups: That a step trains on.
@@ -73,7 +73,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         trajectories_per_hour: Trained on.

@@ -43,7 +43,7 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
     _await_end(server)
     _await_end(rank)
 
-    # Damage is noticed, broken weights are not kept, and the run goes on as if neither had been.
+    # Damage is noticed, broken weights are not kept, and the run continues as if neither had been.
     checkpoints = killed.run_dir / "checkpoints"
     damaged = int((checkpoints / "latest").read_text().removeprefix("step-"))
     step = damaged - 2

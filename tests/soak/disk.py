@@ -1,4 +1,4 @@
-"""The disk of the runs of a soak: a small file system of its own, which gets full and stands still.
+"""The disk of the runs of a soak: a small separate file system, which gets full and stands still.
 
 It is an ext4 file system in a file, mounted through a loop device. What is full raises ENOSPC for
 every writer, and what is frozen (`fsfreeze`) keeps every writer waiting, as a disk does that stands

@@ -14,7 +14,7 @@ is left behind. The exit status is 1 if anything of this did not hold, or if it 
 makes a round again. The directory that is named first keeps the log (`soak.jsonl`) and the runs
 that went wrong.
 
-The disk is a file system of its own (`disk.py`). Where none may be mounted, its faults are left out
+The disk is a separate file system (`disk.py`). Where none may be mounted, its faults are left out
 and the log says so.
 
 What another program leaves in /dev/shm meanwhile is reported too: on a machine that is shared, use

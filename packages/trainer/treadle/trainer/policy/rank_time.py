@@ -20,7 +20,7 @@ Kernels run behind the host, so on a GPU a cause ends where the host next waits 
 `optimizer` does, for the norm of the gradient.
 
 One thread, that of the commands, changes the cause. A process is one rank, so its time is kept
-here, and whatever works for a rank names its cause with `spent_on`.
+here, and all code that works for a rank names its cause with `spent_on`.
 """
 
 import contextlib

@@ -587,7 +587,7 @@ async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _G
         assert pool.drain("127.0.0.1:1") == 2
         assert told[-1] == Routes(serving=(ELSEWHERE,), draining=("127.0.0.1:1",))
         await pool.sync_weights(3)
-        assert publisher.published[-1] == (3, ["attached-0", "rollout-0"])  # its sessions go on
+        assert publisher.published[-1] == (3, ["attached-0", "rollout-0"])  # its sessions continue
         assert pool.take_metrics()["servers/draining"] == 1
         generator.sessions = 0
         await pool.ensure_healthy()
