@@ -12,7 +12,8 @@ covers such a row.
 
 When weights change under a running sequence (`InFlightPolicy.CONTINUE`), it keeps the keys and
 values that the old weights computed, and its next tokens carry the new version. Such a row is
-never shared with another sequence.
+never shared with another sequence. A sequence without a token yet reads its prompt again: no token
+would tell that a part of it was read by the old weights.
 
 A model with experts reports those that it chose for each row. They are kept with the keys and
 values, so that a row that is copied from the prefix cache has the experts that made it.
@@ -172,7 +173,9 @@ class EngineCore:
         self._policy = None
 
     def apply_weights(self, tensors: Iterable[NamedTensor], version: int) -> None:
-        """Replaces the weights and clears the prefix cache; running rows keep their contents.
+        """Replaces the weights and clears the prefix cache.
+
+        Rows with sampled ids keep their contents.
 
         Args:
             tensors: Tensors that are not written yet.
@@ -184,6 +187,9 @@ class EngineCore:
         self.weight_version = version
         self._epoch += 1
         self._prefixes.clear()
+        for sequence in self._scheduler.running:
+            if not sequence.num_sampled:
+                sequence.read_again(self._epoch)
 
     def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Releases memory.
@@ -297,8 +303,9 @@ class EngineCore:
             start = sequence.num_cached
             sequence.num_cached = start + num_ids
             spans.append(RowSpan(start, sequence.num_cached))
-            if positions := _scored_positions(sequence.request, spans[-1]):
+            if positions := _scored_positions(sequence, spans[-1]):
                 scored.append((sequence, positions))
+                sequence.num_scored = positions.stop
                 scored_rows += [len(ids) + position - 1 - start for position in positions]
             ids += sequence.ids[start : sequence.num_cached]
             if not sequence.num_uncached:
@@ -450,9 +457,9 @@ class EngineCore:
             self._drained.clear()
 
 
-def _scored_positions(request: EngineRequest, span: RowSpan) -> range:
+def _scored_positions(sequence: Sequence, span: RowSpan) -> range:
     """Returns the positions of wanted ids of the prompt that the rows of a span predict."""
-    if request.prompt_logprobs_from is None:
+    if sequence.num_scored is None:
         return range(0)
-    first = max(span.start + 1, request.prompt_logprobs_from)
-    return range(first, min(span.stop + 1, len(request.prompt)))
+    first = max(span.start + 1, sequence.num_scored)
+    return range(first, min(span.stop + 1, len(sequence.request.prompt)))

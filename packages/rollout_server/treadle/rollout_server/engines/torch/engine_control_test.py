@@ -11,13 +11,17 @@ from treadle.rollout_server.engine import (
     FinishReason,
     InFlightPolicy,
     MemoryKind,
+    PromptLogprobs,
+    Tokens,
 )
 from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
+    assert_chosen,
     collected,
     complete,
     hf,
     hf_greedy,
+    hf_logprobs,
     paused_in_flight,
     prompts,
     request,
@@ -116,6 +120,33 @@ async def test_the_tokens_after_continue_are_sampled_over_the_kept_cache(
         kept = old(torch.tensor([read[:-1]]), use_cache=True).past_key_values
         logits = new(torch.tensor([read[-1:]]), past_key_values=kept).logits
     assert int(logits[0, -1].argmax()) == output.ids[5]
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_is_half_read_is_read_again_by_the_new_weights(
+    model_dir: ModelDir,
+) -> None:
+    old, new = model_dir("qwen3_moe"), model_dir("qwen3_moe", seed=1)
+    wanted = {"prompt_logprobs_from": 1, "routed_experts_from": 0}
+    async with serving(old) as engine:
+        engine._core._scheduler.max_step_tokens = 1
+        events, stream = await paused_in_flight(engine, InFlightPolicy.CONTINUE, steps=1, **wanted)
+        await engine.load_weights(weights_of(new), version=1)
+        await engine.resume()
+        events += [event async for event in stream]
+        scores = [event for event in events if isinstance(event, PromptLogprobs)]
+        output = collected([event for event in events if event not in scores])
+        assert output.versions == [1] * 110
+        assert output.ids == hf_greedy(new, [5, 6, 7], 110)
+        routed = b"".join(event.routed_experts for event in events if isinstance(event, Tokens))
+        assert_chosen(new, [5, 6, 7, *output.ids], 0, routed)
+        # The first was reported before the update, and only once.
+        assert [(score.weight_version, len(score.logprobs)) for score in scores] == [(0, 1), (1, 1)]
+        for path, score, place in zip((old, new), scores, (1, 2), strict=True):
+            (want,) = hf_logprobs(path, [5, 6, 7][:place], [5, 6, 7][place : place + 1])
+            assert score.logprobs[0] == pytest.approx(float(want), abs=1e-5)
+        # The row is of one kind of weights.
+        assert (await complete(engine, [5, 6, 7, *output.ids])).cached > 100
 
 
 @pytest.mark.asyncio

@@ -2,35 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from treadle.rollout_server.engine import InFlightPolicy, Sampling, Tokens
 from treadle.rollout_server.engines.torch.engine import TorchEngine
 from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
-    hf,
+    assert_chosen,
     prompts,
     request,
     serving,
 )
 
 SAMPLING = Sampling(max_tokens=20, seed=5, ignore_eos=True)
-
-
-def chosen(path: Path, ids: Sequence[int]) -> torch.Tensor:
-    """What transformers chooses, as sets: [rows, layers with experts, experts], by size."""
-    model = hf(path)
-    found: list[torch.Tensor] = []
-    for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(lambda _m, _args, output: found.append(output[-1]))
-    with torch.no_grad():
-        model(torch.tensor([list(ids)]))
-    return torch.stack(found, dim=1).sort(-1).values
 
 
 async def run(
@@ -44,12 +30,6 @@ async def run(
             ids += event.token_ids
             routed += event.routed_experts
     return ids, routed
-
-
-def assert_chosen(path: Path, ids: Sequence[int], first: int, routed: bytes) -> None:
-    want = chosen(path, ids)[first:-1]
-    got = torch.frombuffer(bytearray(routed), dtype=torch.uint8).view(want.shape).long()
-    assert torch.equal(got.sort(-1).values, want)
 
 
 @pytest.mark.asyncio

@@ -41,6 +41,8 @@ class Sequence:
         routed_experts: Experts of the first `num_cached` ids, as `Tokens.routed_experts`; empty
             for a model without experts.
         num_routed_sent: Position of the first row whose experts are not yet emitted.
+        num_scored: Position of the first id of the prompt whose log-probability is wanted and not
+            yet reported; None if none are wanted.
     """
 
     request: EngineRequest
@@ -62,10 +64,12 @@ class Sequence:
     unsent_logprobs: list[float] = field(default_factory=list)
     routed_experts: bytearray = field(default_factory=bytearray)
     num_routed_sent: int = field(init=False)
+    num_scored: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt)
         self.num_routed_sent = self.request.routed_experts_from or 0
+        self.num_scored = self.request.prompt_logprobs_from
         self.prompt_key = self.prefix_key(len(self.ids))
         if self.images:
             self.positions = ImagePositions.of(self.images, len(self.ids))
@@ -78,6 +82,13 @@ class Sequence:
             for place in range(placed.start, min(placed.stop, num_ids)):
                 ids[place] = key
         return prefix_key(ids)
+
+    def read_again(self, epoch: int) -> None:
+        """Forgets what was read of the prompt, so that the weights of `epoch` read all of it."""
+        self.num_cached = 0
+        self.epoch = epoch
+        self.image_embeddings.clear()
+        self.routed_experts.clear()
 
     @property
     def num_uncached(self) -> int:

@@ -187,6 +187,25 @@ def hf_logprobs(path: Path, prompt: Sequence[int], ids: list[int]) -> torch.Tens
     return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
+def chosen(path: Path, ids: Sequence[int]) -> torch.Tensor:
+    """Returns the experts of transformers, sorted, [rows, layers with experts, experts]."""
+    model = hf(path)
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _m, _args, output: found.append(output[-1]))
+    with torch.no_grad():
+        model(torch.tensor([list(ids)]))
+    return torch.stack(found, dim=1).sort(-1).values
+
+
+def assert_chosen(path: Path, ids: Sequence[int], first: int, routed: bytes) -> None:
+    """Asserts that the experts of all rows from `first` on, but the last, are transformers'."""
+    want = chosen(path, ids)[first:-1]
+    got = torch.frombuffer(bytearray(routed), dtype=torch.uint8).view(want.shape).long()
+    assert torch.equal(got.sort(-1).values, want)
+
+
 def prompts(count: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
     """Returns prompts of different lengths that begin with the same `shared` ids."""
     generator = torch.Generator().manual_seed(seed)
@@ -202,9 +221,9 @@ LONG = Sampling(max_tokens=110, temperature=0.0, ignore_eos=True)
 
 
 async def paused_in_flight(
-    engine: TorchEngine, policy: InFlightPolicy, *, steps: int = 5
+    engine: TorchEngine, policy: InFlightPolicy, *, steps: int = 5, **kwargs: Any
 ) -> tuple[list[EngineEvent], Any]:
-    """Starts a long greedy completion, stops it after some steps, then pauses by `policy`."""
+    """Starts a long greedy completion of ``[5, 6, 7]``; pauses by `policy` after some steps."""
     core, step = engine._core, engine._core.step
     standing = asyncio.Event()
     countdown = iter(range(steps - 1, -1, -1))
@@ -216,7 +235,7 @@ async def paused_in_flight(
             core.pause(InFlightPolicy.CONTINUE, standing.set)
 
     core.step = step_and_stop  # type: ignore[method-assign]
-    stream = engine.generate(request([5, 6, 7], LONG))
+    stream = engine.generate(request([5, 6, 7], LONG, **kwargs))
     events = [await anext(stream)]
     await standing.wait()
     await engine.pause(policy)
