@@ -10,7 +10,8 @@ from .testing import StartTrainer, trained_rows
 
 pytestmark = pytest.mark.timeout(1200)
 _KILLS = 3
-_PROMPTS, _SAMPLES, _STEPS = 4, 4, 12
+_PROMPTS, _SAMPLES, _STEPS = 4, 4, 20
+"""Far more steps than the killed processes take, or one would end before it is killed."""
 
 
 @pytest.mark.parametrize("kind", ["overlap", "stream", "async"])
@@ -29,9 +30,10 @@ def test_every_row_is_trained_on_once(start_trainer: StartTrainer, kind: str) ->
     moments = random.Random(kind)
     for _ in range(_KILLS):
         killed = start_trainer(*arguments)
-        killed.read_until(f"/{_STEPS}")  # the first step of this process
+        for _ in range(moments.randint(1, 3)):
+            killed.read_until(f"/{_STEPS}")  # a step
         with contextlib.suppress(subprocess.TimeoutExpired):
-            killed.process.wait(moments.uniform(0, 2))
+            killed.process.wait(moments.uniform(0, 0.4))
         killed.process.kill()
         killed.process.wait()
     last = start_trainer(*arguments)
