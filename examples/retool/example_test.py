@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from retool.false_convergence import MODES, arguments_of, draw
 from retool.tiny_tasks import KINDS, data_files, hard_product, published_conversation
@@ -107,11 +109,15 @@ def test_both_halves_run_to_their_end(data: Path) -> None:
             "launch.policy_threads=1",
         ]
     )
-    run = data / "run"
+    run, aime = data / "run", data / "aime"
+    published = [{"ID": f"2024-I-{n}", "Problem": "How many?", "Answer": 25} for n in (1, 2)]
+    pq.write_table(pa.Table.from_pylist(published), data / "aime_2024_problems.parquet")
+    assert not treadle(["data", "aime", f"--from={data}", f"--output={aime}"])
     assert not treadle(
         [
             *(f"--config={HERE / 'tiny.yaml'}", "schedule.total_steps=2", f"model.path={tuned}"),
-            *(f"data.train_files={data / 'train.jsonl'}", f"data.val_files={data / 'val.jsonl'}"),
+            f"data.train_files={data / 'train.jsonl'}",
+            f"data.val_files=[{data / 'val.jsonl'},{aime / 'aime_2024.parquet'}]",
             *("data.prompts_per_step=2", "rollout.samples_per_prompt=2", "schedule.val_every=2"),
             *("rollout.response_length=96", "algorithm.max_generation_batches=1"),
             *("rollout.threads=1", "launch.policy_threads=1", f"run.dir={run}"),
@@ -121,6 +127,9 @@ def test_both_halves_run_to_their_end(data: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert {line["rollout/num_failed"] for line in lines[1:]} == {0}
     assert all("reward/wrong_with_many_turns" in line for line in lines[1:])
+    # Each source of the held-out rows by itself: the configuration for GPUs has AIME alone.
+    for source in ("aime_2024", "math_dapo"):
+        assert all(f"val/accuracy/{source}" in lines[step] for step in (0, 2))
 
 
 def test_the_picture_is_drawn_of_runs_that_differ_in_the_mode_alone(tmp_path: Path) -> None:

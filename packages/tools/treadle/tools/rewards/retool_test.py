@@ -22,3 +22,4 @@ def test_what_a_wrong_answer_gives_after_so_many_turns(
 @pytest.mark.parametrize("mode", retool.MODES)
 def test_a_right_answer_is_worth_the_same_in_every_mode(mode: retool.Mode) -> None:
     assert retool.score(r"It is \boxed{42}.", "42", num_turns=16, mode=mode) == 1.0
+    assert retool.score(r"It is \boxed{025}.", "25", num_turns=16, mode=mode) == 1.0
