@@ -84,11 +84,13 @@ class ListReplicasResponse(_message.Message):
     def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("address", "draining", "open_sessions")
+    __slots__ = ("address", "draining", "open_sessions", "occupied_time")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    OCCUPIED_TIME_FIELD_NUMBER: _ClassVar[int]
     address: str
     draining: bool
     open_sessions: int
-    def __init__(self, address: _Optional[str] = ..., draining: bool = ..., open_sessions: _Optional[int] = ...) -> None: ...
+    occupied_time: _duration_pb2.Duration
+    def __init__(self, address: _Optional[str] = ..., draining: bool = ..., open_sessions: _Optional[int] = ..., occupied_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -19,7 +19,7 @@ A request waits for its stream, for the first back-off to end (woken by the cloc
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
 
@@ -105,13 +105,13 @@ class GrpcTokenGenerator:
         """Ends the session; it no longer counts as a load of its replica."""
         self._placement.finish(session_id)
 
-    def between_turns_s(self) -> Mapping[str, float]:
-        """Returns by address for how long replicas had open sessions and no call so far.
+    def occupied_s(self) -> Mapping[str, float]:
+        """Returns by address for how long replicas have had open sessions.
 
-        Empty where a routing service manages the replicas: other processes call them too.
+        Raises:
+            SetupError: A routing service manages the replicas; `RouterAdmin` asks it.
         """
-        placement = self._placement
-        return placement.between_turns.seconds() if isinstance(placement, SessionQueue) else {}
+        return self._session_queue().occupancy.seconds()
 
     async def add_replica(self, address: str) -> None:
         """Adds a replica after its handshake, or ends the draining of one. Idempotent.
@@ -183,8 +183,7 @@ class GrpcTokenGenerator:
         )
         while True:
             replica = await self._choose(in_flight)
-            with self._noted(replica):
-                outcome = await self._call(replica, in_flight)
+            outcome = await self._call(replica, in_flight)
             if isinstance(outcome, RpcFailure):
                 self._note_failure(replica.backoff, in_flight, outcome)
                 finish = in_flight.finish_already()
@@ -202,13 +201,6 @@ class GrpcTokenGenerator:
                 finish = outcome
             if finish is not None:
                 return in_flight.completion(finish)
-
-    def _noted(self, replica: ReplicaClient) -> AbstractContextManager[None]:
-        """Returns the context of a call, for `between_turns_s`."""
-        placement = self._placement
-        if isinstance(placement, SessionQueue):
-            return placement.between_turns.call(replica.info.address)
-        return nullcontext()
 
     async def _choose(self, in_flight: InFlightCompletion) -> ReplicaClient:
         """Returns the replica for the next call, waiting until one may be used.

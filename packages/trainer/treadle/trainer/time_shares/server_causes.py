@@ -4,8 +4,4 @@ from typing import Final
 
 __all__ = ["SERVER_CAUSES"]
 
-SERVER_CAUSES: Final = (
-    *("prefill", "decode", "tools", "idle", "waiting"),
-    *("weights", "memory", "down"),
-)
-"""As in the metrics, which have either `waiting` or the two that it is divided into."""
+SERVER_CAUSES: Final = ("prefill", "decode", "tools", "idle", "weights", "memory", "down")

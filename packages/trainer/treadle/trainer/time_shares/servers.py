@@ -1,9 +1,11 @@
 """The time shares of the servers, `servers/time_share/<cause>`, from what they tell themselves.
 
-A server tells the seconds of each cause since it started (`GetServerInfo`); the driver knows for
-how long its sessions were between two turns. The time in which a server waited for prompts is
-divided: `tools` while sessions were open here whose trajectories were in a tool, `idle` otherwise.
-Where other processes have the sessions, it is not divided: `waiting`.
+A server tells the seconds of each cause since it started (`GetServerInfo`); the driver, or the
+router of its loop workers, knows for how long the server was occupied: had open sessions. The time
+in which a server waited for prompts is divided: `tools` while it was occupied, since then all of
+its trajectories were in tools, `idle` otherwise. A sequence belongs to a session, so the first is
+what the occupied time exceeds that of prefill and decode by. Of an update under open sessions it is
+not known whether they were in tools: it explains itself, and `tools` is at most what was waited.
 
 Invariant: the shares of one server add up to 1. What it does not tell of the time that passed is
 `down`: it was dead, was started, or gave no answer. Where clocks differ by a little the other way,
@@ -12,7 +14,7 @@ its seconds are scaled to the time that passed.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -44,14 +46,14 @@ class _Answer:
 
     Attributes:
         seconds: Of each cause of the contract since it started.
-        between_turns_s: For how long it waited for tools, as the driver saw it; None: unknown.
+        occupied_s: For how long it has had open sessions.
     """
 
     seconds: Mapping[str, float]
-    between_turns_s: float | None
+    occupied_s: float
 
 
-_UNTOLD = _Answer(seconds={}, between_turns_s=0.0)
+_UNTOLD = _Answer(seconds={}, occupied_s=0.0)
 """Of a server that is older than the field, or of another make: it counts in no share."""
 
 
@@ -60,19 +62,18 @@ class ServerShares:
 
     Args:
         servers: Returns the servers of the rotation. A restarted one has a new client.
-        between_turns_s: Returns by address for how long servers waited for tools so far; None: it
-            is not known.
+        occupied_s: Returns by address for how long servers have had open sessions.
         now: Returns seconds.
     """
 
     def __init__(
         self,
         servers: Callable[[], Sequence[AskedServer]],
-        between_turns_s: Callable[[], Mapping[str, float]] | None,
+        occupied_s: Callable[[], Awaitable[Mapping[str, float]]],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._servers = servers
-        self._between_turns_s = between_turns_s
+        self._occupied_s = occupied_s
         self._now = now
         self._at = now()
         self._known: dict[AskedServer, _Answer | None] = {}
@@ -81,7 +82,10 @@ class ServerShares:
         """Returns the shares since the last call; nothing the first time."""
         before, began = self._known, self._at
         servers = self._servers()
-        answers = await concurrently(self._ask(server) for server in servers)
+        occupied_s = await self._occupied_s()
+        answers = await concurrently(
+            self._ask(server, occupied_s.get(server.address, 0.0)) for server in servers
+        )
         self._at = self._now()
         passed_s = self._at - began
         told = dict(zip(servers, answers, strict=True))
@@ -106,11 +110,10 @@ class ServerShares:
             f"servers/time_share/{cause}": sum(each.get(cause, 0.0) for each in shares)
             / len(shares)
             for cause in SERVER_CAUSES
-            if cause not in (("waiting",) if self._between_turns_s else ("tools", "idle"))
         }
 
-    async def _ask(self, server: AskedServer) -> _Answer | None:
-        """Returns what a server tells; None if it gives no answer."""
+    async def _ask(self, server: AskedServer, occupied_s: float) -> _Answer | None:
+        """Returns what is known of a server; None if it gives no answer."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 info = await server.info()
@@ -124,9 +127,7 @@ class ServerShares:
                 field.name: getattr(use, field.name).ToNanoseconds() / 1e9
                 for field in use.DESCRIPTOR.fields
             },
-            between_turns_s=None
-            if self._between_turns_s is None
-            else self._between_turns_s().get(server.address, 0.0),
+            occupied_s=occupied_s,
         )
 
 
@@ -140,12 +141,15 @@ def _shares(before: _Answer | None, after: _Answer | None, passed_s: float) -> d
     if after is None or passed_s <= 0:
         return {"down": 1.0}
     if before is None:
-        before = _Answer(seconds={}, between_turns_s=after.between_turns_s)
+        before = _Answer(seconds={}, occupied_s=after.occupied_s)
     spent = {cause: s - before.seconds.get(cause, 0.0) for cause, s in after.seconds.items()}
-    if after.between_turns_s is not None:
-        waiting = spent.pop("waiting")
-        tools = min(waiting, max(0.0, after.between_turns_s - (before.between_turns_s or 0.0)))
-        spent |= {"tools": tools, "idle": waiting - tools}
+    occupied_s = after.occupied_s - before.occupied_s
+    if occupied_s < 0.0:  # the router was started again meanwhile
+        occupied_s = after.occupied_s
+    waiting_s = spent.pop("waiting")
+    without_sequence_s = occupied_s - spent["prefill"] - spent["decode"]
+    tools_s = min(waiting_s, max(0.0, without_sequence_s))
+    spent |= {"tools": tools_s, "idle": waiting_s - tools_s}
     spent["down"] = spent.pop("starting") + spent.pop("failed")
     told_s = sum(spent.values())
     spent["down"] += max(0.0, passed_s - told_s)

@@ -34,16 +34,17 @@ class Told:
 
 
 class Run:
-    """Servers, a clock, and what the driver saw of its sessions."""
+    """Servers, a clock, and what is known of their sessions."""
 
     def __init__(self, *servers: Told) -> None:
         self.servers = list(servers)
         self.now = 0.0
-        self.between_turns: Mapping[str, float] = {}
-        self.shares = ServerShares(
-            lambda: self.servers, lambda: self.between_turns, lambda: self.now
-        )
+        self.occupied: Mapping[str, float] = {}
+        self.shares = ServerShares(lambda: self.servers, self._occupied_s, lambda: self.now)
         assert asyncio.run(self.shares.take()) == {}
+
+    async def _occupied_s(self) -> Mapping[str, float]:
+        return self.occupied
 
     def step(self, passed_s: float) -> dict[str, float]:
         """Returns the shares of a step that are not 0."""
@@ -65,26 +66,22 @@ def test_shares_are_of_the_step_and_means_over_the_servers() -> None:
     )
 
 
-def test_waiting_is_for_tools_while_sessions_are_between_turns() -> None:
+def test_waiting_is_for_tools_while_sessions_are_open() -> None:
     server = Told("a", "host:1")
     run = Run(server)
-    server.seconds, run.between_turns = {"waiting": 6.0, "decode": 4.0}, {"host:1": 5.0}
-    assert run.step(10.0) == pytest.approx({"tools": 0.5, "idle": 0.1, "decode": 0.4})
-    # Also during an update, which explains itself.
-    server.seconds = {"waiting": 8.0, "decode": 4.0, "weights": 8.0}
-    run.between_turns = {"host:1": 14.0}
+    server.seconds = {"waiting": 6.0, "prefill": 1.0, "decode": 3.0}
+    run.occupied = {"host:1": 9.0}
+    assert run.step(10.0) == pytest.approx(
+        {"tools": 0.5, "idle": 0.1, "prefill": 0.1, "decode": 0.3}
+    )
+    # Sessions were open during an update too, which explains itself.
+    server.seconds = {"waiting": 8.0, "prefill": 1.0, "decode": 3.0, "weights": 8.0}
+    run.occupied = {"host:1": 19.0}
     assert run.step(10.0) == pytest.approx({"tools": 0.2, "weights": 0.8})
-
-
-def test_waiting_is_not_divided_where_others_have_the_sessions() -> None:
-    server, now = Told("a"), 0.0
-    shares = ServerShares(lambda: [server], None, lambda: now)
-    assert asyncio.run(shares.take()) == {}
-    server.seconds, now = {"waiting": 6.0, "decode": 2.0}, 8.0
-    found = asyncio.run(shares.take())
-    assert found["servers/time_share/waiting"] == pytest.approx(0.75)
-    assert sum(found.values()) == pytest.approx(1.0)
-    assert found.keys().isdisjoint({"servers/time_share/tools", "servers/time_share/idle"})
+    # A router that was started again counts from its start.
+    server.seconds = {"waiting": 17.0, "prefill": 1.0, "decode": 4.0, "weights": 8.0}
+    run.occupied = {"host:1": 3.0}
+    assert run.step(10.0) == pytest.approx({"tools": 0.2, "idle": 0.7, "decode": 0.1})
 
 
 def test_a_server_that_dies_and_its_successor_were_down_meanwhile() -> None:

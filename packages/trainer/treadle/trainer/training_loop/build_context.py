@@ -5,7 +5,7 @@ Processes start together; the first failure cancels the rest.
 """
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,8 @@ from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
-from treadle.trainer.rollout.workers.pool import loop_workers
+from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
+from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.training_loop.context import TrainingContext, group_tasks
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
@@ -168,7 +169,8 @@ async def build_context(
             | inputs.rules.loops.required_capabilities(inputs.loops),
         )
         await servers.connect(requirements)
-        workers = None
+        workers: LoopWorkers | None = None
+        router: RunRouter | None = None
         if config.agent.num_workers:
             with progress.phase("start"):
                 workers, router = await stack.enter_async_context(
@@ -193,8 +195,7 @@ async def build_context(
             servers=servers,
             server_shares=ServerShares(
                 lambda: servers.clients,
-                # The sessions of loop workers are theirs.
-                None if config.agent.num_workers else lambda: servers.generator.between_turns_s(),
+                partial(_occupied_s, servers, router),
             ),
             rollout=Rollout(
                 config=config,
@@ -232,6 +233,11 @@ async def build_context(
             await context.sync_weights(checkpoint.step)
         await stack.enter_async_context(control_servers(servers, run_dir))
         yield context
+
+
+async def _occupied_s(servers: ServerPool, router: RunRouter | None) -> Mapping[str, float]:
+    """Returns for how long servers have had sessions, which are those of loop workers if any."""
+    return servers.generator.occupied_s() if router is None else await router.occupied_s()
 
 
 def total_steps(plan: Plan, num_train_rows: int, progress: Progress) -> int:

@@ -4,7 +4,8 @@ Invariant: a call that returns has been carried out. It may be repeated after on
 what differs is changed.
 """
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import grpc.aio
@@ -77,19 +78,40 @@ class RouterAdmin:
         Raises:
             ReplicaUnavailableError: The router does not answer, or refuses.
         """
-        try:
+        with self._named():
             return await self._set_replicas(serving, draining)
+
+    async def occupied_s(self) -> Mapping[str, float]:
+        """Returns for how long each replica has had open sessions since the router began.
+
+        Raises:
+            ReplicaUnavailableError: The router does not answer, or refuses.
+        """
+        with self._named():
+            answer = await self._list()
+        return {
+            replica.address: replica.occupied_time.ToNanoseconds() / 1e9
+            for replica in answer.replicas
+        }
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
         except grpc.aio.AioRpcError as failed:
             failure = classify(self._address, failed)
             raise ReplicaUnavailableError(f"router {failure.error}") from failed
+
+    async def _list(self) -> pb.ListReplicasResponse:
+        return await self._stub.ListReplicas(
+            pb.ListReplicasRequest(), timeout=self._timeout_s, metadata=self._metadata
+        )
 
     async def _set_replicas(
         self, serving: Sequence[str], draining: Sequence[str]
     ) -> Mapping[str, int]:
         timeout, metadata = self._timeout_s, self._metadata
-        answer = await self._stub.ListReplicas(
-            pb.ListReplicasRequest(), timeout=timeout, metadata=metadata
-        )
+        answer = await self._list()
         has = {replica.address: replica.draining for replica in answer.replicas}
         for address in has.keys() - {*serving, *draining}:
             await self._stub.RemoveReplica(

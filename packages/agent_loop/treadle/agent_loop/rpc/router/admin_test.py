@@ -3,9 +3,12 @@
 import pytest
 
 from treadle.agent_loop import ReplicaUnavailableError
-from treadle.agent_loop.rpc import ChannelSecurity
+from treadle.agent_loop.clock import LoopClock
+from treadle.agent_loop.rpc import ChannelSecurity, RetryPolicy, RpcDeadlines
 from treadle.agent_loop.rpc.router.admin import RouterAdmin
+from treadle.agent_loop.rpc.router.client import RemoteRouter
 from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
+from treadle.agent_loop.testing import FakeClock
 from treadle.rollout.v1 import routing_service_pb2 as pb
 
 pytestmark = pytest.mark.asyncio
@@ -28,4 +31,25 @@ async def test_the_replicas_become_those_that_are_named() -> None:
         assert await _replicas(admin) == {"c:3": False}
     with pytest.raises(ReplicaUnavailableError, match=f"router {address}"):
         await admin.set_replicas(["c:3"])
+    await admin.aclose()
+
+
+async def test_a_replica_is_occupied_while_any_worker_has_a_session_there() -> None:
+    clock = FakeClock()
+    async with (
+        serve_router(RouterConfig(replicas=("a:1", "b:2")), clock=clock) as address,
+        RemoteRouter.connect(
+            address,
+            security=ChannelSecurity(),
+            deadlines=RpcDeadlines(),
+            retry=RetryPolicy(),
+            clock=LoopClock(),
+        ) as worker,
+    ):
+        admin = RouterAdmin(address, ChannelSecurity())
+        await worker.open("s", context_tokens=1, avoid=["b:2"], wait_s=60)
+        await clock.advance(3.5)
+        assert await admin.occupied_s() == {"a:1": 3.5, "b:2": 0.0}
+    with pytest.raises(ReplicaUnavailableError, match=f"router {address}"):
+        await admin.occupied_s()
     await admin.aclose()

@@ -201,12 +201,14 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     ) -> pb.ListReplicasResponse:
         """Returns the replicas and their loads."""
         router = self._queue.router
+        occupied_s = self._queue.occupancy.seconds()
         return pb.ListReplicasResponse(
             replicas=[
                 pb.Replica(
                     address=address,
                     draining=address in router.draining,
                     open_sessions=router.load(address),
+                    occupied_time=duration(occupied_s.get(address, 0.0)),
                 )
                 for address in router.addresses
             ]

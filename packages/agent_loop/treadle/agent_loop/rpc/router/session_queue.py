@@ -24,7 +24,7 @@ from typing import Protocol
 from treadle.agent_loop.clock import Clock
 from treadle.agent_loop.routing.placement import Router
 from treadle.agent_loop.routing.session_table import NoReplica
-from treadle.agent_loop.rpc.router.between_turns import BetweenTurns
+from treadle.agent_loop.rpc.router.occupancy import Occupancy
 from treadle.tracing import span
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class SessionQueue:
         stall_s: See the invariants.
 
     Attributes:
-        between_turns: For how long each replica waited for tools.
+        occupancy: For how long each replica has had open sessions.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SessionQueue:
         self._lease_s = lease_s
         self._stall_s = stall_s
         self._last_place_at = -math.inf
-        self.between_turns = BetweenTurns(clock)
+        self.occupancy = Occupancy(clock)
         self._renewed: OrderedDict[str, float] = OrderedDict()
         self._waiters: dict[str, list[_Waiter]] = {}
 
@@ -155,7 +155,7 @@ class SessionQueue:
     def remove(self, address: str) -> None:
         """See `Router.remove`."""
         self.router.remove(address)
-        self.between_turns.sessions_changed(address, sessions=0)
+        self.occupancy.sessions_changed(address, sessions=0)
         self._serve_waiters()
 
     def _pick(
@@ -183,7 +183,7 @@ class SessionQueue:
 
     def _note_load(self, address: str | None) -> None:
         if address is not None:
-            self.between_turns.sessions_changed(address, sessions=self.router.load(address))
+            self.occupancy.sessions_changed(address, sessions=self.router.load(address))
 
     async def _wait(self, session_id: str, waiter: _Waiter, wait_s: float) -> str | None:
         self._waiters.setdefault(session_id, []).append(waiter)

@@ -120,22 +120,20 @@ async def test_without_a_lease_a_session_is_open_until_it_is_finished() -> None:
     assert queue.close("s0")
 
 
-async def test_a_replica_waits_for_tools_while_it_has_sessions_and_no_call() -> None:
+async def test_a_replica_is_occupied_while_it_has_sessions() -> None:
     queue, clock = make_queue("a", "b")
     await queue.open("s0", context_tokens=1, wait_s=1)  # at a
     await clock.advance(2)
     await queue.open("s1", context_tokens=1, wait_s=1, avoid=["b"])  # at a too
     await clock.advance(3)
     queue.finish("s0")
-    with queue.between_turns.call("a"), queue.between_turns.call("a"):
-        await clock.advance(100)
     await clock.advance(4)
     assert await queue.open("s1", context_tokens=1, wait_s=1, avoid=["a"]) == "b"  # it moves
     await clock.advance(5)
-    assert queue.between_turns.seconds() == {"a": 9.0, "b": 5.0}
+    assert queue.occupancy.seconds() == {"a": 9.0, "b": 5.0}
     queue.remove("b")
     await clock.advance(6)
-    assert queue.between_turns.seconds() == {"a": 9.0, "b": 5.0}
+    assert queue.occupancy.seconds() == {"a": 9.0, "b": 5.0}
     assert await queue.open("s1", context_tokens=1, wait_s=1) == "a"
     await clock.advance(1)
-    assert queue.between_turns.seconds() == {"a": 10.0, "b": 5.0}
+    assert queue.occupancy.seconds() == {"a": 10.0, "b": 5.0}

@@ -36,7 +36,6 @@ _HUES = MappingProxyType(
         "servers/time_share/decode": 212,
         "servers/time_share/tools": 24,
         "servers/time_share/idle": 52,
-        "servers/time_share/waiting": 40,
         "servers/time_share/weights": 145,
         "servers/time_share/memory": 280,
         "servers/time_share/down": 0,

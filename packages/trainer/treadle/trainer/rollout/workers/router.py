@@ -66,6 +66,7 @@ class RunRouter:
         self._draining: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._sessions: Mapping[str, int] = {}
+        self._occupied_s: Mapping[str, float] = {}
         self._process: Process | None = None
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
@@ -132,6 +133,18 @@ class RunRouter:
     def sessions_at(self, address: str) -> int:
         """Returns how many sessions a server had when the router was last asked."""
         return self._sessions.get(address, 0)
+
+    async def occupied_s(self) -> Mapping[str, float]:
+        """Returns by address for how long servers have had open sessions, at any worker.
+
+        As of the last answer, where the router gives none now.
+        """
+        assert self._admin is not None, "start comes first"
+        try:
+            self._occupied_s = await self._admin.occupied_s()
+        except ReplicaUnavailableError as error:
+            _log.warning("%s", error)
+        return self._occupied_s
 
     async def tell(self) -> None:
         """Tells the router of the servers, and asks it for their sessions.

@@ -61,12 +61,15 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
             router.set_replicas(["127.0.0.1:2"], draining=["127.0.0.1:3"])
             await router.tell()
             assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
+            occupied_s = await router.occupied_s()
+            assert occupied_s.keys() == {"127.0.0.1:2", "127.0.0.1:3"}
             os.kill(first.pid, signal.SIGKILL)
             second = await launcher.started.get()
             await second.ready(60.0)
             assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
         os.kill(second.pid, signal.SIGKILL)
         error = await lost
+        assert (await router.occupied_s()).keys() == occupied_s.keys()  # the last that is known
     assert isinstance(error, RouterLostError)
     assert "after 1 restarts (agent.max_worker_restarts=1), the router (127.0.0.1:" in str(error)
     assert "was ended by SIGKILL; its log ends with:" in str(error)
