@@ -17,29 +17,24 @@ TRL gets an environment of its own, below `--environment`, which is made where i
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from peer_process import PeerProcess, python_of
 
 from treadle.rollout_server.testing.descendants import descendants
 from treadle.trainer import load_config, train
 from treadle.trainer.config.schema import Config
 from treadle.trainer.demo import DEMO
 
-_ROOT = Path(__file__).resolve().parents[1]
 _REQUIREMENTS = ("trl==1.16.*", "torch==2.13.0", "transformers==5.23.0")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -50,15 +45,6 @@ PEERS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """How TRL samples: `generate` of transformers on a padded batch, or with continuous batching."""
-
-
-def python_of(environment: Path) -> Path:
-    """Returns the interpreter of TRL's environment, which it makes if there is none."""
-    python = environment / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *_REQUIREMENTS], check=True)
-    return python
 
 
 def settings(config: Config, peer: str, threads: int, steps: int) -> dict[str, Any]:
@@ -105,67 +91,6 @@ def settings(config: Config, peer: str, threads: int, steps: int) -> dict[str, A
     }
 
 
-class Peer:
-    """TRL's process, which takes a step when it is asked to.
-
-    Args:
-        process: With pipes.
-        log: Where its standard error goes.
-    """
-
-    def __init__(self, process: Process, log: Path) -> None:
-        self.pid = process.pid
-        self._process = process
-        self._log = log
-
-    @classmethod
-    async def start(cls, python: Path, what: Mapping[str, Any], log: Path) -> Peer:
-        """Starts it and waits until it is ready.
-
-        Raises:
-            SystemExit: It ended; its output is printed.
-        """
-        sources = [_ROOT / "packages" / name for name in ("tools", "agent_loop", "tracing")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, sources)),
-            "OMP_NUM_THREADS": str(what["threads"]),
-            "HF_HUB_OFFLINE": "1",
-        }
-        command = [str(python), str(_ROOT / "benchmarks" / "trl_subject.py")]
-        with log.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                *("--settings", json.dumps(what)),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=file,
-                env=environment,
-            )
-        peer = cls(process, log)
-        await peer._line()
-        return peer
-
-    async def step(self) -> dict[str, float]:
-        """Takes one step and returns its report."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"step\n")
-        return await self._line()
-
-    async def _line(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"TRL ended:\n{self._log.read_text(errors='replace')[-4000:]}")
-        report: dict[str, float] = json.loads(line)
-        return report
-
-    def close(self) -> None:
-        """Ends it; it must not outlive the run, whose event loop is gone by now."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-
 def cpu_seconds(without: int) -> float:
     """Returns the processor time of this process and its descendants but one."""
     ticks = 0
@@ -189,13 +114,20 @@ class Turns:
     def __init__(self, python: Path, what: Mapping[str, Any], log: Path) -> None:
         self.rounds: list[dict[str, dict[str, float]]] = []
         self._python, self._what, self._log = python, what, log
-        self._peer: Peer | None = None
+        self._peer: PeerProcess | None = None
         self._began: tuple[float, float] | None = None
 
     async def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called by the trainer between two steps."""
         if self._peer is None:
-            self._peer = await Peer.start(self._python, self._what, self._log)
+            self._peer = await PeerProcess.start(
+                "TRL",
+                self._python,
+                "trl_subject.py",
+                self._what,
+                self._log,
+                threads=self._what["threads"],
+            )
         pid = self._peer.pid
         if self._began is not None:
             now = time.perf_counter(), cpu_seconds(pid)
@@ -206,16 +138,16 @@ class Turns:
                 "sampled_tokens": metrics["tokens/sampled"] / metrics["rollout/num_trajectories"],
                 **{key: value for key, value in metrics.items() if key.startswith("time/")},
             }
-            theirs = await self._peer.step()
+            theirs = await self._peer.ask("step")
             self.rounds.append({"treadle": ours, "trl": theirs})
         else:
-            await self._peer.step()  # each side's first step warms it up
+            await self._peer.ask("step")  # each side's first step warms it up
         self._began = time.perf_counter(), cpu_seconds(pid)
 
     def close(self) -> None:
-        """Ends TRL."""
+        """Ends TRL, which must not outlive the run; its event loop is gone by now."""
         if self._peer is not None:
-            self._peer.close()
+            self._peer.kill()
 
 
 def measure(python: Path, peer: str, threads: int, steps: int, seed: int) -> list[dict[str, Any]]:
@@ -276,7 +208,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of TRL, and of the torch engine")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    python = python_of(arguments.environment)
+    python = python_of(arguments.environment, _REQUIREMENTS)
     found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in arguments.peer}
     for seed in range(arguments.runs):
         for peer in arguments.peer:

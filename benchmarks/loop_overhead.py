@@ -1,203 +1,292 @@
-"""What the agent loop costs when the engine costs nothing: 1,000 trajectories at a time.
+"""What the agent loop costs when the engine costs nothing, against verl's own: 1,000 trajectories.
 
-One loop (`tool_agent`: render, generate, parse, call a tool, extend) with a null engine that knows
-its reply before it is asked, run in three ways, in turn, over the rounds:
+Each trajectory has five turns: four calls of a calculator and an answer. The sides take turns, over
+the rounds, with the same tokenizer, chat template and tool:
 
 * in one process: the runner calls the engine as a coroutine;
-* over gRPC: the same process calls a server process through `connect`, as against real servers;
-* Ray, as verl runs its agent loops (`loop_ray`): over 8 worker actors, its default; each turn is a
-  call of a server actor (vLLM), which with SGLang calls another. Loop, renderer, tool and replies
-  are the same as above, so that what differs is Ray.
+* over gRPC: the same process calls a server process (`null_server`), as without loop workers;
+* N loop workers: processes that the driver gives tasks, with the router that they share;
+* verl, N workers: verl 0.9.1 (`verl_subject`), whose workers, load balancer and server are Ray
+  actors; the server is a stub, all else is verl's code.
 
-A turn is timed from one request of a trajectory to its next: with an engine that takes no time,
-all of it is overhead, the wait for the other 999 included. CPU time is that of all processes that a
-side uses, per turn; unlike the rest it does not depend on what else the machine does.
+All of them end with the same tokens, which is checked. Processor time and memory (PSS, right after
+a batch) are those of all processes of a side, the server included. Processor time hardly depends on
+what else the machine does; rates do. A batch of verl's is cut evenly, so `--trajectories` must be
+divisible by each of `--workers`. verl gets an environment, below `--environment`, which is made
+where it is missing::
 
-    python benchmarks/loop_overhead.py [--rounds 5] [--trajectories 1000] [--turns 5]
-        [--workers 8] [--out results.json]
+    python benchmarks/loop_overhead.py --model DIRECTORY [--rounds 5] [--trajectories 1000]
+        [--turns 5] [--workers 2 8] [--without_verl] [--json results.json]
+
+The directory needs a tokenizer only, such as that of Qwen2.5; without it, the demo's is used.
 """
 
 import argparse
 import asyncio
 import json
-import logging
-import math
 import os
 import statistics
-import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-from loop_ray import on_ray
-from loop_subject import CALL, LAST, InProcess, Run, Script, run_loop
+import yaml
+from loop_setting import QUESTION, SETTINGS, config_of, cpu_s, pss_mib, script_of, started, task
+from loop_subject import InProcess
+from null_server import RunningServer, Script, null_server
+from peer_process import PeerProcess, python_of
 
-from treadle.agent_loop.rpc import connect
-from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout.v1 import generation_service_pb2_grpc as pb_grpc
-from treadle.rollout.v1 import server_service_pb2, server_service_pb2_grpc
+from treadle.agent_loop import TokenGenerator, Trajectory
+from treadle.agent_loop.rpc import Requirements, connect
 from treadle.rollout_server.testing.descendants import descendants
+from treadle.trainer.config.schema import Config
+from treadle.trainer.data.load_data import load_renderer, load_reward
+from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.rollout.loops_from_config import prompt_rules
+from treadle.trainer.rollout.make_runner import Runner, make_runner
+from treadle.trainer.rollout.workers.pool import loop_workers
 
-
-class NullService(pb_grpc.GenerationServiceServicer, server_service_pb2_grpc.ServerServiceServicer):
-    """The null engine behind the contract."""
-
-    def __init__(self, turns: int) -> None:
-        self._script = Script(turns)
-
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Streams the session's next completion, in groups of up to 32 as our servers do."""
-        ids = self._script.ids(request.session_id)
-        yield pb.GenerateResponse(started=pb.GenerateStarted())
-        for start in range(0, len(ids), 32):
-            group = ids[start : start + 32]
-            chunk = pb.TokenChunk(token_ids=group, logprobs=[-0.5] * len(group))
-            yield pb.GenerateResponse(tokens=chunk)
-        finished = pb.GenerateFinished(reason=pb.FINISH_REASON_STOP, num_tokens=len(ids))
-        yield pb.GenerateResponse(finished=finished)
-
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        """Fits the byte renderer."""
-        return server_service_pb2.GetServerInfoResponse(
-            engine="null",
-            capabilities=server_service_pb2.Capabilities(sampled_logprobs=True),
-            model=server_service_pb2.ModelInfo(
-                architecture="null", vocab_size=512, context_length=1 << 20
-            ),
-        )
-
-
-async def serve(turns: int) -> None:
-    """Serves the null engine until standard input ends."""
-    server = grpc.aio.server()
-    service = NullService(turns)
-    pb_grpc.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    server_service_pb2_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        service, server
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    print(f"127.0.0.1:{port}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.stop(None)
-
-
-@asynccontextmanager
-async def null_server(turns: int) -> AsyncIterator[tuple[str, int]]:
-    """A server process; yields its address and its id."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, __file__, "--serve", "--turns", str(turns)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        yield (await process.stdout.readline()).decode().strip(), process.pid
-    finally:
-        process.terminate()
-        await process.wait()
+_REQUIREMENTS = (
+    "verl==0.9.1",
+    "ray==2.60.0",
+    "torch==2.13.0",
+    "transformers==5.10.4",
+    *("cachetools", "fastapi", "uvicorn"),  # verl imports them and does not require them
+)
+_Run = Callable[[int], Awaitable[list[Trajectory]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to run the batch.
+    """One way to run a batch.
 
     Attributes:
-        run: Runs the given number of trajectories.
-        processes: Ids of the processes that it uses besides this one.
+        run: Runs the given number of trajectories; returns how long that took in seconds.
+        pids: Returns the ids of its processes.
     """
 
-    run: Run
-    processes: Callable[[], set[int]]
+    run: Callable[[int], Awaitable[float]]
+    pids: Callable[[], set[int]]
 
 
-def cpu_s(processes: set[int]) -> float:
-    """User and system time of this process and others."""
-    ticks = 0
-    for process in processes:
-        with suppress(OSError):
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+async def collect(runner: Runner, count: int) -> list[Trajectory]:
+    """Runs a batch and returns its trajectories."""
+    found: list[Trajectory] = []
+
+    async def sink(trajectory: Trajectory) -> None:
+        found.append(trajectory)
+
+    await runner.run((task(number) for number in range(count)), sink)
+    return found
+
+
+def tokens_of(trajectory: Trajectory) -> tuple[list[int], list[bool]]:
+    """Returns the ids of a trajectory, and which of them were sampled."""
+    return list(trajectory.tokens.ids), list(trajectory.tokens.loss_mask)
+
+
+async def timed(run: _Run, expected: Trajectory, count: int) -> float:
+    """Runs a batch of ours, checks it, and returns its seconds."""
+    began = time.perf_counter()
+    found = await run(count)
+    wall_s = time.perf_counter() - began
+    assert len(found) == count
+    for trajectory in found:
+        assert trajectory.error is None, trajectory.error
+        assert trajectory.reward == 1.0
+        assert tokens_of(trajectory) == tokens_of(expected)
+    return wall_s
+
+
+def local_runner(config: Config, generator: TokenGenerator, in_flight: int) -> Runner:
+    """Returns the runner of a process with loops, tools and reward."""
+    return make_runner(
+        config,
+        SETTINGS,
+        generator=generator,
+        renderer=load_renderer(config),
+        rules=prompt_rules(config),
+        reward=load_reward(config, (), rules=None),
+        max_in_flight=in_flight,
+    )
+
+
+@asynccontextmanager
+async def worker_side(
+    config: Config, server: RunningServer, in_flight: int
+) -> AsyncIterator[tuple[_Run, set[int]]]:
+    """Starts loop workers and their router; yields how they run a batch, and their processes."""
+    with tempfile.TemporaryDirectory() as directory:
+        logs = Path(directory)
+        async with (
+            LocalLauncher(logs) as launcher,
+            loop_workers(
+                launcher,
+                config,
+                servers=[server],
+                requirements=Requirements(),
+                loops=frozenset({"tool_agent"}),
+                images=False,
+            ) as (workers, _),
+        ):
+            pids = started(logs, "*")
+            runner = workers.runner(SETTINGS, max_in_flight=in_flight)
+            yield partial(collect, runner), pids
+
+
+class VerlSide:
+    """verl's process, and the check of what it samples.
+
+    Args:
+        peer: The process.
+        expected: A trajectory of ours.
+    """
+
+    def __init__(self, peer: PeerProcess, expected: Trajectory) -> None:
+        self._peer = peer
+        self._expected = expected
+
+    async def run(self, count: int) -> float:
+        """Runs a batch, whose size it knows; returns its seconds."""
+        return float((await self._peer.ask("batch"))["wall_s"])
+
+    def pids(self) -> set[int]:
+        """Returns its processes, Ray's included."""
+        return {self._peer.pid, *descendants(self._peer.pid)}
+
+    async def check(self) -> None:
+        """Checks that the last batch has the same tokens as ours."""
+        sample = await self._peer.ask("sample")
+        ids, mask = tokens_of(self._expected)
+        if (sample["ids"], sample["num_sampled"]) != (ids, sum(mask)):
+            raise SystemExit(f"verl's trajectories are not ours: {sample}, ours {ids}")
+
+
+def verl_settings(
+    config: Config, model: Path, expected: Trajectory, script: Script, count: int, workers: int
+) -> dict[str, Any]:
+    """Returns what `verl_subject` needs to run the batch that ours was."""
+    _, mask = tokens_of(expected)
+    starts = [at for at, sampled in enumerate(mask) if sampled and not mask[at - 1]]
+    replies = [*[script.call] * (script.turns - 1), script.last]
+    assert config.agent.tool_catalogue is not None
+    catalogue = yaml.safe_load(config.agent.tool_catalogue.read_text(encoding="utf-8"))
+    return {
+        "model": str(model),
+        "tool_schema": catalogue["tools"][0]["tool_schema"],
+        "question": QUESTION,
+        "turns": script.turns,
+        "trajectories": count,
+        "workers": workers,
+        "prompt_length": config.rollout.prompt_length,
+        "response_length": config.rollout.response_length,
+        "replies": list(zip(starts, replies, strict=True)),
+    }
 
 
 async def measure(side: Side, trajectories: int, turns: int) -> dict[str, float]:
-    """One batch: trajectories a second, the turns' times, and CPU time."""
-    processes = side.processes()
-    cpu_before_s, began = cpu_s(processes), time.perf_counter()
-    result = await side.run(trajectories)
-    wall_s = time.perf_counter() - began
-    sampled = (turns - 1) * len(CALL) + len(LAST)
-    assert len(result.samples) == trajectories
-    assert all(mask.count(True) == sampled for _, mask in result.samples)
-    ordered = sorted(result.turns_s)
+    """Runs one batch; returns its rate, processor time and memory."""
+    pids = side.pids()
+    before_s = cpu_s(pids)
+    wall_s = await side.run(trajectories)
+    used_s = cpu_s(pids) - before_s
+    if began := side.pids() - pids:
+        raise SystemExit(f"{len(began)} processes began during the batch: it cannot be counted")
     return {
-        "trajectories_per_s": trajectories / wall_s,
-        "turn_p50_ms": statistics.median(ordered) * 1000,
-        "turn_p99_ms": ordered[math.ceil(0.99 * len(ordered)) - 1] * 1000,
-        "cpu_ms_per_turn": (cpu_s(processes) - cpu_before_s) / trajectories / turns * 1000,
+        "rate": trajectories / wall_s,
+        "cpu_ms": used_s / trajectories / turns * 1000,
+        "memory_gib": pss_mib(pids) / 1024,
     }
 
 
 async def run_all(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Every side in turn, after one round to warm up."""
-    turns = arguments.turns
+    """Measures every side in turn, after one round to warm up."""
+    count, turns = arguments.trajectories, arguments.turns
     rows: dict[str, list[dict[str, float]]] = {}
     async with AsyncExitStack() as stack:
-        address, server = await stack.enter_async_context(null_server(turns))
-        over_grpc = await stack.enter_async_context(connect([address]))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = model_directory(arguments.model, directory)
+        config = config_of(turns=turns, model=model)
+        script = script_of(config, turns)
+        server = await stack.enter_async_context(null_server(script))
+        over_grpc = await stack.enter_async_context(connect([server.address]))
+        expected = (await collect(local_runner(config, over_grpc, 1), 1))[0]
+        own = os.getpid()
+
+        def ours(run: _Run, *others: int) -> Side:
+            return Side(run=partial(timed, run, expected), pids=lambda: {own, *others})
+
+        inside = local_runner(config, InProcess(script), count)
+        outside = local_runner(config, over_grpc, count)
         sides = {
-            "in one process": Side(
-                run=lambda count: run_loop(InProcess(turns), range(count)), processes=set
-            ),
-            "over gRPC": Side(
-                run=lambda count: run_loop(over_grpc, range(count)), processes=lambda: {server}
-            ),
+            "in one process": ours(partial(collect, inside)),
+            "over gRPC": ours(partial(collect, outside), server.pid),
         }
         for workers in arguments.workers:
-            for engine, forwarding in (("vLLM", False), ("SGLang", True)):
-                sides[f"Ray, {engine}, {workers} workers"] = Side(
-                    run=on_ray(workers, turns, forwarding=forwarding),
-                    processes=lambda: descendants(os.getpid()) - {server},
-                )
+            with_workers = config_of(turns=turns, workers=workers, model=model)
+            run, pids = await stack.enter_async_context(worker_side(with_workers, server, count))
+            sides[f"{workers} loop workers"] = ours(run, server.pid, *pids)
+        verl: list[VerlSide] = []
+        if not arguments.without_verl:
+            python = python_of(arguments.environment, _REQUIREMENTS)
+            for workers in arguments.workers:
+                settings = verl_settings(config, model, expected, script, count, workers)
+                log = directory / f"verl-{workers}.log"
+                peer = await PeerProcess.start("verl", python, "verl_subject.py", settings, log)
+                stack.push_async_callback(peer.end)
+                verl.append(VerlSide(peer, expected))
+                sides[f"verl, {workers} workers"] = Side(run=verl[-1].run, pids=verl[-1].pids)
         for number in range(arguments.rounds + 1):
             for name, side in sides.items():
-                result = await measure(side, arguments.trajectories, turns)
-                if number:
-                    rows.setdefault(name, []).append(result)
+                if not number:
+                    await side.run(count)
+                else:
+                    rows.setdefault(name, []).append(await measure(side, count, turns))
+            print(f"round {number}, load {os.getloadavg()[0]:.1f}", flush=True)
+        for side_of_verl in verl:
+            await side_of_verl.check()
     return rows
 
 
-def print_table(rows: dict[str, list[dict[str, float]]]) -> None:
-    """Medians over the rounds; ratios to our one process with their range."""
-    ours = rows["in one process"]
-    print(f"{'':24} {'trajectories/s':>22} {'ratio':>20} {'p50':>6} {'p99':>6}", end="")
-    print(f" {'CPU ms/turn':>20} {'ratio':>20}")
+def model_directory(given: Path | None, scratch: Path) -> Path:
+    """Returns a directory that both sides take as a model's: the tokenizer's, with a config."""
+    if given is None:
+        return config_of(turns=1).model.path
+    if (given / "config.json").exists():
+        return given.resolve()
+    model = scratch / "model"
+    model.mkdir()
+    for file in given.iterdir():
+        (model / file.name).symlink_to(file.resolve())
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    )
+    return model
+
+
+def print_table(rows: dict[str, list[dict[str, float]]], workers: Sequence[int]) -> None:
+    """Prints medians and ranges over the rounds, and verl's ratios to ours within each round."""
+    print(f"{'':18} {'trajectories/s':>22} {'CPU ms per turn':>22} {'GiB':>22}")
     for name, results in rows.items():
-        columns = {
-            key: [result[key] for result in results]
-            for key in ("trajectories_per_s", "turn_p50_ms", "turn_p99_ms", "cpu_ms_per_turn")
-        }
-        slower = [
-            mine["trajectories_per_s"] / theirs["trajectories_per_s"]
-            for mine, theirs in zip(ours, results, strict=True)
-        ]
-        dearer = [
-            theirs["cpu_ms_per_turn"] / mine["cpu_ms_per_turn"]
-            for mine, theirs in zip(ours, results, strict=True)
-        ]
-        print(
-            f"{name:24} {_spread(columns['trajectories_per_s'], 0):>22} {_spread(slower, 1):>20} "
-            f"{statistics.median(columns['turn_p50_ms']):6.0f} "
-            f"{statistics.median(columns['turn_p99_ms']):6.0f} "
-            f"{_spread(columns['cpu_ms_per_turn'], 2):>20} {_spread(dearer, 1):>20}"
-        )
+        columns = (("rate", 0), ("cpu_ms", 2), ("memory_gib", 2))
+        texts = [_spread([each[key] for each in results], digits) for key, digits in columns]
+        print(f"{name:18} " + " ".join(f"{text:>22}" for text in texts))
+    for count in workers:
+        theirs = rows.get(f"verl, {count} workers")
+        for ours in ("over gRPC", f"{count} loop workers") if theirs else ():
+            ratios = [t["cpu_ms"] / o["cpu_ms"] for t, o in zip(theirs, rows[ours], strict=True)]
+            more = [
+                t["memory_gib"] / o["memory_gib"] for t, o in zip(theirs, rows[ours], strict=True)
+            ]
+            print(
+                f"verl with {count} workers / {ours}: CPU {_spread(ratios, 2)}, "
+                f"memory {_spread(more, 1)}"
+            )
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
@@ -206,26 +295,30 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def main() -> None:
-    """Prints the table; writes the numbers with ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Prints the table; writes the numbers with ``--json``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="directory with a tokenizer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--workers", type=int, nargs="*", default=[8])
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 8], help="of both sides")
+    parser.add_argument("--without_verl", action="store_true")
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        default=Path.home() / ".cache" / "treadle" / "verl-0.9.1",
+        help="verl's virtual environment",
+    )
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.serve:
-        asyncio.run(serve(arguments.turns))
-        return
-    if arguments.workers:
-        import ray
-
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    if uneven := [count for count in arguments.workers if arguments.trajectories % count]:
+        parser.error(f"--trajectories={arguments.trajectories} is not divisible by {uneven}")
     rows = asyncio.run(run_all(arguments))
-    print_table(rows)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(rows, indent=1))
+    print_table(rows, arguments.workers)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from loop_subject import InProcess, run_loop
+from loop_subject import CALL, LAST, InProcess, run_loop
+from null_server import Script
 
 from treadle.agent_loop import Completion, PlacedImage, RequestContext, SamplingParams
 from treadle.tracing import JsonlSink, NullSink, QueuedSink, span, use_sink
@@ -40,7 +41,7 @@ class Sleeping(InProcess):
     """The null engine, whose completions take `turn_s` on average."""
 
     def __init__(self, turns: int, turn_s: float) -> None:
-        super().__init__(turns)
+        super().__init__(Script(call=CALL, last=LAST, turns=turns))
         self._turn_s = turn_s
         self._random = random.Random(0)
 
@@ -120,10 +121,10 @@ async def measure(
     engine = Sleeping(arguments.turns, arguments.turn_s)
     with use_sink(sink or NullSink()):
         cpu_s, began = time.process_time(), time.perf_counter()
-        result = await run_loop(engine, range(arguments.trajectories))
+        found = await run_loop(engine, range(arguments.trajectories))
         wall_s = time.perf_counter() - began
         cpu_s = time.process_time() - cpu_s
-    assert len(result.samples) == arguments.trajectories
+    assert len(found) == arguments.trajectories
     times = {"wall_s": wall_s, "cpu_ms": cpu_s / arguments.trajectories * 1000}
     if sink is None:
         return times
