@@ -75,7 +75,12 @@ class PromptTooLongError(GenerationError):
 
 
 class WeightVersionBehindError(GenerationError):
-    """The replicas hold older weights than `RequestContext.min_weight_version`."""
+    """The replicas hold older weights than the request or the generator allows.
+
+    Another attempt may succeed: a replica that was started again is given the present weights.
+    """
+
+    retryable = True
 
 
 class RequestRejectedError(GenerationError):

@@ -13,6 +13,9 @@ Invariants:
    waits, until its deadline.
 5. The router chooses the replica, once per call. It is a policy in this process, or the routing
    service that many workers share. Replicas may be added and removed meanwhile.
+6. No call is sampled from weights older than `require_weights` says when the call begins, whatever
+   its request allows. A replica that was started again with older weights refuses, and the call
+   goes elsewhere.
 
 A request waits for its stream, for the first back-off to end (woken by the clock), or for room
 (`SessionQueue`). All requests of one event loop share the replicas; nothing here is thread-safe.
@@ -90,6 +93,7 @@ class GrpcTokenGenerator:
         self._retry = retry
         self._clock = clock
         self._max_resumes = max_resumes
+        self._min_weight_version = 0
 
     @property
     def servers(self) -> tuple[ServerInfo, ...]:
@@ -112,6 +116,10 @@ class GrpcTokenGenerator:
             SetupError: A routing service manages the replicas; `RouterAdmin` asks it.
         """
         return self._session_queue().occupancy.seconds()
+
+    def require_weights(self, version: int) -> None:
+        """Lets every call that begins from now on be sampled from this version or a newer one."""
+        self._min_weight_version = version
 
     async def add_replica(self, address: str) -> None:
         """Adds a replica after its handshake, or ends the draining of one. Idempotent.
@@ -263,11 +271,12 @@ class GrpcTokenGenerator:
         logprobs_from = in_flight.next_prompt_logprobs_from()
         if logprobs_from is not None:
             _check_scores(replica.info)
+        oldest = max(in_flight.request.min_weight_version, self._min_weight_version)
         stream = CompletionStream(
             address=replica.info.address,
             params=params,
             vocab_size=replica.info.vocab_size,
-            min_weight_version=in_flight.request.min_weight_version,
+            min_weight_version=oldest,
             num_prompt_tokens=len(prompt),
             asked_experts=None if experts_from is None else _no_rows(replica.info, experts_from),
             num_prompt_logprobs=0 if logprobs_from is None else len(prompt) - logprobs_from,
@@ -277,6 +286,7 @@ class GrpcTokenGenerator:
             params,
             in_flight.request,
             request_id=in_flight.next_request_id(),
+            min_weight_version=oldest,
             images=in_flight.images,
             routed_experts_from=experts_from,
             prompt_logprobs_from=logprobs_from,

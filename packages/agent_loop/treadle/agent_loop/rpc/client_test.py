@@ -196,6 +196,26 @@ async def test_a_constraint_of_tags_is_sent_whole() -> None:
     )
 
 
+async def test_calls_that_begin_later_need_the_weights_that_are_required_by_then() -> None:
+    interrupted = pb.FINISH_REASON_INTERRUPTED
+    behind = fails(grpc.StatusCode.FAILED_PRECONDITION, "WEIGHT_VERSION_BEHIND")
+    generator: GrpcTokenGenerator
+
+    async def updated(_: pb.GenerateRequest, __: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Is interrupted by an update, and started again with old weights."""
+        for event in (STARTED, tokens(4), finished(1, interrupted)):
+            yield event
+        generator.require_weights(2)
+
+    first = ScriptedServer(updated, behind)
+    second = ScriptedServer(says(STARTED, tokens(99, version=2), finished(1)))
+    async with serving(first, second) as addresses, connect(addresses) as generator:
+        completion = await ask(generator)
+    assert [(c.token_ids, c.weight_version) for c in completion.chunks] == [((4,), 1), ((99,), 2)]
+    asked = [sent.min_weight_version for sent in (*first.requests, *second.requests)]
+    assert asked == [0, 2, 2]
+
+
 async def test_endless_interruptions_are_an_error() -> None:
     again = says(STARTED, finished(0, pb.FINISH_REASON_INTERRUPTED))
     server = ScriptedServer(again, again, again)

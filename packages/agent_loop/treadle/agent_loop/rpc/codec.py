@@ -28,6 +28,7 @@ def encode_request(
     request: RequestContext,
     *,
     request_id: str,
+    min_weight_version: int,
     images: Sequence[PlacedImage] = (),
     routed_experts_from: int | None = None,
     prompt_logprobs_from: int | None = None,
@@ -39,7 +40,7 @@ def encode_request(
         prompt_token_ids=prompt,
         sampling=encode_sampling(params),
         logprob_mode=generation_pb2.LOGPROB_MODE_SAMPLED,
-        min_weight_version=request.min_weight_version,
+        min_weight_version=min_weight_version,
         priority=request.priority,
         images=[
             generation_pb2.PromptImage(
