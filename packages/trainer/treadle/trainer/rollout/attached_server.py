@@ -88,6 +88,10 @@ class AttachedServer:
         """Returns False: a server of someone else is not restarted."""
         return False
 
+    async def wait_for_change(self) -> None:
+        """Never returns: there is nothing to replace."""
+        await asyncio.Event().wait()
+
     async def wait_until_all_ended(self) -> None:
         """Never returns: the server's process is not ours to watch."""
         await asyncio.Event().wait()

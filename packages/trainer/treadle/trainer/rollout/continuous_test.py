@@ -75,6 +75,9 @@ class Pool:
         self.lost.clear()
         return died
 
+    async def wait_for_change(self) -> None:
+        await asyncio.Event().wait()
+
     async def wait_until_all_ended(self) -> None:
         await self.lost.wait()
 

@@ -6,10 +6,11 @@ Invariants:
    ended in. Nothing downstream depends on timing.
 2. Every token has the requested weight version, or a newer one.
 
-When a server dies, the generator moves its sessions to the other servers. When the last one dies,
-all tasks in flight are cancelled. Either way dead servers are then restarted with the present
-weights, and tasks that failed through no fault of the model are attempted once more, with a new
-deadline. If no server is left and none may be restarted, `NoServerLeftError` names them all.
+When a server dies, the generator moves its sessions to the other servers, and the server is
+restarted with the present weights meanwhile; one that is added is let in meanwhile too. When the
+last one dies, all tasks in flight are cancelled. Either way tasks that failed through no fault of
+the model are attempted once more, with a new deadline. If no server is left and none may be
+restarted, `NoServerLeftError` names them all.
 
 What else trajectories need, a sandbox or a judge, may be down too (`outages`). Once all tasks have
 ended, the rollout waits for it, and attempts again what failed because of it.
@@ -21,7 +22,7 @@ import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from treadle.agent_loop import (
     AgentTask,
@@ -87,6 +88,10 @@ class Servers(Protocol):
         """
         ...
 
+    async def wait_for_change(self) -> None:
+        """Returns when `ensure_healthy` could replace a server or let one in."""
+        ...
+
     async def wait_until_all_ended(self) -> None:
         """Returns when no server is running any more."""
         ...
@@ -148,15 +153,18 @@ class Rollout:
             if not may_be_attempted_again(trajectory):
                 on_end(trajectory)
 
+        disturbed = False
+
         async def attempt(some: Sequence[AgentTask], sink: Sink) -> None:
-            await self.run_until_lost(
-                some, lambda generator: self.runner(generator, settings), sink
-            )
+            nonlocal disturbed
+            runner = partial(self.runner, settings=settings)
+            disturbed |= await self.run_until_lost(some, runner, sink, replacing=True)
 
         await self.servers.ensure_healthy()
         while waiting:
+            disturbed = False
             await attempt(waiting, keep)
-            disturbed = await self.servers.ensure_healthy()
+            disturbed |= await self.servers.ensure_healthy()
             serve_again = [
                 source
                 for source in self.down(ended.values(), len(tasks))
@@ -254,15 +262,42 @@ class Rollout:
         tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
         runner: Callable[[TokenGenerator], Runner],
         sink: Sink,
-    ) -> None:
-        """Runs the tasks; cancels those in flight and returns early when no server is alive."""
+        *,
+        replacing: bool = False,
+    ) -> bool:
+        """Runs the tasks; cancels those in flight and returns early when no server is alive.
+
+        Args:
+            tasks: To run.
+            runner: Makes what runs them.
+            sink: Takes each trajectory.
+            replacing: Whether dead servers are replaced, and others let in, meanwhile. The policy
+                must hold the present weights all the time, and nobody else call the servers.
+
+        Returns:
+            Whether a server died, was waited for or joined meanwhile.
+
+        Raises:
+            NoServerLeftError: no server is left.
+            SetupError: a restarted server does not fit.
+        """
+        disturbed = False
         with OpenSessions(self.servers.generator) as generator:
             made = runner(generator)
             stop_listening = self.servers.on_change(partial(self._follow, made))
             running = asyncio.create_task(made.run(tasks, sink))
             lost = asyncio.create_task(self.servers.wait_until_all_ended())
             try:
-                await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+                while True:
+                    changed = asyncio.create_task(self._changed(replacing))
+                    waits: set[asyncio.Task[Any]] = {running, lost, changed}
+                    try:
+                        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        changed.cancel()
+                    if running.done() or lost.done():
+                        break
+                    disturbed |= await self.servers.ensure_healthy()
                 if running.done():
                     running.result()
             finally:
@@ -272,6 +307,13 @@ class Rollout:
                 await asyncio.wait({running, lost})
             if not lost.cancelled():
                 lost.result()
+        return disturbed
+
+    async def _changed(self, replacing: bool) -> None:
+        """Returns when a server may be replaced or let in, if that is done at all."""
+        if not replacing:
+            await asyncio.Event().wait()
+        await self.servers.wait_for_change()
 
     def _follow(self, runner: Runner, routes: "Routes") -> None:
         """Lets as many tasks be in flight as the servers that take new sessions serve."""

@@ -68,12 +68,15 @@ class Failing(Rollout):
         tasks: Iterable[AgentTask] | AsyncIterable[AgentTask],
         make_runner: object,
         sink: Callable[[Trajectory], Awaitable[None]],
-    ) -> None:
+        *,
+        replacing: bool = False,
+    ) -> bool:
         assert isinstance(tasks, Sequence)
         self.story.num_attempts += len(tasks)
         for task in tasks:
             error = (ToolError if task.rollout_index % 2 else RewardError)("it is down")
             await sink(Trajectory.failed(task, error))
+        return False
 
 
 @pytest.mark.asyncio
@@ -119,27 +122,38 @@ class Pool:
 
     generator: ScriptedGenerator
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    changes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     live: tuple[None, ...] = (None,)
+    listeners: list[Callable[[Routes], None]] = field(default_factory=list)
+    joins: bool = False
 
     def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
         listener(Routes(serving=("127.0.0.1:1",)))
-        return lambda: None
+        self.listeners.append(listener)
+        return lambda: self.listeners.remove(listener)
 
     async def ensure_healthy(self) -> bool:
-        died = self.lost.is_set()
+        died, joined = self.lost.is_set(), self.joins
         self.lost.clear()
+        self.joins = False
         if died:
             self.generator.release()
-        return died
+        if joined:
+            for listener in self.listeners:
+                listener(Routes(serving=("127.0.0.1:1", "127.0.0.1:2")))
+        return died or joined
+
+    async def wait_for_change(self) -> None:
+        await self.changes.acquire()
 
     async def wait_until_all_ended(self) -> None:
         await self.lost.wait()
 
 
-def _rollout(pool: Pool) -> Rollout:
+def _rollout(pool: Pool, *settings: str) -> Rollout:
     rules = SimpleNamespace(loops=LoopRegistry({"careless": Careless()}), tools={}, interactions={})
     return Rollout(
-        config=load_config([], ["model.path=/m", "data.train_files=/t.jsonl"]).config,
+        config=load_config([], ["model.path=/m", "data.train_files=/t.jsonl", *settings]).config,
         servers=cast(Any, pool),
         renderer=cast(Any, None),
         rules=cast(Any, rules),
@@ -171,6 +185,26 @@ async def test_tasks_in_flight_when_no_server_is_left_are_attempted_again() -> N
     assert pool.generator.num_aborted == 2
     assert len(pool.generator.requests) == 4
     assert sorted(pool.generator.finished_sessions) == ["0", "0", "1", "1"]
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_comes_in_the_middle_of_a_rollout_takes_its_share_at_once() -> None:
+    pool = Pool(ScriptedGenerator([[2]] * 4))
+    pool.generator.hold()
+    rollout = _rollout(pool, "rollout.max_in_flight=2")
+    running = asyncio.create_task(
+        rollout.run(
+            _tasks(4), SamplingParams(max_tokens=1), min_weight_version=0, on_end=lambda _: None
+        )
+    )
+    await pool.generator.until_running(2)
+    assert len(pool.generator.requests) == 2, "there is one server"
+    pool.joins = True
+    pool.changes.release()
+    await pool.generator.until_running(4)
+    pool.generator.release()
+    assert len(await running) == 4
+    assert pool.listeners == []
 
 
 class Search:

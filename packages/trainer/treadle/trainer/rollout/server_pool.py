@@ -11,8 +11,11 @@ Invariants:
 4. A server that someone else started (`rollout.addresses`, `reach`) is not ours to end. If
    it dies, or says that it holds other weights, it leaves the rotation and is asked again until it
    is back. What is wrong with it alone costs that server, not the run.
-5. Servers join and leave the rotation in `ensure_healthy` and `sync_weights` only, while nobody
-   else calls them. Listeners (`on_change`) are told after each change of the routes.
+5. No call samples from weights that are older than those that all servers have: one that was
+   started again refuses it, before anybody has noticed (`Routes.weight_version`).
+6. Servers join and leave the rotation in `ensure_healthy` and `sync_weights` only, while nobody
+   else calls them; `wait_for_change` says when there is something to do. Listeners (`on_change`)
+   are told after each change of the routes.
 
 `restart` waits only where the run cannot continue: for the first server to start when none is
 left, and for all where servers lend their memory, since a start during a loan would take it.
@@ -29,14 +32,14 @@ from typing import ClassVar, Self
 from treadle.agent_loop import SetupError, StickySession
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirements, connect
-from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED
+from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, GetServerInfoResponse
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError
 from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.rollout.server_process import server_spec
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
+from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 from treadle.trainer.weight_sync.publisher import PublishReport
 
@@ -88,10 +91,12 @@ class Routes:
     Attributes:
         serving: Addresses of the servers that take new sessions; all hold the present weights.
         draining: Addresses of those that keep the sessions they have.
+        weight_version: Of the present weights. No call may be sampled from older ones.
     """
 
     serving: tuple[str, ...]
     draining: tuple[str, ...] = ()
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +182,7 @@ class ServerPool:
             f"attached-{number}": address for number, address in enumerate(config.rollout.addresses)
         }
         self._num_attached = len(self._attached)
-        self._given: dict[str, int] = {}  # attached server -> version that this run gave it last
+        self._given: dict[str, int] = {}  # attached server -> version that it had here last
         self._adding: dict[str, asyncio.Future[None]] = {}
         self._draining: set[str] = set()
         self._moved: set[str] = set()  # of the draining: they keep no session
@@ -188,6 +193,7 @@ class ServerPool:
         self._rotation: dict[str, Server] = {}
         self._dead: dict[str, str] = {}  # name -> cause
         self._starting: dict[str, asyncio.Task[Server]] = {}
+        self._news = asyncio.Event()  # a server ended or has started
         self._incarnations: dict[str, int] = {}
         self._num_restarts = 0
         self._num_lost = 0  # both since `take_metrics`
@@ -245,6 +251,7 @@ class ServerPool:
                 if not await self.check_health(after_failure=True, of_all=True):
                     raise
                 await self.restart()
+        self._note_given()
 
     def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
         """Tells a listener the routes, now and after each change; returns what ends that.
@@ -263,9 +270,12 @@ class ServerPool:
         return Routes(
             serving=tuple(s.address for s in self.live if s.name not in self._draining),
             draining=tuple(s.address for s in draining if s.name not in self._moved),
+            weight_version=self._weight_version,
         )
 
     def _tell(self) -> None:
+        if self._generator is not None:
+            self._generator.require_weights(self._weight_version)
         for listener in self._listeners:
             listener(self.routes)
 
@@ -305,6 +315,21 @@ class ServerPool:
         """Returns when no server of the rotation has a running process."""
         while running := [s.ended for s in self._rotation.values() if not s.ended.done()]:
             await asyncio.wait(running)
+
+    async def wait_for_change(self) -> None:
+        """Returns when `ensure_healthy` could replace a server or let one in.
+
+        That is never while servers lend their memory to the policy, or if none is left that serves.
+        """
+        while not self._may_change():
+            self._news.clear()
+            await self._news.wait()
+
+    def _may_change(self) -> bool:
+        ended = [server.ended.done() for server in self._rotation.values()]
+        if self._config.rollout.release_memory or all(ended):
+            return False
+        return any(ended) or any(task.done() for task in self._starting.values())
 
     async def ensure_healthy(self) -> bool:
         """Removes dead servers, and lets in restarted ones with the present weights.
@@ -351,16 +376,37 @@ class ServerPool:
     async def _remove_dead(self) -> Set[str]:
         """Removes servers that ended or lost their engine; returns which others are silent."""
         servers = self.live
-        states = await concurrently(server.client.state() for server in servers)
+        ends = await concurrently(self._ask_how_it_is(server) for server in servers)
         silent = set()
-        for server, state in zip(servers, states, strict=True):
+        for server, end in zip(servers, ends, strict=True):
             if server.ended.done():
                 await self._bury(server, server.ended.result())
-            elif state is ServerState.FAILED:
-                await self._bury(server, "lost its engine")
-            elif state is ServerState.SILENT:
+            elif end is None:
                 silent.add(server.name)
+            elif end:
+                await self._bury(server, end)
         return silent
+
+    async def _ask_how_it_is(self, server: Server) -> str | None:
+        """Returns what became of a server, empty if it serves; None if it gives no answer."""
+        try:
+            info = await server.client.info()
+        except WeightSyncError:
+            return None
+        return self._end_told_by(server.client, info)
+
+    def _end_told_by(self, client: WeightSyncClient, info: GetServerInfoResponse) -> str:
+        """Returns what became of a server by its own word; empty if it serves."""
+        if info.state == SERVER_STATE_FAILED:
+            return "lost its engine"
+        expected = {self._weight_version, self._next_version}
+        in_sync = client.name in self._rotation and client.name in self._given
+        if self._publish is None or not in_sync or info.weight_version in expected:
+            return ""
+        return (
+            f"holds weight version {info.weight_version}, not {self._weight_version}: it was "
+            "started again, or another run writes to it"
+        )
 
     async def _wait_for_answer(self, *, of_all: bool) -> None:
         """Waits until a server answers, or all do; removes those without an answer for too long."""
@@ -444,7 +490,7 @@ class ServerPool:
             raise
         serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._adding[name] = serves
-        self._starting[name] = asyncio.create_task(self._start(name), name=f"reach {name}")
+        self._begin_start(name)
         return serves
 
     def drain(self, which: str, *, now: bool = False) -> int:
@@ -586,8 +632,6 @@ class ServerPool:
             if len(self._rotation) == 1:
                 raise
             await self.remove(server.name, str(error))
-        else:
-            self._given[server.name] = self._weight_version
 
     async def sync_weights(
         self, version: int, *, prepare: Callable[[], Awaitable[None]] | None = None
@@ -626,7 +670,6 @@ class ServerPool:
         for name, cause in report.failed.items():
             await self.remove(name, cause)
         self._weight_version = version
-        self._given |= {name: version for name in self._attached if name in self._rotation}
         await self._route_to_new()
         return report
 
@@ -646,7 +689,12 @@ class ServerPool:
                 continue
             else:
                 self._num_restarts += 1
-            self._starting[name] = asyncio.create_task(self._start(name), name=f"start {name}")
+            self._begin_start(name)
+
+    def _begin_start(self, name: str) -> None:
+        starting = asyncio.create_task(self._start(name), name=f"start {name}")
+        starting.add_done_callback(lambda _: self._news.set())
+        self._starting[name] = starting
 
     async def _let_in(self, *, attached: bool) -> list[str]:
         """Puts the servers that have started into the rotation; returns their names."""
@@ -693,6 +741,7 @@ class ServerPool:
             await process.stop()  # a server that is merely late would hold its memory
             raise
         ended = asyncio.create_task(_end_of(process), name=f"end of {name}")
+        ended.add_done_callback(lambda _: self._news.set())
         return Server(name, address, process, self._open_client(name, address), ended)
 
     async def _attach(
@@ -718,7 +767,10 @@ class ServerPool:
         except BaseException:
             await client.aclose()
             raise
+        if holds != self._given.get(name):
+            self._given.pop(name, None)  # it was started again, and gets the present weights first
         ended = asyncio.create_task(self._watch(client), name=f"end of {name}")
+        ended.add_done_callback(lambda _: self._news.set())
         return Server(name, address, None, client, ended, holds)
 
     async def _ask(self, client: WeightSyncClient, wait_s: float) -> int:
@@ -770,17 +822,10 @@ class ServerPool:
                     return f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
                 continue
             answered = clock()
-            if info.state == SERVER_STATE_FAILED:
-                return "lost its engine"
-            expected = {self._weight_version, self._next_version}
-            joined = client.name in self._rotation and client.name not in self._adding
-            if self._publish is not None and joined and info.weight_version not in expected:
+            if end := self._end_told_by(client, info):
                 if self._generator is not None:  # before anybody has noticed
                     await self._generator.remove_replica(client.address)
-                return (
-                    f"holds weight version {info.weight_version}, not {self._weight_version}: it "
-                    "was started again, or another run writes to it"
-                )
+                return end
 
     def _open_client(self, name: str, address: str) -> WeightSyncClient:
         return WeightSyncClient(
@@ -800,11 +845,16 @@ class ServerPool:
         if self._generator is not None:
             servers = [s for s in self.live if s.name not in self._draining]
             await concurrently(self._route_to(self._generator, server) for server in servers)
+        self._note_given()
         for name in self._adding.keys() & self._rotation.keys():
             adding = self._adding.pop(name)
             if not adding.done():
                 adding.set_result(None)
         self._tell()
+
+    def _note_given(self) -> None:
+        joined = self._attached.keys() & self._rotation.keys()
+        self._given |= dict.fromkeys(joined, self._weight_version)
 
     async def _route_to(self, generator: GrpcTokenGenerator, server: Server) -> None:
         """Adds one server; one that ends meanwhile is left to the next `check_health`.

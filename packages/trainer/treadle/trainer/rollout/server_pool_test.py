@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.rpc import ChannelSecurity, Requirements
-from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_SERVING
+from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, SERVER_STATE_SERVING
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
@@ -25,7 +25,7 @@ from treadle.trainer.rollout.server_pool import (
     ServerPool,
     required_capabilities,
 )
-from treadle.trainer.weight_sync.client import ServerState, WeightSyncClient
+from treadle.trainer.weight_sync.client import WeightSyncClient
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
 
@@ -92,22 +92,26 @@ class _Publisher:
         return SimpleNamespace(failed=failed)
 
 
+SILENT, FAILED = "gives no answer", "its engine failed"
+
+
 class _Client(WeightSyncClient):
     """Of a server that answers as a test says; at first, that it serves."""
 
-    def __init__(self, states: list[ServerState], name: str, address: str) -> None:
+    def __init__(self, states: list[str], name: str, address: str) -> None:
         super().__init__(name, address, control_deadline_s=1, commit_deadline_s=1)
         self._states = states
         self.versions: dict[str, int | WeightSyncError] = {}
 
-    async def state(self) -> ServerState:
-        return self._states.pop(0) if self._states else ServerState.SERVES
-
     async def info(self) -> Any:
+        state = self._states.pop(0) if self._states else None
         version = self.versions.get(self.address, 0)
+        if state == SILENT:
+            raise WeightSyncError(SILENT, Outcome.RESUME)
         if isinstance(version, WeightSyncError):
             raise version
-        return SimpleNamespace(weight_version=version, state=SERVER_STATE_SERVING)
+        serves = SERVER_STATE_FAILED if state == FAILED else SERVER_STATE_SERVING
+        return SimpleNamespace(weight_version=version, state=serves)
 
 
 class _Pool(ServerPool):
@@ -116,7 +120,7 @@ class _Pool(ServerPool):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.states: dict[str, list[ServerState]] = {}
+        self.states: dict[str, list[str]] = {}
         self.begun = asyncio.Event()
         self.versions: dict[str, int | WeightSyncError] = {}  # of servers of someone else
 
@@ -204,7 +208,7 @@ async def test_a_run_that_cannot_go_on_waits_for_the_start(rollout: dict[str, An
 @pytest.mark.asyncio
 async def test_a_server_that_loses_its_engine_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     async with _pool(_Launcher()) as pool:
-        pool.states["127.0.0.1:2"].append(ServerState.FAILED)
+        pool.states["127.0.0.1:2"].append(FAILED)
         assert await pool.check_health()
         assert pool.names == ["rollout-0"]
     assert "rollout-1 (127.0.0.1:2) lost its engine" in caplog.text
@@ -215,7 +219,7 @@ async def test_the_only_server_is_waited_for_when_it_stands_still(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with _pool(_Launcher(), num_replicas=1) as pool:
-        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 3
+        pool.states["127.0.0.1:1"] += [SILENT] * 3
         # What failed meanwhile is worth another attempt.
         assert await pool.ensure_healthy()
         assert pool.names == ["rollout-0"]
@@ -230,7 +234,7 @@ async def test_a_server_that_never_answers_is_dead_and_starts_again(
 ) -> None:
     launcher = _Launcher()
     async with _pool(launcher, num_replicas=1, unresponsive_s=0.01) as pool:
-        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 1000
+        pool.states["127.0.0.1:1"] += [SILENT] * 1000
         assert await pool.ensure_healthy()
         assert launcher.processes["rollout-0"].stopped
         assert [server.address for server in pool.live] == ["127.0.0.1:2"]
@@ -240,7 +244,7 @@ async def test_a_server_that_never_answers_is_dead_and_starts_again(
 @pytest.mark.asyncio
 async def test_nobody_is_waited_for_while_another_server_answers() -> None:
     async with _pool(_Launcher(), unresponsive_s=1000) as pool:
-        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 1000
+        pool.states["127.0.0.1:1"] += [SILENT] * 1000
         assert not await pool.ensure_healthy()
         assert pool.names == ["rollout-0", "rollout-1"]
 
@@ -252,7 +256,7 @@ async def test_weights_are_published_again_to_a_server_that_was_waited_for() -> 
 
         def freeze() -> None:
             if len(publisher.published) == 0:
-                pool.states["127.0.0.1:1"] += [ServerState.SILENT] * 2
+                pool.states["127.0.0.1:1"] += [SILENT] * 2
             else:
                 publisher.refusing = ()
 
@@ -371,6 +375,10 @@ class _Generator:
     never_answers: bool = False
     sessions: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    oldest: int = 0
+
+    def require_weights(self, version: int) -> None:
+        self.oldest = version
 
     async def add_replica(self, address: str) -> None:
         if address in self.addresses:
@@ -473,7 +481,7 @@ async def test_a_server_that_stands_still_before_it_is_connected_is_waited_for(
 ) -> None:
     launcher = _Launcher()
     async with _pool(launcher, unresponsive_s=0.05 if times > 3 else 60.0) as pool:
-        pool.states["127.0.0.1:1"] += [ServerState.SILENT] * times
+        pool.states["127.0.0.1:1"] += [SILENT] * times
 
         def stand_still() -> None:
             launcher.may_serve.clear()  # nobody is started again before the generator is connected
@@ -559,7 +567,53 @@ async def test_a_server_of_someone_else_that_comes_back_gets_the_present_weights
         assert publisher.published[1:] == [(3, ["attached-0"])]
         assert routed == [["127.0.0.1:1"]]
         assert generator.addresses == ["127.0.0.1:1", ELSEWHERE]
+        assert generator.oldest == 3
         assert pool.take_metrics()["servers/restarted"] == 1
+
+
+@pytest.mark.asyncio
+async def test_a_server_of_someone_else_with_old_weights_is_seen_by_who_looks_first(
+    generator: _Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = _Publisher()
+    async with _pool(_Launcher(), publisher, addresses=[ELSEWHERE], token_file="/t") as pool:
+        pool._ASK_AGAIN_S = 3600.0  # type: ignore[misc]
+        await pool.connect(Requirements())
+        await pool.sync_weights(3)
+        pool.versions[ELSEWHERE] = 0  # it was started again
+        # It was asked a moment ago, so nobody knows; a trajectory has failed there.
+        assert await pool.ensure_healthy()
+        assert "holds weight version 0, not 3" in caplog.text
+        assert publisher.published[1:] == [(3, ["attached-0"])]
+        # Until it has them it is not taken for one that was started again once more.
+        assert pool.names == ["attached-0"]
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_change_is_told_of_servers_that_end_and_that_start(
+    generator: _Generator,
+) -> None:
+    launcher = _Launcher()
+    async with _pool(launcher) as pool:
+        await pool.connect(Requirements())
+        waiting = asyncio.create_task(pool.wait_for_change())
+        await pool.die("rollout-0")
+        await waiting
+        launcher.may_serve.clear()
+        assert await pool.ensure_healthy()
+        waiting = asyncio.create_task(pool.wait_for_change())
+        adding = await pool.reach(ELSEWHERE)
+        await waiting
+        await pool.ensure_healthy()
+        assert adding.done() and pool.names == ["attached-0", "rollout-1"]
+        waiting = asyncio.create_task(pool.wait_for_change())
+        launcher.may_serve.set()
+        await waiting
+        await pool.ensure_healthy()
+        assert pool.names == ["attached-0", "rollout-0", "rollout-1"]
+        # The end of the last one is `wait_until_all_ended`'s.
+        await pool.die("rollout-0")
+        await pool.ensure_healthy()
 
 
 @pytest.mark.asyncio
@@ -579,21 +633,23 @@ async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _G
         await pool.ensure_healthy()
         await adding
         assert publisher.published[1:] == [(2, ["attached-0"])]
-        assert told[-1] == Routes(serving=(ELSEWHERE, "127.0.0.1:1"))
+        pool.versions[ELSEWHERE] = 2
+        assert told[-1] == Routes(serving=(ELSEWHERE, "127.0.0.1:1"), weight_version=2)
         with pytest.raises(ProcessError, match="is a server of this run already"):
             await pool.reach(ELSEWHERE)
 
         generator.sessions = 2
         assert pool.drain("127.0.0.1:1") == 2
-        assert told[-1] == Routes(serving=(ELSEWHERE,), draining=("127.0.0.1:1",))
+        assert told[-1] == Routes(serving=(ELSEWHERE,), draining=("127.0.0.1:1",), weight_version=2)
         await pool.sync_weights(3)
         assert publisher.published[-1] == (3, ["attached-0", "rollout-0"])  # its sessions continue
+        pool.versions[ELSEWHERE] = 3
         assert pool.take_metrics()["servers/draining"] == 1
         generator.sessions = 0
         await pool.ensure_healthy()
         assert pool.names == ["attached-0"]
         assert launcher.processes["rollout-0"].stopped
-        assert told[-1] == Routes(serving=(ELSEWHERE,))
+        assert told[-1] == Routes(serving=(ELSEWHERE,), weight_version=3)
         stop()
         assert not await pool.ensure_healthy()  # what was drained is not started again
 

@@ -184,6 +184,7 @@ async def build_context(
                     )
                 )
             router.follow(servers)
+            workers.follow(servers)
         context = TrainingContext(
             config=config,
             train=inputs.train,

@@ -4,7 +4,6 @@ The policy's ranks send the bytes themselves (`transports/`). Every call has a d
 is a `WeightSyncError` that says what to do.
 """
 
-import enum
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Literal, TypeVar
 
@@ -18,7 +17,7 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError, explain
 
-__all__ = ["Memory", "ServerState", "WeightSyncClient", "with_retries"]
+__all__ = ["Memory", "WeightSyncClient", "with_retries"]
 
 Memory = Literal["weights", "kv_cache"]
 """Device memory that a server can release."""
@@ -43,14 +42,6 @@ async def with_retries(call: Callable[[], Awaitable[T]], *, max_attempts: int) -
             if error.outcome is not Outcome.RESUME:
                 raise
     return await call()
-
-
-class ServerState(enum.Enum):
-    """How a server is, by its own word."""
-
-    SERVES = enum.auto()
-    FAILED = enum.auto()  # its engine did
-    SILENT = enum.auto()  # it gave no answer within the deadline, or refused the connection
 
 
 class WeightSyncClient:
@@ -86,14 +77,6 @@ class WeightSyncClient:
         return await self._call(
             "GetServerInfo", self._server.GetServerInfo, request, self._control_s
         )
-
-    async def state(self) -> ServerState:
-        """Asks the server how it is."""
-        try:
-            failed = (await self.info()).state == server_pb.SERVER_STATE_FAILED
-        except WeightSyncError:
-            return ServerState.SILENT
-        return ServerState.FAILED if failed else ServerState.SERVES
 
     async def pause(self, *, interrupt: bool) -> None:
         """Stops generation; interrupts in-flight completions or lets them finish. Idempotent."""

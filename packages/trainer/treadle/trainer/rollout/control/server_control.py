@@ -78,7 +78,7 @@ class _Control:
     async def _add(self, name: str, address: str) -> None:
         try:
             reached = await self._pool.reach(address)
-            text = f"{address} fits; it gets the weights and serves after the present step"
+            text = f"{address} fits; it gets the weights and serves once the policy is at rest"
             await self._answer(name, "accepted", text)
             await reached
         except ProcessError as error:

@@ -44,6 +44,7 @@ __all__ = [
     "Setup",
     "Stop",
     "Warned",
+    "Weights",
     "WorkerLostError",
     "WorkerTraceback",
     "pack_spans",
@@ -153,6 +154,13 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """Calls that begin from now on may not be sampled from weights older than this version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """A run has ended: what is in flight of it is cancelled."""
 
@@ -229,7 +237,7 @@ class Warned:
     message: str
 
 
-FromDriver: TypeAlias = Setup | Begin | Give | Bound | End | Stop
+FromDriver: TypeAlias = Setup | Begin | Give | Bound | Weights | End | Stop
 FromWorker: TypeAlias = Alive | Ready | Refused | Asks | Ended | RunFailed | Warned
 
 

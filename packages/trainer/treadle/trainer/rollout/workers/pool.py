@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterab
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from treadle.agent_loop import AgentTask, Trajectory
 from treadle.agent_loop.aio import concurrently
@@ -54,12 +54,16 @@ from treadle.trainer.rollout.workers.messages import (
     GivenTask,
     RunFailed,
     Setup,
+    Weights,
     WorkerLostError,
     unpack_spans,
     unpack_trajectory,
 )
 from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.rollout.workers.worker_process import LoopWorker, start_worker
+
+if TYPE_CHECKING:
+    from treadle.trainer.rollout.server_pool import ServerPool
 
 __all__ = ["LoopWorkers", "NoWorkerLeftError", "loop_workers"]
 
@@ -151,6 +155,7 @@ class LoopWorkers:
         self._flush_due = False
         self._num_lost = self._num_restarted = 0  # both since `take_metrics`
         self._closing = False
+        self._weights = Weights(0)
 
     async def start(self, router: str) -> None:
         """Starts all workers at once.
@@ -189,6 +194,16 @@ class LoopWorkers:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self._live.values()))
         self._live = {}
+
+    def follow(self, servers: "ServerPool") -> None:
+        """Keeps the workers from weights that are older than the pool's, from now on."""
+        servers.on_change(lambda routes: self._require(Weights(routes.weight_version)))
+
+    def _require(self, weights: Weights) -> None:
+        if weights != self._weights:
+            self._weights = weights
+            for worker in self._live.values():
+                worker.send(weights)
 
     def runner(
         self,
@@ -366,6 +381,7 @@ class LoopWorkers:
             on_end=self._lost,
         )
         self._live[name] = worker
+        worker.send(self._weights)
         for run in self._runs.values():
             worker.send(run.begin)
 

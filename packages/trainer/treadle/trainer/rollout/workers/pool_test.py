@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Listener
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -30,6 +31,7 @@ from treadle.trainer.config.load import load_config
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
+from treadle.trainer.rollout.server_pool import Routes
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Alive,
@@ -45,6 +47,7 @@ from treadle.trainer.rollout.workers.messages import (
     RunFailed,
     Setup,
     Stop,
+    Weights,
     WorkerLostError,
     WorkerTraceback,
     pack_spans,
@@ -277,6 +280,22 @@ async def test_the_bound_of_a_run_under_way_may_change(start: Start) -> None:
     assert [given.number for given in (await program.given_of(run)).tasks] == [2, 3]
     program.end_all()
     await running
+
+
+async def test_each_worker_is_told_which_weights_it_needs_also_one_that_is_started_again(
+    start: Start,
+) -> None:
+    harness, listeners = await start(1), list[Callable[[Routes], None]]()
+    program = harness.machine.programs[0]
+    assert await program.next(Weights) == Weights(0)
+    harness.workers.follow(SimpleNamespace(on_change=listeners.append))  # type: ignore[arg-type]
+    (listener,) = listeners
+    listener(Routes(serving=("a:1",), weight_version=4))
+    assert await program.next(Weights) == Weights(4)
+    await harness.machine.started.get()
+    program.die()
+    replacement = await harness.machine.started.get()
+    assert await replacement.next(Weights) == Weights(4)
 
 
 async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(

@@ -57,6 +57,7 @@ from treadle.trainer.rollout.workers.messages import (
     Setup,
     Stop,
     Warned,
+    Weights,
     pack_spans,
     pack_trajectory,
 )
@@ -194,6 +195,8 @@ class _Worker:
                 if (open_run := self._runs.get(message.run)) is not None:
                     open_run[0].set_limit(message.max_in_flight)
                     self._link.send(Asks(message.run, open_run[0].ask()))
+            case Weights():
+                self._generator.require_weights(message.version)
             case End():
                 if (open_run := self._runs.pop(message.run, None)) is not None:
                     open_run[1].cancel()

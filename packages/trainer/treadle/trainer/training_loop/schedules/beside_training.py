@@ -189,8 +189,10 @@ class _Groups:
         self.store.checkpointed(step)
 
     async def _wait_for_change(self) -> None:
+        of_servers = asyncio.create_task(self.rollout.rollout.servers.wait_for_change())
         waits = [
-            asyncio.create_task(event.wait()) for event in (self.changed, self.rollout.troubled)
+            of_servers,
+            *(asyncio.create_task(e.wait()) for e in (self.changed, self.rollout.troubled)),
         ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -200,7 +202,7 @@ class _Groups:
         self.changed.clear()
         if self.sampling is not None and self.sampling.done():
             self.sampling.result()
-        if self.rollout.troubled.is_set():
+        if self.rollout.troubled.is_set() or of_servers.done():
             await self.rollout.recover()
 
     # --- what the rollout asks and tells ---------------------------------------------------------
