@@ -87,12 +87,15 @@ class Rule:
         said: Of a run in whose steps it fired, before "in 3 of 40 steps".
         check: Says what is wrong with the last step; None if nothing is.
         reads: The metrics that `check` looks at.
+        once: Whether it says how a run is set up, which lasts: then it is told once for each
+            remedy, which its text names after the first semicolon.
     """
 
     name: str
     said: str
     check: Callable[[History], str | None]
     reads: tuple[str, ...]
+    once: bool = False
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -372,6 +375,7 @@ RULES: Final = (
             VALIDATE_S,
             *_TIME_SHARES,
         ),
+        once=True,
     ),
     Rule(
         "failed",

@@ -1,8 +1,8 @@
 """Applies the alerts to one step after another, and to a whole run.
 
 Invariant: an alert is told in the first step in which it fires, and again after 10, 100, ... steps
-in a row. `Watch` keeps the metrics that the rules read and no others, so that a long run costs
-little; all else is pure.
+in a row; one of a lasting state (`Rule.once`) once for each remedy instead. `Watch` keeps the
+metrics that the rules read and no others, so that a long run costs little; all else is pure.
 """
 
 import math
@@ -16,6 +16,7 @@ from treadle.trainer.report.metrics import STEP, TRAINED_TOKENS, Record
 
 __all__ = ["Alert", "Watch", "run_signs"]
 
+_ONCE: Final = frozenset(rule.name for rule in RULES if rule.once)
 _READ: Final = frozenset(name for rule in RULES for name in rule.reads)
 
 
@@ -42,6 +43,7 @@ class Watch:
     def __init__(self, before: Sequence[Record] = ()) -> None:
         self._history: deque[Record] = deque(maxlen=KEPT_STEPS)
         self._in_a_row: Counter[str] = Counter()
+        self._remedies: set[tuple[str, str]] = set()  # that were told, of alerts told once
         for record in before:
             if record[STEP] > 0:
                 self.step(record)
@@ -55,7 +57,12 @@ class Watch:
         for name, text in texts.items():
             self._in_a_row[name] += 1
             steps = self._in_a_row[name]
-            if math.log10(steps).is_integer():
+            if name in _ONCE:
+                remedy = name, text.partition("; ")[2]
+                if remedy not in self._remedies:
+                    self._remedies.add(remedy)
+                    told.append(Alert(name, text))
+            elif math.log10(steps).is_integer():
                 more = "" if steps == 1 else f" (for {steps} steps in a row)"
                 told.append(Alert(name, text + more))
         return told

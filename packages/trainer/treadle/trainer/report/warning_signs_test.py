@@ -98,6 +98,17 @@ def test_a_lasting_alert_is_told_again_ever_less_often() -> None:
     assert "in a row" not in again.text
 
 
+def test_idle_servers_are_told_of_once_for_each_cause() -> None:
+    tail = {"generate": 0.5, "tools": 0.1, "slowest": 4.5}
+    tools = {"generate": 0.5, "tools": 4.0}
+    steps = [tail] * 30 + [{}] * 5 + [tail] * 6 + [tools] * 6 + [tail] * 6 + [tools] * 6
+    assert [number for number, name in told(*steps) if name == "idle"] == [5, 43]
+    # A resumed run has told what it did before.
+    watch = Watch([step(number, **tail) for number in range(1, 7)])
+    assert watch.step(step(7, **tail)) == []
+    assert watch.active == {"idle"}
+
+
 def test_a_resumed_run_goes_on_counting() -> None:
     before = [step(number, signal=0.0) for number in range(10)]
     watch = Watch(before)
