@@ -1,5 +1,6 @@
 """Servers that join, are drained, die and come back while a run trains, each in its own process."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from treadle.agent_loop.rpc import ChannelSecurity
+from treadle.rollout.v1.server_service_pb2 import GetServerInfoResponse
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.demo import MODELS
 from treadle.trainer.launch.process import child_python_path
+from treadle.trainer.weight_sync.client import WeightSyncClient
 
 from .testing import StartTrainer, Trainer
 
@@ -43,6 +47,22 @@ def _listed(trainer: Trainer) -> dict[str, str]:
     """Returns the state of each server of the run, by address."""
     found = json.loads((trainer.run_dir / "servers" / "list.json").read_text())
     return {server["address"]: server["state"] for server in found["servers"]}
+
+
+def _asked(address: str, token: Path) -> GetServerInfoResponse:
+    """Returns what a server of a run tells."""
+    security = ChannelSecurity(token=token.read_text().strip())
+
+    async def ask() -> GetServerInfoResponse:
+        client = WeightSyncClient(
+            "joins", address, control_deadline_s=30, commit_deadline_s=30, security=security
+        )
+        try:
+            return await client.info()
+        finally:
+            await client.aclose()
+
+    return asyncio.run(ask())
 
 
 def _curve(trainer: Trainer, steps: int) -> list[tuple[float, ...]]:
@@ -97,6 +117,50 @@ def test_the_curve_is_that_of_a_run_whose_servers_stay(
     ended = _servers(trainer.run_dir, "list")
     assert ended.returncode == 2
     assert "has no servers now" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "apart"),
+    [
+        (("sync.transport=collective", "rollout.num_replicas=2"), "float32", 1e-3),
+        (
+            ("sync.delta.enabled=true", "rollout.dtype=bfloat16", "policy.optimizer.lr=1e-6"),
+            "bfloat16",
+            0.2,  # of rounding
+        ),
+    ],
+    ids=["collective", "deltas"],
+)
+def test_one_that_joins_gets_everything_alone_and_the_next_update_with_the_others(
+    start_trainer: StartTrainer, arguments: tuple[str, ...], dtype: str, apart: float
+) -> None:
+    trainer = start_trainer(*_UNVALIDATED, "schedule.total_steps=1000", *arguments)
+    trainer.read_until(" 2/1000")
+    token = trainer.run_dir / "server_token"
+    with running_server(
+        *("--engine", "torch", "--model.path", MODEL, "--model.num_threads", "1"),
+        *("--model.context_length", "1024", "--model.dtype", dtype),
+        *("--security.token_file", str(token)),
+    ) as joins:
+        added = _servers(trainer.run_dir, "add", joins.address)
+        assert added.returncode == 0, added.stderr
+        joined = int(added.stdout.rsplit(maxsplit=1)[-1])
+        trainer.read_until(f" {joined + 3}/1000")
+        told = _asked(joins.address, token)
+        trainer.process.send_signal(signal.SIGINT)
+        trainer.wait()
+    assert told.weight_version >= joined + 2
+    assert told.time_use.decode.ToNanoseconds() > 0
+    first, *lines = trainer.metrics()
+    later = [line for line in lines if line["step"] > joined + 1]
+    # What both sampled agrees with the policy: they have its weights.
+    of_both = [line["rollout/logprob_diff_max"] for line in later if line["groups/trained"]]
+    assert of_both and max(of_both) < apart
+    for line in later:
+        assert line["servers/lost"] == 0
+        assert line["servers/live"] == first["servers/live"] + 1
+        if dtype == "bfloat16":
+            assert line["sync/delta_ratio"] < 0.1
 
 
 def test_what_does_not_fit_is_refused_in_the_terminal_of_the_one_who_asks(
