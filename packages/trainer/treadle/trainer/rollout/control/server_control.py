@@ -1,11 +1,13 @@
 """The driver's side of `treadle servers`: carries out what the files of the run directory ask.
 
-Invariants: the event loop waits for no disk. A request that is refused changes nothing. When the
-block ends, the requests under way are refused, and the directory says that the run has ended.
+Invariants: the event loop waits for no disk, and a disk that fails ends no request and no run: that
+is said once, and it is tried again. A request that is refused changes nothing. When the block ends,
+the requests under way are refused, and the directory says that the run has ended.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +25,7 @@ from treadle.trainer.rollout.server_pool import ServerPool
 
 __all__ = ["control_servers"]
 
+_log = logging.getLogger(__name__)
 _POLL_S = 0.5
 
 
@@ -51,20 +54,34 @@ class _Control:
         self._pool = pool
         self._directory = directory
         self._adding: set[asyncio.Task[None]] = set()
+        self._said = ""
 
     async def serve(self) -> None:
         while True:
-            for name, request in await asyncio.to_thread(take_requests, self._directory):
-                if isinstance(request, Answer):
-                    await self._answer(name, request.state, request.text)
-                elif request.action == "drain":
-                    await self._drain(name, request)
-                else:
-                    adding = asyncio.create_task(self._add(name, request.which))
-                    self._adding.add(adding)
-                    adding.add_done_callback(self._adding.discard)
-            await self.write_list()
+            try:
+                await self._take()
+                await self.write_list()
+            except OSError as error:
+                self._say(error)
+            else:
+                self._said = ""
             await asyncio.sleep(_POLL_S)
+
+    async def _take(self) -> None:
+        for name, request in await asyncio.to_thread(take_requests, self._directory):
+            if isinstance(request, Answer):
+                await self._answer(name, request.state, request.text)
+            elif request.action == "drain":
+                await self._drain(name, request)
+            else:
+                adding = asyncio.create_task(self._add(name, request.which))
+                self._adding.add(adding)
+                adding.add_done_callback(self._adding.discard)
+
+    def _say(self, error: OSError) -> None:
+        if str(error) != self._said:
+            self._said = str(error)
+            _log.warning("treadle servers cannot be answered now, and is tried again: %s", error)
 
     async def write_list(self) -> None:
         rows = [asdict(row) for row in self._pool.rows()]
@@ -99,4 +116,11 @@ class _Control:
 
     async def _answer(self, name: str, state: str, text: str) -> None:
         answer = Answer(state=state, text=text)  # type: ignore[arg-type]
-        await asyncio.to_thread(write_answer, self._directory, name, answer)
+        while True:
+            try:
+                await asyncio.to_thread(write_answer, self._directory, name, answer)
+            except OSError as error:  # who asked waits for it
+                self._say(error)
+                await asyncio.sleep(_POLL_S)
+            else:
+                return

@@ -3,7 +3,8 @@
 Invariants:
 
 1. `send` never blocks: a thread writes. What waits there is bounded by the protocol: a worker gets
-   at most the tasks that it asked for, and answers each once.
+   at most the tasks that it asked for, and answers each once. Who sends more than that, as lines of
+   a log, looks at `num_unsent` first.
 2. Messages arrive in the order in which they were sent, on the event loop, until `on_end` is
    called, once.
 3. With `beat_s`, a sign of life is sent whenever nothing else was for that time, also while the
@@ -63,6 +64,11 @@ class Link:
     def send(self, message: object) -> None:
         """Sends a message; nothing happens if the other end is gone."""
         self._outgoing.put(pickle.dumps(message, protocol=5))
+
+    @property
+    def num_unsent(self) -> int:
+        """Number of messages that wait for the other end to read."""
+        return self._outgoing.qsize()
 
     def close(self, *, flushed_s: float = 0.0) -> None:
         """Ends the connection.

@@ -66,6 +66,7 @@ __all__ = ["main"]
 
 _FLUSH_S = 5.0
 _ASK_AGAIN_S = 0.5
+_MAX_UNSENT = 1000
 _log = logging.getLogger(__name__)
 
 
@@ -321,14 +322,22 @@ async def _connected(setup: Setup) -> AsyncIterator[GrpcTokenGenerator]:
 
 
 class _ToDriver(logging.Handler):
-    """Sends warnings and errors to the driver."""
+    """Sends warnings and errors to the driver; while it does not read them, counts the rest."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(level=logging.WARNING)
         self._link = link
+        self._num_left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._link.send(Warned(record.levelno, record.getMessage()))
+        if self._link.num_unsent >= _MAX_UNSENT:
+            self._num_left_out += 1
+            return
+        text = record.getMessage()
+        if self._num_left_out:
+            text += f" (and {self._num_left_out} lines before it, which only the worker's log has)"
+            self._num_left_out = 0
+        self._link.send(Warned(record.levelno, text))
 
 
 async def _serve(connection: "Connection[Any, Any]", *, beat_s: float) -> bool:
