@@ -2,7 +2,8 @@
 
 The pieces of a run, real and in their processes, with an update in the middle of a rollout. The
 policy of version n is one optimizer step ahead of version n - 1, so a token with the wrong label
-would be off by far more than the programs are.
+would be off by far more than the programs are. A step is small: with ten times the learning rate
+the third version has logits so large that float32 alone puts the programs 1e-4 apart.
 
 How fast trainer and engine are beside each other decides what an update meets, so that is left to
 neither: trajectories end before it and begin after it, and a server is told to commit at the moment
@@ -123,7 +124,7 @@ async def _running(
         "rollout.threads=1",
         "launch.policy_threads=1",
         f"data.prompts_per_step={_PROMPTS}",
-        "policy.optimizer.lr=1e-3",
+        "policy.optimizer.lr=1e-4",
         "policy.optimizer.warmup_steps=0",
     ]
     # Given, so that the test can call the servers too.
