@@ -119,6 +119,44 @@ def test_the_curve_is_that_of_a_run_whose_servers_stay(
     assert "has no servers now" in ended.stderr
 
 
+def test_beside_training_a_server_that_is_started_again_samples_nothing_old(
+    start_trainer: StartTrainer, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("between us")
+    token.chmod(0o600)
+    arguments = (
+        *("--engine", "torch", "--model.path", MODEL, "--model.num_threads", "1"),
+        *("--model.context_length", "1024", "--security.token_file", str(token)),
+    )
+    with contextlib.ExitStack() as servers:
+        stays = servers.enter_context(running_server(*arguments))
+        dies = servers.enter_context(running_server(*arguments))
+        trainer = start_trainer(
+            *_UNVALIDATED,
+            *("schedule.total_steps=1000", "schedule.kind=async", "schedule.max_staleness=2"),
+            *("sync.in_flight=interrupt", "agent.num_workers=1", "run.trajectories_per_step=4"),
+            f"rollout.addresses=[{stays.address},{dies.address}]",
+            f"rollout.token_file={token}",
+        )
+        trainer.read_until(" 3/1000")
+        dies.popen.kill()
+        servers.enter_context(running_server(*arguments, "--address", dies.address))
+        trainer.read_until("joined the run: attached-1")
+        steps = len(trainer.metrics()) + 3
+        trainer.read_until(f" {steps}/1000")
+        trainer.process.send_signal(signal.SIGINT)
+        trainer.wait()
+    lines = trainer.trajectories()
+    assert lines[-1]["step"] >= steps
+    for line in lines:
+        spans = [s for s in line["samples"][-1]["spans"] if s["origin"] == "sampled"]
+        versions = [span["weight_version"] for span in spans]
+        assert versions == sorted(versions)
+        assert versions[0] >= line["step"] - 3
+    assert sum(metrics["servers/restarted"] for metrics in trainer.metrics()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "dtype", "apart"),
     [
